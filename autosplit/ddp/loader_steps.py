@@ -15,7 +15,8 @@ import torch
 from torch import distributed as dist
 
 from autosplit.ddp.device import exchange_device
-from autosplit.parallel.optimizer_steps import OptimizerStep, count_samples, counted
+from autosplit.parallel.batch_counts import check_loader, count_samples, counted
+from autosplit.parallel.optimizer_steps import OptimizerStep
 
 
 class LeftOverWarning(UserWarning):
@@ -44,6 +45,7 @@ def foreign_steps(
     fewer runs its last one again, counting for nothing, and all end when the first has none. A rank without a share
     runs its batches for the others, and they count for nothing, either.
     """
+    check_loader(loader)
     batches = iter(loader)
     for index in itertools.count():
         held = list(itertools.islice(batches, micro_steps))

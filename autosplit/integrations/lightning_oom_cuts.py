@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.errors import InputError
 from autosplit.integrations.weighted_backward import Weighed
+from autosplit.parallel.batch_counts import count_samples, counted
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
-from autosplit.parallel.optimizer_steps import count_samples, counted
 
 
 class CutSteps:

@@ -13,8 +13,8 @@ from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meet
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 from autosplit.integrations.weighted_backward import Weighed
+from autosplit.parallel.batch_counts import count_samples, counted
 from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
-from autosplit.parallel.optimizer_steps import count_samples, counted
 
 
 class CutBatches:

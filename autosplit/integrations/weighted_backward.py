@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autosplit.ddp.batchnorms import silenced
+from autosplit.parallel.batch_counts import counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import counted
 from autosplit.solve.split import micro_batch_sizes
 
 

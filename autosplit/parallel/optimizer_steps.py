@@ -8,19 +8,17 @@ last micro-batch.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
+from autosplit.parallel.batch_counts import check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
@@ -337,9 +335,10 @@ def steps(
         The optimizer steps, each to be iterated to its end before the next is taken.
 
     Raises:
-        InputError: A number is below 1 or not whole; the loader's sampler was made for other sizes; while iterating:
-            a batch holds no tensor to count, or a step was left unfinished.
+        InputError: The loader is a data set, or no iterable; a number is below 1 or not whole; the loader's sampler was
+            made for other sizes; while iterating: a batch holds no tensor to count, or a step was left unfinished.
     """
+    check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
     sampler = getattr(loader, "batch_sampler", None)
@@ -464,34 +463,3 @@ def _check_sizes(sampler: ScheduledBatchSampler, batch_size: int, effective_batc
                 f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make both "
                 "from one plan"
             )
-
-
-def counted(count: Callable[[Any], int], batch: Any) -> int:
-    """Return what a batch counts for: a whole number, or an `InputError` says what it is instead."""
-    return whole_number("the count of a batch", count(batch))
-
-
-def count_samples(batch: Any) -> int:
-    """Return the samples of a batch: the first dimension of the first tensor in it."""
-    samples = _first_size(batch)
-    if samples is None:
-        raise InputError(
-            f"a batch is a {type(batch).__name__} without a tensor of one or more dimensions; expected one, whose "
-            "first dimension is the samples; pass count= to say how many samples a batch has"
-        )
-    return samples
-
-
-def _first_size(part: Any) -> int | None:
-    """Find the first dimension of the first tensor in a batch that has one."""
-    if isinstance(part, torch.Tensor):
-        return int(part.size(0)) if part.dim() else None
-    if isinstance(part, PackedSequence):
-        return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
-    if isinstance(part, (Mapping, UserDict)):
-        part = part.values()
-    elif dataclasses.is_dataclass(part):
-        part = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    elif not isinstance(part, (tuple, list)):
-        return None
-    return next((size for size in map(_first_size, part) if size is not None), None)

@@ -336,6 +336,12 @@ class TestCounting:
         assert step.micro_batch_sizes == (3, 3)
         assert next(iter(step)) is batch
 
+    @pytest.mark.parametrize("loader", [TensorDataset(torch.zeros(9, 4), torch.zeros(9)), 5, None], ids=str)
+    def test_no_loader(self, loader: Any) -> None:
+        """Each sample of a data set was a batch, of as many samples as it has features."""
+        with pytest.raises(InputError, match=r"expected a DataLoader.*; make one of a data set with plan\.loader\("):
+            steps(loader, batch_size=3, effective_batch_size=6)
+
     @pytest.mark.parametrize("batch", [["text"], 5, {"a": torch.tensor(1.0)}, Record])
     def test_nothing_to_count(self, batch: Any) -> None:
         with pytest.raises(InputError, match=r"pass count= to say how many samples"):
