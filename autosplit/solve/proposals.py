@@ -100,9 +100,14 @@ class Proposer:
             knee = self._knee(solver, trials, candidates, best)
             if knee is not None:
                 return knee
-        # The model is held against the best that was measured: there it is right by definition.
+        # The model is held against the best that was measured: there it is right by definition, and about other devices
+        # that tells nothing.
         scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
-        rates = {c: scale * solver.samples_per_s(c) for c in candidates}
+
+        def alike(c: Configuration) -> bool:
+            return list(map(bool, solver.split_of(c))) == list(map(bool, top.split))
+
+        rates = {c: (scale if alike(c) else 1.0) * solver.samples_per_s(c) for c in candidates}
         foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
         return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
 
