@@ -14,6 +14,7 @@ from autosplit.runtime.gradient_arrivals import ArrivalCall, Way
 from autosplit.runtime.memory_tracker import arrives_by
 from autosplit.runtime.op_calls import OpCall
 from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
+from autosplit.runtime.recurrent_calls import RecurrentCalls, RecurrentOp, recurrent_costs
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ _NORMS_OVER_SAMPLES = {
 Event = Work | Move
 
 
-Op = OpCall | ArrivalCall | tuple[OpCost, ...]
+Op = OpCall | ArrivalCall | RecurrentOp | tuple[OpCost, ...]
 """An op's call, or the costs of one whose shapes do not tell them."""
 
 
@@ -48,10 +49,16 @@ Recorded = Ops | Move
 
 
 class OpRecorder:
-    """Gathers ops between transfers; `norms_over_samples`: one of them may refuse a single sample."""
+    """Gathers ops between transfers.
+
+    Attributes:
+        norms_over_samples: One of them may refuse a single sample.
+        recurrent: Tells those of recurrent layers.
+    """
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
         self.norms_over_samples = False
+        self.recurrent = RecurrentCalls()
         self._phases: list[tuple[str, list[Recorded]]] = []
         self._samples = samples
         self._keeps_calls = keeps_calls
@@ -72,8 +79,8 @@ class OpRecorder:
             return
         op: Op
         try:
-            op = OpCall.of(func, args, kwargs, outputs)
-            op = ArrivalCall(op) if arrives else op
+            call = OpCall.of(func, args, kwargs, outputs)
+            op = ArrivalCall(call) if arrives else self.recurrent.op(call)
         except NotImplementedError:
             if self._keeps_calls:
                 raise
@@ -123,6 +130,8 @@ def _event(event: Recorded, costs: Callable[[Op], tuple[OpCost, ...]], resized: 
 def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
     if isinstance(op, tuple):
         return op
+    if isinstance(op, RecurrentOp):
+        return tuple(recurrent_costs(op, op.call.costs(resized)))
     calls = op.calls(way) if isinstance(op, ArrivalCall) else (op,)
     return tuple(cost for call in calls for cost in call.costs(resized))
 

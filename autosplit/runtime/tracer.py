@@ -172,6 +172,7 @@ class Tracer:
             # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             autocast or nullcontext(),
+            recorder.recurrent.watching(modules_of(self.trainee.models)) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)

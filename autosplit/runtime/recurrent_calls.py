@@ -1,0 +1,99 @@
+"""Tell which ops a GPU runs inside one call of cuDNN: those of a recurrent layer, which the processor runs one by one.
+
+An LSTM over a hundred places is thousands of ops there. cuDNN starts its kernels itself: the products of each place,
+and one more beside each, for all that is done to the gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.runtime.op_calls import OpCall
+from autosplit.runtime.op_cost import OpCost
+
+aten = torch.ops.aten
+
+LONG = 4096
+"""A dimension to sum over, of samples times places, that is no loss to a product."""
+
+
+@dataclass(frozen=True)
+class RecurrentOp:
+    """An op of a recurrent layer; `begins` its forward or its backward, which the host starts as one op."""
+
+    call: OpCall
+    begins: bool
+
+
+def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost]:
+    """Yield what cuDNN runs in place of an op of known costs: products, each with what is done to its gates.
+
+    The gradient of weights it sums over all places at once.
+    """
+    if op.begins:
+        yield OpCost(0, 0, "float32", part=op.call.part)
+    for cost in costs:
+        rows, columns, inner, count = cost.product
+        if cost.kind not in ("matmul", "batched"):
+            continue
+        size = 4 if cost.rate == "float32" else 2
+        cost = replace(cost, part="none")
+        # The gradient of weights is a product of what lies across: by sizes it would be another at another batch.
+        of_weights = op.call.part == "backward" and op.call.func is aten.mm.default and op.call.args[0].stride[0] == 1
+        if of_weights:
+            read_bytes = count * inner * (rows + columns) * size
+            cost = replace(cost, nbytes=read_bytes, product=(rows, columns, LONG, count))
+        yield cost
+        gates = rows * inner if of_weights else rows * max(columns, inner)
+        yield OpCost(0, 2 * count * gates * size, cost.rate, part="none")
+
+
+class RecurrentCalls:
+    """Knows which call of a recurrent layer is running: by hooks forward, and back by autograd's sequence numbers."""
+
+    def __init__(self) -> None:
+        self._begun_at: int | None = None
+        self._spans: list[tuple[int, int]] = []
+        self._last: object = None
+
+    def op(self, call: OpCall) -> OpCall | RecurrentOp:
+        """Return a call, as one of a recurrent layer where it is."""
+        running = self._running(call)
+        if running is None:
+            return call
+        begins, self._last = running != self._last, running
+        return RecurrentOp(call, begins)
+
+    def _running(self, call: OpCall) -> object:
+        if self._begun_at is not None:
+            return self._begun_at
+        if call.part != "backward" or not self._spans:
+            return None
+        node: Any = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        return next((span for span in self._spans if span[0] <= number < span[1]), None)
+
+    def _begin(self, *_: Any) -> None:
+        self._begun_at = torch._C._autograd._get_sequence_nr()
+
+    def _end(self, *_: Any) -> None:
+        if self._begun_at is not None:
+            self._spans.append((self._begun_at, torch._C._autograd._get_sequence_nr()))
+        self._begun_at = None
+
+    @contextmanager
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Watch the recurrent layers of models; they may be replicated."""
+        with ExitStack() as hooks:
+            for module in modules:
+                for layer in module.modules():
+                    if isinstance(layer, nn.RNNBase):
+                        hooks.callback(layer.register_forward_pre_hook(self._begin).remove)
+                        hooks.callback(layer.register_forward_hook(self._end, always_call=True).remove)
+            yield

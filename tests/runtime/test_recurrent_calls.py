@@ -1,0 +1,87 @@
+"""A recurrent layer is one call of cuDNN: what it costs, forward and back."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.runtime.affine_traces import AffineTraces
+from autosplit.runtime.op_cost import Work
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.recurrent_calls import RecurrentCalls
+from autosplit.runtime.tracer import make_tracer
+from autosplit.workload.workload import Workload
+
+PLACES = 40
+
+
+class Reading(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head = kind(16, 32, num_layers=2, batch_first=True), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def works(kind, split):
+    batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))
+    tracer, _ = make_tracer(Workload(Reading(kind), batch, loss_fn=nn.CrossEntropyLoss()), like_gpu=True)
+    trace = tracer.trace(StepShape((split,)))
+    return trace, [event for event in trace.micro if isinstance(event, Work)]
+
+
+def started(found):
+    """Return how many kernels the host starts."""
+    return sum(part != "none" for work in found for _, _, part in work.labels)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("split", [(64,), (48, 64)])
+def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
+    """Each of its ops at each place was started by the host, a hundred times too slow where that is all there is."""
+    trace, found = works(kind, split)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentCalls, "watching", lambda *_: nullcontext())
+        apart_trace, apart = works(kind, split)
+    assert started(apart) > 4 * PLACES * len(split)
+    assert started(found) < started(apart) / 4
+    assert trace.peak_bytes == apart_trace.peak_bytes
+    # The arithmetic is the same, and bytes are fewer.
+    assert sum(work.numbers[0].sum() for work in found) == sum(work.numbers[0].sum() for work in apart)
+    assert sum(work.numbers[1].sum() for work in found) < sum(work.numbers[1].sum() for work in apart)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_other_batches_are_told(kind):
+    """The width is between the sizes of which they are told: what is what must not depend on them."""
+    batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))
+    (tracer, _), (full, _) = (
+        make_tracer(Workload(Reading(kind), batch, loss_fn=nn.CrossEntropyLoss()), like_gpu=True) for _ in range(2)
+    )
+    traces = AffineTraces(tracer)
+    for split in ((5,), (100,), (3, 50)):
+        shape = StepShape((split,))
+        for told, followed in zip(traces.trace(shape).micro, full.trace(shape).micro, strict=True):
+            assert not isinstance(told, Work) or (told.numbers == followed.numbers).all()
+    assert not traces.given_up
+
+
+def test_a_cell_is_started_at_each_place():
+    class Stepping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTMCell(16, 32)
+
+        def forward(self, x):
+            state = None
+            for place in x.unbind(1):
+                state = self.cell(place, state)
+            return state[0]
+
+    tracer, _ = make_tracer(Workload(Stepping(), torch.randn(4, PLACES, 16)), like_gpu=True)
+    micro = tracer.trace(StepShape(((64,),))).micro
+    assert started([event for event in micro if isinstance(event, Work)]) > 4 * PLACES
