@@ -266,7 +266,7 @@ class Problem:
         if overhead != "copies":
             step_time = replace(step_time, gather_s_per_sample=free)
         if overhead == "overhead":
-            step_time = replace(step_time, contention=min(1.0, step_time.contention), host_s=0.0)
+            step_time = replace(step_time, contention=min(1.0, step_time.contention), host_s=0.0, lead_s=0.0)
         return self._with_step_time(step_time)
 
     def with_links(self, times: float) -> Problem:

@@ -289,7 +289,7 @@ class Solver:
         if self.step_time.adds_up:  # on one processor no share is faster than another
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
-        tried += self._another_team(best)
+        tried += self._another_team(answers)
         tried += self._without_first(best)
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
@@ -301,19 +301,20 @@ class Solver:
             tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
-    def _another_team(self, best: Configuration) -> list[Configuration]:
+    def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
         """Return the one with the fewest devices within reach of the best: it tells what each device costs."""
-        if self.step_time.adds_up or not self.step_time.leaves_out or len(self.space.region.replica_ceilings) < 2:
+        if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
 
         def team(configuration: Configuration) -> list[bool]:
             return [samples > 0 for samples in self.split_of(configuration)[1:]]
 
+        best = answers[0]
         within_reach = WITHIN_REACH * self.samples_per_s(best)
         batch_size, steps = best.batch_size, best.accumulation_steps
         teams = self._teams_of(self._ceilings(steps))
         found = [self._of_team(batch_size, steps, teams[i]) for i in spread(0, len(teams) - 1, MOST_TEAMS)]
-        others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps))) if c is not None]
+        others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps), *answers)) if c is not None]
         others = [c for c in others if team(c) != team(best) and self.samples_per_s(c) >= within_reach]
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 

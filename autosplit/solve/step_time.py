@@ -104,6 +104,7 @@ class StepTime:
             share a bus, a processor or a power supply; less where copies hide behind work.
         keeps: Replicas are kept from the first micro-step of a step to its last.
         host_s: What the host takes to start a micro-step of one device. R replicas take turns with it.
+        lead_s: What the turns have in them of the last micro-step's backward, where the host starts that in them, too.
         leaves_out: A device without samples costs nothing, so that some may be better left out.
     """
 
@@ -117,6 +118,7 @@ class StepTime:
     contention: float = 1.0
     keeps: bool = True
     host_s: float = 0.0
+    lead_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Let devices that are alike share their curve, so that what is known of one is known of all."""
@@ -154,7 +156,7 @@ class StepTime:
             turns_s = replicas * self.host_s
             paths = [(path[0], path[1] + count * gather_s, path[2] + count * busy_s, path[3] + count * alone_s)]
             for after in {0, count - 1} if self.host_s else ():
-                known_s = started_s + (count - after) * turns_s + (after + 1) * alone_s
+                known_s = started_s + (count - after) * turns_s + (after + 1) * alone_s - self.lead_s
                 paths.append((0.0, (after + 1) * gather_s, (after + BACKWARD_SHARE) * busy_s, known_s))
             path = max(paths, key=sum)
             started_s += count * turns_s
@@ -258,11 +260,14 @@ class StepTime:
     def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
         """Fit what the host takes to steps of one and of two micro-steps of several devices, without the optimizer.
 
-        Its turns are no longer than a further micro-step, nor than what the backward leaves of the first.
+        Its turns are a further micro-step, where that takes longer than the devices do; else they are hidden, and no
+        longer than what the backward leaves of the first.
         """
         _, busy_s, _, replicas = self._amounts(split)
-        turns_s = min(twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s)
-        return replace(self, host_s=max(0.0, turns_s) / replicas)
+        turns_s, first_s = twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s
+        if turns_s <= self.contention * busy_s:
+            turns_s = max(0.0, min(turns_s, first_s))
+        return replace(self, host_s=turns_s / replicas, lead_s=max(0.0, turns_s - first_s))
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,15 @@ class TestStepTime:
         assert once_s > bare.seconds([split])
         assert bare.with_host(split, once_s, twice_s).host_s == pytest.approx(host_s)
 
+    def test_turns_in_which_the_host_starts_backwards_too_are_a_further_micro_step(self):
+        """They were cut to what the devices leave of a first one: thousands of micro-steps were a third too fast."""
+        bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)
+        alone_s = bare.seconds([(2, 2)])
+        once_s, twice_s = 2 * alone_s, 3.9 * alone_s
+        bound = bare.with_host((2, 2), once_s, twice_s)
+        assert bound.seconds([(2, 2)]) == pytest.approx(once_s)
+        assert bound.seconds([(2, 2)] * 11) == pytest.approx(once_s + 10 * (twice_s - once_s))
+
     @given(st.integers(1, 6), st.integers(0, 3), st.floats(0, 8))
     def test_a_step_is_what_the_host_and_the_devices_make_of_its_micro_steps_in_turn(self, full, rest, host_s):
         """Alike micro-steps are counted; one by one they tell the same."""

@@ -191,7 +191,7 @@ def test_where_the_host_bounds_a_step_its_last_micro_step_is_short():
 
 def test_how_much_gathering_is_in_device_0s_way_is_tried():
     region = Region(MemoryFit(0.0, 1.0), 1000, 8, (8, 8, 8), 1000)
-    step_time = replace(StepTime.bare((line(0.5, 0.1),) * 4, 0.0, adds_up=False), host_s=0.1)
+    step_time = replace(StepTime.bare((line(1.5, 0.1),) * 4, 0.0, adds_up=False), host_s=0.1)
     solver = Solver(Space(region, (48, 48), 4), step_time)
     assert solver.answers()[0].gpu0_bsz > 0
     assert [solver.split_of(one) for one in solver.first_trials() if not one.gpu0_bsz] == [(0, 8, 8, 8)]
