@@ -336,7 +336,7 @@ class TestCounting:
         assert step.micro_batch_sizes == (3, 3)
         assert next(iter(step)) is batch
 
-    @pytest.mark.parametrize("loader", [TensorDataset(torch.zeros(9, 4), torch.zeros(9)), 5, None], ids=str)
+    @pytest.mark.parametrize("loader", [TensorDataset(torch.zeros(9, 4)), 5, None], ids=["data set", "5", "None"])
     def test_no_loader(self, loader: Any) -> None:
         """Each sample of a data set was a batch, of as many samples as it has features."""
         with pytest.raises(InputError, match=r"expected a DataLoader.*; make one of a data set with plan\.loader\("):
