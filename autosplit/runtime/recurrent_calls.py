@@ -42,7 +42,7 @@ def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost
         rows, columns, inner, count = cost.product
         if cost.kind not in ("matmul", "batched"):
             continue
-        size = 4 if cost.rate == "float32" else 2
+        size = {"float64": 8, "float32": 4}.get(cost.rate, 2)
         cost = replace(cost, part="none")
         # The gradient of weights is a product of what lies across: by sizes it would be another at another batch.
         of_weights = op.call.part == "backward" and op.call.func is aten.mm.default and op.call.args[0].stride[0] == 1
@@ -51,7 +51,7 @@ def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost
             cost = replace(cost, nbytes=read_bytes, product=(rows, columns, LONG, count))
         yield cost
         gates = rows * inner if of_weights else rows * max(columns, inner)
-        yield OpCost(0, 2 * count * gates * size, cost.rate, part="none")
+        yield OpCost(0, 2 * count * gates * size, cost.rate, part="none")  # read and written once
 
 
 class RecurrentCalls:

@@ -170,7 +170,8 @@ class SimulatedRuntime:
         """
         source = _source_of(self.tracer, shape)
         peaks = source.peaks() if shape.updates else ()
-        self._refuse_overflow(peaks, shape)
+        if peaks:
+            self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
         clocks = _Clocks(self._specs, self.free, replicas)
         for number, split in enumerate(shape.splits):
@@ -192,7 +193,7 @@ class SimulatedRuntime:
             clocks.work(0, Work.of(0, self.tracer.zeroing_costs()))
 
     def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
-        for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=False)):
+        for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):
             if peak_bytes > self.capacities_bytes[index]:
                 raise OutOfMemoryError(
                     f"{device.label} ({device.name}) is out of memory: {shape.splits[0][index]} samples need "

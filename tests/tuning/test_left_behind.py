@@ -634,9 +634,8 @@ def check_phase(kind: str, phase: Phase, error: type[BaseException], devices: st
     elif phase.point == "copy the model" or (phase == PHASES["a traced update"] and kind == "copied"):
         # It runs itself then; and fake updates are followed but in the first traces, in whose place real ones go.
         assert ended is None
-    elif phase.of == "trace" and kind != "borrowed":
-        # Where a step is followed to foretell others, these are followed themselves if it fails.
-        assert ended in (None, UserCodeError, ZeroDivisionError)
+    elif phase in (PHASES["a traced loss"], PHASES["a traced backward"]) and kind != "borrowed":
+        assert ended is None  # of the step that foretells the others: these are followed themselves
     else:
         assert ended in (UserCodeError, ZeroDivisionError)
     case.live.watch.check()
