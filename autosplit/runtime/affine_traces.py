@@ -57,22 +57,24 @@ class AffineTraces:
         self._held_to: dict[bool, int] = {}
         self._ones: dict[bool, bool] = {}
         self._checks = False
-        self._told: dict[StepShape, Trace] = {}
+        self._told: dict[tuple[StepShape, StepShape], Trace] = {}
 
     @property
     def trainee(self) -> Trainee:
         """The copy that is traced."""
         return self.tracer.trainee
 
-    def trace(self, shape: StepShape) -> Trace:
-        """Return the trace of a step."""
+    def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:
+        """Return the trace of a step, or of a further micro-step, told by the law of the first one."""
         if self._checks:
-            return self._checked(shape)
-        if shape not in self._told:
+            self._check(first or shape)
+        key = shape, first or shape
+        if key not in self._told:
             if len(self._told) >= MOST_KEPT:
                 self._told.clear()
-            self._told[shape] = self._tell(shape)
-        return self._told[shape]
+            law = self._law_for(first or shape)
+            self._told[key] = self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
+        return self._told[key]
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -83,11 +85,12 @@ class AffineTraces:
         finally:
             self._checks = False
 
-    def _tell(self, shape: StepShape) -> Trace:
+    def _law_for(self, shape: StepShape) -> _Law | None:
+        """Return the law that a step follows, where a share of one may have its own; None where there is none."""
         law = self._law_of(shape)
         if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(shape):
             law = self._law_of(shape, ones_apart=True)
-        return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
+        return law
 
     def _tells_one(self, shape: StepShape) -> bool:
         """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order.
@@ -101,14 +104,13 @@ class AffineTraces:
             self._ones[evaluates] = law is not None and own is not None and law.tells((1,), own.at((1,)))
         return self._ones[evaluates]
 
-    def _checked(self, shape: StepShape) -> Trace:
+    def _check(self, shape: StepShape) -> None:
         """Hold the law of the first share's lone step: beside others, however many, a device does as it does alone."""
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
         law = self._law_of(shape) and self._law_of(lone)
         if law is not None and lone.num_samples > self._held_to[lone.arrangement == "eval"]:
             self._hold(law, lone)
-        return self._tell(shape)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
         """Return the law of a kind of step; None where there is none, and each step is followed."""

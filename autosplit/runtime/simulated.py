@@ -6,7 +6,8 @@ the first, and gradients come back after the last. A device's clock runs by itse
 starts when both ends are free and keeps both.
 
 Tracing eight cards costs eight times as much as one. So a step is composed: device 0 from a trace with its own share
-and all others' together, each other device from a trace of its share on two.
+and all others' together, each other device from a trace of its share on two. A last micro-step is often short, and
+leaves devices idle that the others do not: it is told from the first one's kind, without what idle devices would do.
 """
 
 from __future__ import annotations
@@ -281,6 +282,35 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
             clocks.move(ends[0], ends[1], event.nbytes, event.purpose)
 
 
+def _micro_step(
+    tracer: Traces, shape: StepShape, split: tuple[int, ...], first: tuple[int, ...], phase: _Played
+) -> Sequence[Event]:
+    """Return what is done in a micro-step over devices that had the first one's samples in the first."""
+    lone = split != first and not any(split[1:])
+    own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
+    events = _events(tracer.trace(own, like), phase)
+    return events if lone or split == first else _without_idle(events, split, first)
+
+
+def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[int, ...]) -> list[Event]:
+    """Leave out what devices would do that had samples in the first micro-step, and have none in this one.
+
+    Device 0 keeps what is between the first output that comes and the last gradient of one that goes: the loss.
+    """
+    idle = {device for device, samples in enumerate(split) if first[device] and not samples}
+    kept = [event for event in events if idle.isdisjoint(_others_of(event))]
+    if 0 not in idle:
+        return kept
+    turns = [i for i, event in enumerate(kept) if isinstance(event, Move) and event.purpose in ("output", "scalar")]
+    loss = range(turns[0], turns[-1]) if turns else range(0)
+    return [event for i, event in enumerate(kept) if isinstance(event, Move) or event.device or i in loss]
+
+
+def _others_of(event: Event) -> set[int]:
+    """Return the devices beside the first, and the host, that an event concerns."""
+    return ({event.device} if isinstance(event, Work) else {event.source, event.destination}) - {0, HOST}
+
+
 class _Whole:
     """A step traced over all devices that have samples, the first one among them."""
 
@@ -314,11 +344,19 @@ class _Whole:
         return tuple(found)
 
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
-        _play(clocks, _events(self._trace(split), phase), self._place)
+        if self._shape.alone:
+            events = _events(self._trace(split), phase)
+        else:
+            events = _micro_step(self._tracer, self._shape, self._own(split), self._own(self._shape.splits[0]), phase)
+        _play(clocks, events, self._place)
+
+    def _own(self, split: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(split[index] for index in self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
-        own = tuple(split[index] for index in self._place)
-        return self._tracer.trace(_followed(self._shape, own, in_buckets=self._in_buckets))
+        shares = self._own(self._shape.splits[0]), self._own(split)
+        first, own = (_followed(self._shape, one, in_buckets=self._in_buckets) for one in shares)
+        return self._tracer.trace(own, first)
 
 
 @functools.lru_cache(maxsize=16)
@@ -328,15 +366,14 @@ def _joining(arrives: bool, nbytes: int) -> Work:
     return Work.of(0, [OpCost(0, 3 * nbytes, "float32", part=part)] * (2 if arrives else 1))
 
 
-def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
+def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
     """Return the shares of the devices that stand for all others in device 0's trace.
 
     One will do, because what device 0 holds depends on their samples together. Where it has none itself, the sum of
     gradients begins with the second of them.
     """
     rest = sum(split[1:])
-    two = split[0] == 0 and sum(1 for samples in split[1:] if samples) > 1
-    return (rest - rest // 2, rest // 2) if two else (rest,)
+    return (rest - rest // 2, rest // 2) if num == 2 else (rest,)
 
 
 class _Composed:
@@ -345,30 +382,29 @@ class _Composed:
     def __init__(self, tracer: Traces, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
-        self._events: dict[tuple[bool, int, _Played], list[Event]] = {}
+        self._split = split = shape.splits[0]  # the largest
+        self._num_stand_ins = 2 if split[0] == 0 else 1
+        self._events: dict[tuple[int, _Played], list[Event]] = {}
 
     def fits_together(self) -> bool:
         """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
         return all(
-            len(_moves(self._beside(split, samples, phase))) == len(_moves(self._primary(split).events(phase)))
-            for split in set(self._shape.splits)
-            for samples in split[1:]
-            if samples
+            len(_moves(self._beside(samples, phase))) == len(_moves(self._primary().events(phase)))
+            for samples in set(self._split[1:]) - {0}
             for phase in _BALANCED_PHASES
         )
 
     def peaks(self) -> tuple[int, ...]:
-        split = self._shape.splits[0]  # the largest
-        others = [self._replica(split, samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
-        return (self._primary(split).peak_bytes[0], *others)
+        others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in self._split[1:]]
+        return (self._primary().peak_bytes[0], *others)
 
     def parts(self) -> tuple[MemoryParts, ...]:
-        split = self._shape.splits[0]
-        others = [self._replica(split, samples).parts[1] if samples else _NOTHING for samples in split[1:]]
-        return (self._primary(split).parts[0], *others)
+        others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in self._split[1:]]
+        return (self._primary().parts[0], *others)
 
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
-        primary = _events(self._primary(split), phase)
+        short = self._short(split)
+        primary = _micro_step(self._tracer, self._shape, short, self._short(self._split), phase)
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
@@ -376,7 +412,7 @@ class _Composed:
         replicas = {}
         for device, samples in enumerate(split[1:], 1):
             if samples:
-                events = self._beside(split, samples, phase)
+                events = self._beside(samples, phase)
                 clocks.foresee(device, _works(events, 1))
                 replicas[device] = _played(clocks, device, events)
         for event in primary:
@@ -386,28 +422,31 @@ class _Composed:
             elif {1, 2}.isdisjoint((event.source, event.destination)):
                 _play(clocks, [event], (0,))
             else:
-                _move_all(clocks, event, replicas, len(_stand_ins(split)))
+                _move_all(clocks, event, replicas, len(_active(short[1:])))
         for replica in replicas.values():
             next(replica, None)
 
-    def _beside(self, split: tuple[int, ...], samples: int, phase: _Played) -> list[Event]:
-        """Return what a device with so many samples does in a phase of a split."""
-        key = bool(split[0]), samples, phase
-        if key not in self._events:
-            self._events[key] = [
+    def _beside(self, samples: int, phase: _Played) -> list[Event]:
+        """Return what a device with so many samples does in a phase."""
+        if (samples, phase) not in self._events:
+            self._events[samples, phase] = [
                 event
-                for event in _events(self._replica(split, samples), phase)
+                for event in _events(self._replica(samples), phase)
                 if (event.device == 1 if isinstance(event, Work) else 1 in (event.source, event.destination))
             ]
-        return self._events[key]
+        return self._events[samples, phase]
 
-    def _primary(self, split: tuple[int, ...]) -> Trace:
-        short = (split[0], *_stand_ins(split))
-        return self._tracer.trace(_followed(self._shape, short))
+    def _short(self, split: tuple[int, ...]) -> tuple[int, ...]:
+        return (split[0], *_stand_ins(split, self._num_stand_ins))
 
-    def _replica(self, split: tuple[int, ...], samples: int) -> Trace:
-        """Return a trace of two devices: what the second does depends only on whether the first has samples, too."""
-        return self._tracer.trace(_followed(self._shape, (samples if split[0] else 0, samples)))
+    def _primary(self) -> Trace:
+        return self._tracer.trace(_followed(self._shape, self._short(self._split)))
+
+    def _replica(self, samples: int) -> Trace:
+        """Return a trace of two devices: what the second holds and does is the same whatever the first has."""
+        others = self._split[1:]
+        first, own = (_followed(self._shape, (share, share)) for share in (max(others), samples))
+        return self._tracer.trace(own, own if samples in others else first)
 
 
 def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
@@ -421,10 +460,10 @@ def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]],
         order.reverse()  # autograd takes a sum of losses apart from its end
         turn = num_stand_ins + 1 - turn
     own = order[turn - 1 :] if turn == num_stand_ins else order[turn - 1 : turn]
-    if event.purpose == "buffer" and arrives:  # only the first device brings back what it moved
-        own, rest = order[:1], order[1:]
-        for _, replica in rest:
-            next(replica)
+    if event.purpose == "buffer" and arrives:  # after the forward, where device 0 runs none: the first's own, alone
+        replicas |= {device: itertools.chain([next(replica)], replica) for device, replica in order}
+        clocks.move(order[0][0], 0, event.nbytes, event.purpose)
+        return
     for device, replica in own:
         nbytes = next(replica).nbytes
         clocks.move(device if arrives else event.source, 0 if arrives else device, nbytes, event.purpose)
@@ -442,4 +481,6 @@ def _played(clocks: _Clocks, device: int, events: Sequence[Event]) -> Iterator[M
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
-    return [event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination)]
+    """Return the transfers that each replica has part in."""
+    moves = (event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination))
+    return [move for move in moves if (move.purpose, move.destination) != ("buffer", 0)]

@@ -108,7 +108,7 @@ class Tracer:
         self._update: _Update | None = None
         self._has_settled = False
 
-    def trace(self, shape: StepShape) -> Trace:
+    def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
         """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
 
         Args:

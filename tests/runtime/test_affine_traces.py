@@ -79,6 +79,25 @@ def test_steps_take_as_long(name):
         assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("machine", ["sim:2xRTX3090", "sim:3xRTX3090"])
+@pytest.mark.parametrize("name", ["cnn", "char_gpt"])
+def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
+    """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards."""
+    workload = ALL[name]()
+    devices = parse_devices(machine)
+    (tracer, _), (full, _) = (make_tracer(workload, like_gpu=True) for _ in range(2))
+    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
+    first = (4, 6, 6)[: len(devices)]
+    told.measure(StepShape((first,) * 2))
+    runs = tracer.runs
+    for last in ((0, 3, 3), (0, 2, 1), (0, 1, 0), (2, 0, 0), (1, 0, 0)):
+        shape = StepShape((first, first, last[: len(devices)]))
+        ours, theirs = told.measure(shape), followed.measure(shape)
+        assert ours.peak_bytes == theirs.peak_bytes
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-3)
+    assert tracer.runs == runs
+
+
 class Contrasting(nn.Module):
     """Each sample beside every other."""
 
