@@ -952,6 +952,8 @@ def overhead_here() -> dict[str, Any]:
     with (
         mock.patch.object(CpuRuntime, "measure", watch.around("steps", CpuRuntime.measure)),
         mock.patch.object(CpuRuntime, "peaks", watch.around("steps", CpuRuntime.peaks)),
+        # With what torch imports for its first fake tensor: 1.1 s, whatever is traced.
+        mock.patch.object(Tracer, "__init__", watch.around("traces", Tracer.__init__)),
         mock.patch.object(Tracer, "trace", watch.around("traces", Tracer.trace)),
         mock.patch.object(Tracer, "trace_resized", watch.around("traces", Tracer.trace_resized)),
     ):
