@@ -93,7 +93,7 @@ class AffineTraces:
         return law
 
     def _tells_one(self, shape: StepShape) -> bool:
-        """Tell whether a share of one is as others are: of it, much may not have to be copied to lie in order.
+        """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order.
 
         A device takes one sample beside others as it does alone.
         """
@@ -101,7 +101,7 @@ class AffineTraces:
         if evaluates not in self._ones:
             one = StepShape(((1,),), "eval" if evaluates else "balanced")
             law, own = self._law_of(one), self._law_of(one, ones_apart=True)
-            self._ones[evaluates] = law is not None and own is not None and _alike(law.at((1,)), own.at((1,)))
+            self._ones[evaluates] = law is not None and own is not None and law.tells((1,), own.at((1,)))
         return self._ones[evaluates]
 
     def _check(self, shape: StepShape) -> None:
@@ -191,15 +191,6 @@ def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
     """Return a step's kind: 2 for any share, and 1 where a single sample is a kind of its own."""
     least = 1 if ones_apart else 2
     return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
-
-
-def _alike(told: Trace, followed: Trace) -> bool:
-    """Tell whether a step holds as much as another one, and works as long within a hundredth on any card."""
-    ours, theirs = (
-        np.sum([[len(work.labels), *work.numbers[:2].sum(axis=1)] for work in trace.micro if isinstance(work, Work)], 0)
-        for trace in (told, followed)
-    )
-    return told.parts == followed.parts and np.allclose(ours, theirs, rtol=0.01)
 
 
 @dataclass(frozen=True, eq=False)

@@ -272,36 +272,6 @@ def test_single_samples_beside_others_are_a_kind_of_their_own():
     assert followed.runs <= 12
 
 
-def test_a_single_sample_that_spares_next_to_nothing_is_as_others_are():
-    """Llama's angles need no copy for one sample: each kind of step beside such a share was followed by itself."""
-
-    class Rotated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
-            self.register_buffer("angles", torch.ones(1, 512))
-
-        def forward(self, x):
-            x = x + self.angles.expand(len(x), -1).contiguous().detach()
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x.sum(1)
-
-    def tracer():
-        workload = Workload(Rotated(), (torch.randn(4, 512), torch.randn(4)), loss_fn=F.mse_loss)
-        return make_tracer(workload, like_gpu=True)[0]
-
-    followed, full = tracer(), tracer()
-    traces = AffineTraces(followed)
-    one = StepShape(((1,),))
-    law = traces._law_of(one)
-    assert law is not None
-    assert not law.tells((1,), full.trace(one)), "one sample takes fewer ops"
-    for split in ((1,), (1, 1), (1, 9), (9, 1), (1, 4, 6)):
-        assert traced_parts(traces, StepShape((split,))) == traced_parts(full, StepShape((split,)))
-    assert followed.runs == 5
-
-
 class Arriving(nn.Module):
     """Has gradients of every kind: tied, summed, shared with others, parts of one, of frozen and unused layers."""
 
