@@ -245,7 +245,7 @@ class _Kept:
             self._tracer = Tracer(workload(self._row), fake=True, like_gpu=True)
         return self._tracer
 
-    def trace(self, shape: StepShape) -> Trace:
+    def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `Tracer`
         if shape.splits == ((self._row.batch,),):
             return trace(self._row, self._row.batch, self._cache)
         return self._made().trace(shape)
