@@ -69,6 +69,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         lost: ChildFailedError | None = None
         signalled: SignalException | None = None
         options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", folder]
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             torchrun([*options, "-m", "autosplit", *arguments])
         except SignalException as error:  # the processes had it, too
@@ -77,6 +78,8 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
             lost = error
         finally:
             del os.environ[OUTCOME_VARIABLE]
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # torchrun leaves its own: a later Ctrl-C would be a `SignalException`
         text = outcome.read_text() if outcome.exists() else ""
     if text.isdigit():
         return int(text)
