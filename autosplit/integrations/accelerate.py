@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.accelerate_arguments import set_arguments, tell_of_other_precision
+from autosplit.integrations.accelerate_arguments import set_arguments
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
@@ -231,7 +231,9 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.refuse_other_job(self.num_processes, self.device, "accelerate")
-            tell_of_other_precision(self.share, self.mixed_precision)
+            wanted = "no" if self.share.plan.precision == "none" else self.share.plan.precision
+            trained = "none" if self.mixed_precision == "no" else self.mixed_precision
+            self.share.tell_of_other_precision(trained, f"mixed_precision={wanted!r}")
             if self.share.num_processes > 1:
                 agree_on(self.share.plan, self.share.place.rank)
 

@@ -21,7 +21,8 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
             "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
             "optimizer step ends with the epoch; leave it out"
         )
-    given = kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps or 1, *_steps_of_launcher()
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
+    given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
     kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
     if share.device.type == "cpu":
         kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
@@ -29,17 +30,4 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
         # The plan's batch sizes fit a step that was run with these.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
-    return max(given) > 1
-
-
-def tell_of_other_precision(share: Share, mixed_precision: str) -> None:
-    """Warn where an Accelerator trains in another precision than the plan's."""
-    wanted = "no" if share.plan.precision == "none" else share.plan.precision
-    trained = "none" if mixed_precision == "no" else mixed_precision
-    share.tell_of_other_precision(trained, f"mixed_precision={wanted!r}", stacklevel=5)
-
-
-def _steps_of_launcher() -> list[int]:
-    """Return the accumulation steps that `accelerate launch` has left in the environment."""
-    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    return [int(given)] if given.isdecimal() else []
+    return max(steps or 1 for steps in given) > 1

@@ -22,7 +22,6 @@ import lightning.pytorch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
-from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
@@ -98,8 +97,7 @@ class SharesLoader:
     def some_samples(self) -> Any:
         """Return the first samples of the data set, collated."""
         dataset: Any = self.dataset
-        collate = self._loader.collate_fn or default_collate
-        return collate([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+        return self._loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
         """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""

@@ -47,11 +47,7 @@ class CutSteps:
         self._apart = ExitStack()
 
     def begin(self, model: nn.Module, at: Weighed) -> None:
-        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward.
-
-        Raises:
-            InputError: The processes meet in more than gradients.
-        """
+        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward."""
         self.at, self.has_run, self.was_cut = at, False, False
         self._wrapped = model if isinstance(model, DistributedDataParallel) else None
         if self._wrapped is not None:
