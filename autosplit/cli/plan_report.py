@@ -23,6 +23,7 @@ from autosplit.cli.tables import (
     short_name,
     tuple_text,
 )
+from autosplit.cli.workload_arguments import flags_of
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
@@ -75,14 +76,14 @@ _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("pla
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
     """Print a plan's report."""
     report = full_report if details else short_report
-    print_plain(report(plan, origin), console)
+    print_plain(report(plan, origin or _SAVED), console)
 
 
-def short_report(plan: Plan, origin: Origin | None = None) -> Group:
+def short_report(plan: Plan, origin: Origin) -> Group:
     """Build the short report: devices, numbers, gain, why it is so, what asks for an action, and the next command."""
     from rich.console import Group
 
-    explanation, origin = plan.explain(), origin or _SAVED
+    explanation = plan.explain()
     ddp = _faster_with_ddp(explanation)
     ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
@@ -95,7 +96,7 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
     )
 
 
-def full_report(plan: Plan, origin: Origin | None = None) -> Group:
+def full_report(plan: Plan, origin: Origin) -> Group:
     """Build the full report: the short one's with DDP's numbers, all that explains it, notes, and lines to paste."""
     from rich.console import Group
 
@@ -184,12 +185,11 @@ def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     return (f"next  {following}", f"more  {show} --details")
 
 
-def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
+def paste_lines(plan: Plan, origin: Origin = _SAVED) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for a real one, a command for a simulated one.
 
     The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
     """
-    origin = origin or _SAVED
     if plan.simulated:
         return (origin.command or _command_again(plan),)
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
@@ -286,23 +286,14 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
 
 def _command_again(plan: Plan) -> str:
     """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
-    asked = dict(plan.request)
-    sizes = asked.get("effective_batch_size")
+    keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
+    asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
+    sizes = asked["effective_batch_size"]
     if isinstance(sizes, list):
         asked["effective_batch_size"] = ":".join(map(str, sizes))
-    words = ["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda"]
-    for keyword, usual in (
-        ("strategy", "auto"),
-        ("effective_batch_size", None),
-        ("max_batch_size", None),
-        ("reserve", None),
-        ("name", None),
-    ):
-        if asked.get(keyword) not in (None, usual):
-            words += [f"--{keyword.replace('_', '-')}", str(asked[keyword])]
-    if plan.precision != "none":
-        words += ["--precision", plan.precision]
-    return shlex.join(words)
+    usual = {"strategy": "auto", "precision": "none"}
+    flags = flags_of({name: value for name, value in asked.items() if value not in (None, usual.get(name))})
+    return shlex.join(["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda", *flags])
 
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
@@ -487,9 +478,8 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
 
 def request_text(request: Mapping[str, Any]) -> str:
     """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
-    defaults = {"strategy": "auto"}
     texts = []
     for name, value in request.items():
-        if name not in ("devices", "name") and value not in (None, defaults.get(name)):
+        if name not in ("devices", "name") and value is not None and (name, value) != ("strategy", "auto"):
             texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
     return ", ".join(texts)

@@ -23,7 +23,7 @@ from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
-from autosplit.text import size_text, visible
+from autosplit.text import rate_text, size_text, visible
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -164,13 +164,7 @@ def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for trial in plan.trials:
         split = tuple_text(trial.split) if len(trial.split) > 1 else f"{trial.batch_size}"
-        rate = (
-            "failed"
-            if trial.samples_per_s is None
-            else f"{trial.samples_per_s:,.4g}"
-            if trial.samples_per_s < 100
-            else f"{trial.samples_per_s:,.0f}"
-        )
+        rate = "failed" if trial.samples_per_s is None else rate_text(trial.samples_per_s).removesuffix(" samples/s")
         yield f"{trial.number}", split, f"{trial.accumulation_steps}", rate, trial.failure or ""
 
 

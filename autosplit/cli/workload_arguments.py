@@ -29,10 +29,6 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     checked_fits(keywords.get("fits") or ())
     if output is None:
         return
-    if "\0" in output:
-        raise InputError(
-            f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
-        )
     if Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
     if not Path(output).exists():
@@ -167,7 +163,6 @@ def flags_of(keywords: Mapping[str, Any]) -> list[str]:
     for keyword, value in keywords.items():
         flag = keyword.replace("_", "-")
         flags.append(f"--no-{flag}" if value is False else f"--{flag}")
-        flags.extend(
-            [] if isinstance(value, bool) else [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        )
+        if not isinstance(value, bool):
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return flags

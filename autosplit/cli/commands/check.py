@@ -21,8 +21,7 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int
     with stdout_kept_clean(), progress(manner) as tell:
         workload = load_workload(spec, **model_options)
         with users_errors(spec):
-            if tell is not None:
-                tell(Progress("checks", "checking gradients", fraction_of("checks")))
+            tell(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)
     print_answer(Checks(tuple(found)), manner, lambda console: print_checks(found, console))
     return 0

@@ -37,12 +37,7 @@ def compare(
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
-    """Tune for one machine after the other, and print them in one table.
-
-    Args:
-        price: Of a machine, for an hour, each as it was typed.
-        keywords: For `tune`; the time limit is for all machines together.
-    """
+    """Tune for one machine after the other, and print them in one table; the time limit is for all of them together."""
     from autosplit.tuning import compare as comparing
 
     prices = [price_given(text) for text in price]
@@ -53,13 +48,12 @@ def compare(
             "torchrun out"
         )
     machines = comparing.asked_machines(devices, prices, keywords)
-    limits = {keyword: value for keyword, value in keywords.items() if keyword == "time_limit_s"}
-    called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
+    time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
     with stdout_kept_clean(), progress(manner) as tell:
-        tune_one = _tuner(spec, model_options, called)
+        tune_one = _tuner(spec, model_options, keywords)
         try:
-            comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
+            comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=tell)
         except comparing.ComparisonInterrupted as interrupt:
             if interrupt.comparison is None:
                 raise
