@@ -13,7 +13,6 @@ from autosplit.cli.check_report import check_lines, dependence_line
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
-    counted_text,
     memory_text,
     pairs_table,
     plain_table,
@@ -21,7 +20,6 @@ from autosplit.cli.tables import (
     rates_text,
     shares_text,
     short_name,
-    tuple_text,
 )
 from autosplit.cli.workload_arguments import flags_of
 from autosplit.devices.catalog import SIMULATED_ERRORS
@@ -30,7 +28,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
-from autosplit.text import bound_text, listed, ms_text, printable, rate_text
+from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -370,7 +368,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("also fits", ", ".join(roles)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
-        said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
+        said = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"
         rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
     if plan.lengths is not None:
         like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s

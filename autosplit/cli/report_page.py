@@ -14,7 +14,6 @@ from pathlib import Path
 
 from autosplit.cli import plan_report as told
 from autosplit.cli.plan_report import paste_lines, request_text
-from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 from autosplit.plan.canvas import check_drawing, check_installed
@@ -23,7 +22,7 @@ from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
-from autosplit.text import rate_text, size_text, visible
+from autosplit.text import rate_text, size_text, tuple_text, visible
 
 _FOLDER = Path(__file__).parent / "templates"
 

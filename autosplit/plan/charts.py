@@ -13,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autosplit.plan.canvas import LEVELS, Canvas, Chart, check_drawing, compact, drawn, side_by_side, whole_ticks
-from autosplit.plan.even_plan import tuple_text
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space, Trial
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
-from autosplit.text import rate_text, size_text, visible
+from autosplit.text import rate_text, size_text, tuple_text, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

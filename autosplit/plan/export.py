@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
-from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes, tuple_text
+from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
 from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines, filled
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
 from autosplit.solve.even_ranks import EvenRanks
-from autosplit.text import printable
+from autosplit.text import printable, tuple_text
 
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""

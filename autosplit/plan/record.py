@@ -26,7 +26,7 @@ from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
-from autosplit.text import printable
+from autosplit.text import counted_text, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -282,7 +282,7 @@ class PlanRecord:
 
     def __str__(self) -> str:
         """Return the plan in one line; `autosplit show` prints all of it."""
-        forwards = f"{self.accumulation_steps} forward{'s' * (self.accumulation_steps > 1)}"
+        forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"

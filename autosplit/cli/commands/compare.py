@@ -14,12 +14,12 @@ from rich.text import Text
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
-from autosplit.text import printable, rate_text, size_text
+from autosplit.text import counted_text, printable, rate_text, size_text
 from autosplit.tuning.compare import ComparedMachine, Comparison
 
 EXIT_MISFIT = 3

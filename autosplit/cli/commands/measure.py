@@ -21,7 +21,6 @@ from autosplit.cli.tables import (
     rates_text,
     short_bytes_text,
     short_name,
-    tuple_text,
 )
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
@@ -34,7 +33,7 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.plan.measured_step import MeasuredStep
-from autosplit.text import ms_text, rate_text
+from autosplit.text import ms_text, rate_text, tuple_text
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 

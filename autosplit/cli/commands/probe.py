@@ -15,14 +15,14 @@ from rich.text import Text
 
 from autosplit.cli.json_types import Ceilings, ProbedCeiling
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
 from autosplit.plan.canvas import check_drawing
 from autosplit.solve.memory import Ceiling, Role
-from autosplit.text import size_text
+from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:

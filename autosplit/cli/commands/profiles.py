@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from autosplit.cli.named_plan import Profile, profile_at, profile_path
 from autosplit.cli.output import Manner, print_json
 from autosplit.cli.plan_report import request_text
-from autosplit.cli.tables import add_row, counted_text, pairs_table, plain_table, print_plain, short_name, tuple_text
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_plain, short_name
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, remove_left_over, remove_profile
-from autosplit.text import rate_text
+from autosplit.text import counted_text, rate_text, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -91,7 +91,7 @@ def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: boo
 
 def _confirm(count: int, folder: Path) -> None:
     """Ask before everything is removed; raise InputError where there is nobody to ask, or the answer is no."""
-    what = f"{count} profile{'s' * (count > 1)} in {folder}"
+    what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it")
     sys.stderr.write(f"remove {what}? [y/N] ")
