@@ -408,7 +408,7 @@ def _short_step_text(plan: Plan) -> str:
 def _gain_text(plan: Plan) -> str:
     """Compare with the even split of the same batch, as far as that says something."""
     even = even_split(plan.batch_size, len(plan.split))
-    if all(device.kind == "cpu" for device in plan.devices):
+    if plan.shares_processor:
         return "not claimed: these devices share one processor"
     if plan.split == even:
         return "none: the even split is the fastest"

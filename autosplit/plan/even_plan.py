@@ -74,7 +74,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
             f"no batch of one size fits all ranks, whose ceilings are {shown(problem.ceilings)}; expected one that "
             f"{tool.called} can be given; train with autosplit.ddp, which gives each rank its own"
         )
-    rate = None if _share_processor(plan) else problem.rate(even.batch_size, even.accumulation_steps)
+    rate = None if plan.shares_processor else problem.rate(even.batch_size, even.accumulation_steps)
     even = replace(even, samples_per_s=rate)
     lost_share, best = _lost(plan, ranks, even)
     notes = [*first_notes(plan)]
@@ -116,11 +116,6 @@ def _even_problem(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     )
 
 
-def _share_processor(plan: PlanRecord) -> bool:
-    """Tell whether the devices are parts of one processor, on which no gain is claimed."""
-    return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
-
-
 def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
     """Compare even ranks with the best that the plan has to offer, both by the model.
 
@@ -128,7 +123,7 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
         The share of the samples/s that is lost; None where nobody knows. And what has the best.
     """
     too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
-    if plan.fit is None or even.samples_per_s is None or _share_processor(plan) or too_long:
+    if plan.fit is None or even.samples_per_s is None or plan.shares_processor or too_long:
         return None, ""
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
     rate = problem_with(plan, plan.fit, ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size)

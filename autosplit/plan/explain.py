@@ -44,19 +44,17 @@ MOST_KINDS = 8
 
 def explanation_of(plan: PlanRecord) -> Explanation:
     """Explain a plan, from its numbers alone."""
-    several = len(plan.devices) > 1
-    shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
+    compares = len(plan.devices) > 1 and not plan.shares_processor
     problem = problem_of(plan)
     predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
     return Explanation(
         **plan.repeated(),
         predicted_samples_per_s=predicted,
-        **_relaxed(plan, problem, predicted, alone=several and not shares_processor),
-        even=_even(plan, problem, predicted) if several and not shares_processor else None,
+        **_relaxed(plan, problem, predicted, alone=compares),
+        even=_even(plan, problem, predicted) if compares else None,
         even_measured=_even_measured(plan),
         fit=_fit_quality(plan),
         learning_rate=_learning_rate(plan),
-        shares_processor=shares_processor,
     )
 
 

@@ -296,10 +296,14 @@ class PlanRecord:
 
         None where there is only one answer, and on devices that share a processor, where no gain is claimed.
         """
-        shared = all(device.kind == "cpu" for device in self.devices)
-        if len(self.devices) == 1 or shared or self.region is None or not self.ddp.ranks:
+        if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None
         return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
+
+    @property
+    def shares_processor(self) -> bool:
+        """Whether its devices are parts of one processor, on which no gain is claimed."""
+        return len(self.devices) > 1 and all(device.kind == "cpu" for device in self.devices)
 
     @property
     def path(self) -> Path | None:
@@ -350,7 +354,8 @@ class PlanRecord:
 
     def repeated(self) -> dict[str, Any]:
         """Return the numbers that an explanation repeats, by its names."""
-        names = ("samples_per_s", "loader_samples_per_s", "fastest", "simulated", "ways", "lengths", "fits")
+        rates = ("samples_per_s", "loader_samples_per_s", "fastest")
+        names = (*rates, "simulated", "shares_processor", "ways", "lengths", "fits")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 

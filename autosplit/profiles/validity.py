@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.errors import shown
 from autosplit.plan.plan import Plan
-from autosplit.profiles.key import MOST_DEVICES, machine_of
+from autosplit.plan.record import MOST_DEVICES
+from autosplit.profiles.key import machine_of
 from autosplit.profiles.store import profiles
 from autosplit.text import size_text
 
