@@ -46,8 +46,6 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     check_installed("jinja2", "the report", "it fills the page")
     check_drawing("the report")
     target = Path(path)
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; expected a file; write the report as {target / 'report.html'}")
     stands = what_stands_at(target)
     if stands is not None:
         raise InputError(

@@ -15,7 +15,6 @@ from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
@@ -50,7 +49,7 @@ def compare(
     machines = comparing.asked_machines(devices, prices, keywords)
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
-    with stdout_kept_clean(), progress(manner) as tell:
+    with progress(manner) as tell:
         tune_one = _tuner(spec, model_options, keywords)
         try:
             comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=tell)

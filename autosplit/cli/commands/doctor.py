@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
+from autosplit.cli.output import Manner, note, print_answer
 from autosplit.cli.tables import (
     add_row,
     pairs_table,
@@ -32,10 +32,7 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
     from autosplit.tuning.doctor import examine
 
     with stdout_kept_clean():
-        try:
-            found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
-        except KeyboardInterrupt:
-            return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
+        found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
     print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
         write(Path(save), cards_toml(found), f"--save {shown(save)}")

@@ -22,7 +22,6 @@ from autosplit.cli.tables import (
     short_bytes_text,
     short_name,
 )
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
@@ -49,7 +48,7 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
         return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
 
-    with stdout_kept_clean(), progress(manner) as tell:
+    with progress(manner) as tell:
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         _, source = loaded(spec, model_options, together=together, isolate=isolate)
         with users_errors(spec):

@@ -16,7 +16,6 @@ from rich.text import Text
 from autosplit.cli.json_types import Ceilings, ProbedCeiling
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
@@ -50,12 +49,11 @@ def probe(
     ceilings: list[Ceiling] = []
     misfits: list[DoesNotFitError] = []
     interrupted = False
-    with stdout_kept_clean():
-        try:
-            with progress(manner) as tell:
-                _find_ceilings(spec, model_options, devices, roles, tell, ceilings, misfits, **keywords)
-        except KeyboardInterrupt:
-            interrupted = True
+    try:
+        with progress(manner) as tell:
+            _find_ceilings(spec, model_options, devices, roles, tell, ceilings, misfits, **keywords)
+    except KeyboardInterrupt:
+        interrupted = True
     for error in misfits:
         failed(str(error), error.exit_code)
     if interrupted:
