@@ -263,22 +263,19 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
     """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
-    passed = {
-        "tensor": f"{name}.to({device})" if device else name,
-        "arguments": f"*(part.to({device}) for part in {name})" if device else f"*{name}",
-        "keywords": f"**{{key: part.to({device}) for key, part in {name}.items()}}" if device else f"**{name}",
+    stars, moved = {
+        "tensor": ("", f"{name}.to({device})"),
+        "arguments": ("*", f"[part.to({device}) for part in {name}]"),
+        "keywords": ("**", f"{{key: part.to({device}) for key, part in {name}.items()}}"),
     }[plan.called_with]
+    given = moved if device else name
     if loss_from == "compute_loss":
-        moved = {
-            "tensor": f"batch.to({device})",
-            "arguments": f"[part.to({device}) for part in batch]",
-            "keywords": f"{{key: part.to({device}) for key, part in batch.items()}}",
-        }[plan.called_with]
-        batch, loss = "batch", f"compute_loss(model, {moved if device else 'batch'})"
+        batch, loss = name, f"compute_loss(model, {given})"
     elif loss_from == "output":
-        batch, loss = "batch", f"model({passed}).loss"
+        batch, loss = name, f"model({stars}{given}).loss"
     else:
-        batch, loss = "inputs, targets", f"loss_fn(model({passed}), targets.to({device or 'model.output_device'}))"
+        output = f"model({stars}{given})"
+        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({device or 'model.output_device'}))"
     return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
 
 
