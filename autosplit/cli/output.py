@@ -71,8 +71,6 @@ def note(message: str, manner: Manner) -> None:
 
 def _tell(lines: list[str]) -> None:
     """Write lines to stderr; one that takes none has no part in how the command ends."""
-    if sys.stderr is None:
-        return
     try:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
@@ -86,7 +84,7 @@ def _harmless(text: str) -> str:
 
 def _fitted(line: str) -> list[str]:
     """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         return [line]
     import textwrap
 

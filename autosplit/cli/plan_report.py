@@ -352,7 +352,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
-    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
+    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
+    shorter = "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
+    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{shorter}"))
     rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.checkpointed:
@@ -394,12 +396,6 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
     if plan.trials:
         rows.append(("found with", _effort_text(plan)))
     return rows
-
-
-def _short_step_text(plan: Plan) -> str:
-    """Say so where the last micro-step is smaller."""
-    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
-    return "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
 
 
 def _gain_text(plan: Plan) -> str:

@@ -136,13 +136,10 @@ class SharesLoader(DataLoaderShard):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
             self._become_active()
             self._position.draw(one._replace(batch=None), iteration)
-            yield self._placed(one.batch)
+            yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
         self._position.end()
-
-    def _placed(self, batch: Any) -> Any:
-        return batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def _become_active(self) -> None:
         """Be the loader that the loop is at: one within it that was left before its end stays accelerate's active."""

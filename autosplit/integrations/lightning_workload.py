@@ -119,22 +119,18 @@ def workload(
     """
     module = eager_of(module) if isinstance(module, nn.Module) else module
     _refuse_unlike(module, trainer)
-    with kept_rng():
-        return _workload(module, data, trainer, batches, options)
-
-
-def _workload(module: Any, data: Any, trainer: Any, batches: int, options: dict[str, Any]) -> Workload:
-    if is_overridden("configure_model", module):
-        module = copy.deepcopy(module)
-        with _attached(module, trainer):
-            _asking_for_trainer(module.configure_model, "configure_model")
-    if "optimizer" not in options:
-        with _attached(module, trainer):
-            configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
-        options["optimizer"] = _optimizer_of(configured)
     if "precision" not in options:
         options["precision"] = "none" if trainer is None else _precision_of(trainer)
-    sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
+    with kept_rng():
+        if is_overridden("configure_model", module):
+            module = copy.deepcopy(module)
+            with _attached(module, trainer):
+                _asking_for_trainer(module.configure_model, "configure_model")
+        if "optimizer" not in options:
+            with _attached(module, trainer):
+                configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
+            options["optimizer"] = _optimizer_of(configured)
+        sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
     optimizer = options["optimizer"] if isinstance(options["optimizer"], Optimizer) else None
     return Workload(TrainingStep(module, trainer, optimizer), sample_batch, compute_loss=_loss_of, **options)
 

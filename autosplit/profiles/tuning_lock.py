@@ -44,10 +44,7 @@ class WaitingWarning(UserWarning):
 
 
 def wait_limit_s(remaining_s: float | None) -> float:
-    """Return how long to wait for another process at most.
-
-    `remaining_s` is what is left of the time limit; None for no limit.
-    """
+    """Return how long to wait for another process at most, by what is left of the time limit; None for no limit."""
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
 
 
