@@ -27,12 +27,10 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
     checked_fits(keywords.get("fits") or ())
-    if output is None:
+    if output is None or not Path(output).exists():
         return
     if Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
-    if not Path(output).exists():
-        return
     if not Path(output).is_file():
         raise InputError(
             f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "

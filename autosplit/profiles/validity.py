@@ -24,16 +24,15 @@ def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
     from autosplit.devices.spec import parse_devices
 
+    found = [(path, plan) for path, plan in profiles() if plan is not None]
     gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
-    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
+    here = machine_of((*gpus, *parse_devices("cpu"))) if found else {}
+    return tuple((path, plan) for path, plan in found if _is_usable(plan, here))
 
 
-def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
+def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:
     if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
         return False
-    from autosplit.devices.spec import parse_devices
-
-    here = machine_of((*gpus, *parse_devices("cpu")))
     if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
         return False
     present: Counter[tuple[str, ...]] = Counter()
