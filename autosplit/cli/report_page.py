@@ -10,6 +10,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from autosplit.cli import plan_report as told
@@ -55,16 +56,13 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         raise InputError(f"{target}: expected a folder that exists; make {target.parent}, or choose another")
     if force or not target.exists():
         return
-    try:
-        with target.open("rb") as file:
-            is_ours = _MARK.encode() in file.read(_MARKED_WITHIN)
-    except OSError:
-        is_ours = False
-    if not is_ours:
-        raise InputError(
-            f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose "
-            "another by -o PATH, or replace it with --force"
-        )
+    with suppress(OSError), target.open("rb") as file:
+        if _MARK.encode() in file.read(_MARKED_WITHIN):
+            return
+    raise InputError(
+        f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose another "
+        "by -o PATH, or replace it with --force"
+    )
 
 
 def page_of(plan: Plan) -> str:

@@ -48,7 +48,7 @@ class Export:
         """Whether the text has the notes in it, as comments; a line for a shell and JSON have no place for them."""
         return self.to not in ("torchrun", "json")
 
-    def save(self, path: str | os.PathLike[str], text: str | None = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text to a file, by atomic replacement.
 
         Args:
@@ -60,7 +60,7 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        write(target, (self.text if text is None else text) + "\n")
+        write(target, self.text + "\n")
 
 
 def write(path: Path, text: str, called: str = "") -> None:
