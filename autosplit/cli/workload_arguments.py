@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from autosplit.errors import AutosplitError, InputError, PlanError, from_user_co
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
+    from autosplit.plan.plan import Plan
     from autosplit.workload.workload import Workload
 
 
@@ -148,6 +150,16 @@ def users_errors(spec: str) -> Iterator[None]:
         if not user_frames(error.__traceback__):
             raise  # ours, and no one is helped by hiding where
         raise from_user_code(error, f"the code of {spec}") from error
+
+
+def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
+    """Tune, without the warnings of what the report says."""
+    from autosplit.tuning import tune as tuning
+
+    with users_errors(spec), warnings.catch_warnings():
+        for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
+            warnings.simplefilter("ignore", said)
+        return tuning.tune(workload, **keywords)
 
 
 def quoted(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from autosplit.cli.workload_arguments import (
     loaded,
     quoted,
     ranks_to_start,
+    tuned_quietly,
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
@@ -105,13 +105,8 @@ def _tuned(
     workload: object, spec: str, keywords: Mapping[str, Any], tell: Callable[[Progress], None]
 ) -> tuple[Plan, KeyboardInterrupt | None]:
     """Tune; return also what interrupted it where the plan is only the best so far."""
-    from autosplit.tuning import tune as tuning
-
     try:
-        with users_errors(spec), warnings.catch_warnings():
-            for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):  # by the report
-                warnings.simplefilter("ignore", said)
-            return tuning.tune(workload, **keywords, progress=tell), None
+        return tuned_quietly(spec, workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
