@@ -26,9 +26,6 @@ from autosplit.text import printable, tuple_text
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""
 
-_BY_PLAN = ("torchrun", "env", "json")
-"""What starts a script that takes the plan, or only copies it."""
-
 UNSAVED = "plan.json"
 """Stands for the file of a plan that is in none."""
 
@@ -38,7 +35,7 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
-    if plan.checkpointed and to not in _BY_PLAN:
+    if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
             f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them {plan.checkpointed[0]}, and "
             f"{shown(to)} has no setting that does; expected a plan without; train with autosplit or its integrations, "
@@ -309,9 +306,7 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
     return Path(UNSAVED), [f'the plan is in no file yet: plan.save("{UNSAVED}") makes the one that is named here']
 
 
-_Maker = Callable[[PlanRecord, str | os.PathLike[str] | None], Export]
-
-_MAKERS: Mapping[str, _Maker] = {
+_MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Export]] = {
     "transformers": _to_transformers,
     "accelerate": _to_accelerate,
     "lightning": _to_lightning,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from autosplit.errors import PlanError, PlanVersionError
+from autosplit.errors import PlanError
 from autosplit.files import read_bounded, replace_file
 from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import unsound_part
@@ -426,9 +426,8 @@ class PlanRecord:
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
             if version != SCHEMA_VERSION:
-                raise PlanVersionError(
-                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
-                    version,
+                raise PlanError(
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version"
                 )
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
