@@ -186,10 +186,7 @@ def bars_say_it_stops() -> None:
 
 
 def restored_terminal() -> None:
-    """Take away a bar that is being drawn on the terminal, for good: nothing is written to stderr after this.
-
-    Called from any thread, at the end of a process.
-    """
+    """Take away a bar that is being drawn, for good, from any thread: nothing is written to stderr after this."""
     if os.environ.get("TERM") in _DUMB:
         return
     with contextlib.suppress(OSError):

@@ -50,11 +50,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
 
 
 def lengths_in(path: str) -> list[int]:
-    """Read the lengths of samples from a file, a number a line.
-
-    Raises:
-        InputError: It can't be read, or has a line that is no number of 1 or more.
-    """
+    """Read the lengths of samples from a file, a number a line; raise InputError where it holds anything else."""
     from autosplit.solve.padded_length import checked_lengths
 
     try:

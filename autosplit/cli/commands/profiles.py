@@ -56,10 +56,7 @@ def show_path(manner: Manner, *, key: str | None = None) -> int:
 
 
 def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: bool, confirmed: bool) -> int:
-    """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found.
-
-    `everything` takes all of them instead, and `confirmed` asks no question.
-    """
+    """Remove profiles by the beginnings of their keys, or all, and say which; none is removed unless all are found."""
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
         raise InputError(f"{given}; expected one of them; write it as autosplit profiles remove KEY")
