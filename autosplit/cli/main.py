@@ -366,11 +366,7 @@ def loader_command(
 
 
 @command(app, "show", "show.show", "autosplit show plan.json")
-def show_command(
-    which: StoredPlan = None,
-    details: Details = False,
-    code: Code = False,
-) -> None:
+def show_command(which: StoredPlan = None, details: Details = False, code: Code = False) -> None:
     """Show a saved plan, or one that is remembered."""
 
 

@@ -45,13 +45,7 @@ from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss
-from autosplit.integrations.process_share import (
-    MarkingBatchSampler,
-    NoPlanWarning,
-    Share,
-    find_share,
-    tell_of_no_plan,
-)
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
@@ -134,18 +128,14 @@ class SharesLoader(DataLoaderShard):
         )
         for one in walked if self._cut is None else self._cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
-            self._become_active()
+            if self.gradient_state.active_dataloader is not self:  # one within it was left before its end, and stayed
+                self.gradient_state._remove_dataloader(self)
+                self.gradient_state._add_dataloader(self)
             self._position.draw(one._replace(batch=None), iteration)
             yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
         self._position.end()
-
-    def _become_active(self) -> None:
-        """Be the loader that the loop is at: one within it that was left before its end stays accelerate's active."""
-        if self.gradient_state.active_dataloader is not self:
-            self.gradient_state._remove_dataloader(self)
-            self.gradient_state._add_dataloader(self)
 
 
 class SharesOptimizer(AcceleratedOptimizer):

@@ -32,13 +32,7 @@ from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
-from autosplit.integrations.process_share import (
-    MarkingBatchSampler,
-    NoPlanWarning,
-    Share,
-    find_share,
-    tell_of_no_plan,
-)
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for

@@ -30,17 +30,14 @@ _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 
 def list_profiles(manner: Manner) -> int:
     """Print what is remembered."""
+    found, folder = tuple(map(profile_at, profile_paths())), profiles_folder()
     if manner.as_json:
         from autosplit.cli.json_types import Profiles
 
-        print_json(Profiles(str(profiles_folder()), _listed()))
+        print_json(Profiles(str(folder), found))
     else:
-        print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
+        print_profiles(found, folder, console_for(sys.stdout))
     return 0
-
-
-def _listed() -> tuple[Profile, ...]:
-    return tuple(map(profile_at, profile_paths()))
 
 
 def show_path(manner: Manner, *, key: str | None = None) -> int:
