@@ -380,7 +380,7 @@ class PlanRecord:
         """Write the plan as JSON, by atomic replacement.
 
         Args:
-                path: The file; its folder is made where it is missing.
+            path: The file; its folder is made where it is missing.
 
         Raises:
             PlanError: It can't be written there.
