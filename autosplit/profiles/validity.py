@@ -80,7 +80,6 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
         devices: The devices that are here, in the plan's order.
         capacities_bytes: What each may hold now, the reserve taken off.
     """
-    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     short = [
         f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
         f"{size_text(planned.peak_bytes)}"
@@ -95,7 +94,6 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
 
     No clause holds what names a card; there is none where the machine is the very one.
     """
-    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
     said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
