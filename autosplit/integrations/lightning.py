@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch
@@ -119,12 +120,9 @@ class SharesLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
         done = 0 if self._progress is None else self._progress.current.processed
-        consumed = batches = 0
-        for step in self.batch_sampler.schedule:
-            batches += len(step.micro_batch_sizes)
-            if batches > done:
-                break
-            consumed += step.num_samples
+        schedule = self.batch_sampler.schedule
+        ends = accumulate(len(step.micro_batch_sizes) for step in schedule)
+        consumed = sum(step.num_samples for step, end in zip(schedule, ends, strict=True) if end <= done)
         return {**self.batch_sampler.state_dict(), "samples_consumed": consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
