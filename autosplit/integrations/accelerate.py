@@ -207,14 +207,14 @@ class Accelerator(accelerate.Accelerator):
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count = count
-        self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
         self._own_loss: OwnLoss | None = None
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
+        divides = False
         if self.share is None:
             tell_of_no_plan()
         else:
             divides = set_arguments(self.share, kwargs)
-            self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
+        self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.refuse_other_job(self.num_processes, self.device, "accelerate")

@@ -198,7 +198,7 @@ class Shares(lightning.pytorch.Callback):
         self._at: Weighed | None = None
         self._backward = ExitStack()
         cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
-        self._cut = None if cuts is None else CutSteps(cuts, sums=False)
+        self._cut = None if cuts is None else CutSteps(cuts)
         if self.share is None:
             tell_of_no_plan()
         elif self.share.wraps:

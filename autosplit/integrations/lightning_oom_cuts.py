@@ -30,16 +30,14 @@ from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
 class CutSteps:
     """The training steps of a LightningModule, of which some run out of memory.
 
-    Args:
-        sums: The loss is a sum, of which each part counts whole.
-
     Attributes:
+        sums: The loss is a sum, of which each part counts whole.
         has_run: The micro-batch's backward has run: the one that Lightning runs is of a number alone.
         is_running: It runs now.
     """
 
-    def __init__(self, cuts: Cuts, *, sums: bool) -> None:
-        self.cuts, self.sums = cuts, sums
+    def __init__(self, cuts: Cuts) -> None:
+        self.cuts, self.sums = cuts, False
         self.at: Weighed | None = None
         self.has_run = self.is_running = False
         self.was_cut = False
