@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,6 @@ def write(path: Path, text: str, called: str = "") -> None:
         raise InputError(
             f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another"
         ) from error
-
-
-def filled(found: Export, settings: Mapping[str, Any], code: Sequence[str]) -> Export:
-    """Return an export with its settings, and the notes above the lines of code that make them."""
-    return replace(found, settings=settings, text="\n".join((*comment_lines(found.notes), *code)))
 
 
 def comment_lines(notes: Sequence[str]) -> list[str]:
