@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,26 +96,11 @@ class Share:
             f"{self.effective_batch_size}"
         )
 
-    def batch_sampler(
-        self,
-        num_samples: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        order: Callable[[int], Sequence[int]] | None = None,
-    ) -> MarkingBatchSampler:
-        """Return a batch sampler that hands out this process's part of every micro-batch."""
-        made = MarkingBatchSampler(
-            num_samples,
-            sum(self.batch_sizes),
-            self.effective_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            order=order,
-            rank_slice=RankSlice(self.place.rank, self.batch_sizes),
-        )
+    def batch_sampler(self, num_samples: int, **options: Any) -> MarkingBatchSampler:
+        """Return a batch sampler, with its options, that hands out this process's part of every micro-batch."""
+        part = RankSlice(self.place.rank, self.batch_sizes)
+        effective = self.effective_batch_size
+        made = MarkingBatchSampler(num_samples, part.batch_size, effective, rank_slice=part, **options)
         if self.num_processes > 1:
             made.refuse_single_samples(self.batch_sizes, self.plan.ddp.least_batch)
         elif self.wraps and self.plan.region is not None:
