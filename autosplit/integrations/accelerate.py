@@ -61,22 +61,12 @@ __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 class SharesLoader(DataLoaderShard):
     """A loader that hands out this process's share; `weight` is what the batch that it gave last counts for."""
 
-    def __init__(
-        self,
-        share: Share,
-        position: LoopPosition,
-        count: Callable[[Any], int] | None,
-        over_processes: Callable[[int], int],
-        cut: CutBatches | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
+    def __init__(self, accelerator: Accelerator, share: Share, **options: Any) -> None:
+        device = accelerator.device if accelerator.device_placement else None
+        super().__init__(device=device, _non_blocking=accelerator.non_blocking, **options)
         self.share = share
         self.weight = 0.0
-        self._position = position
-        self._count = count
-        self._over_processes = over_processes
-        self._cut = cut
+        self._accelerator = accelerator
         self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
@@ -113,7 +103,8 @@ class SharesLoader(DataLoaderShard):
         self.remainder = 0
 
     def __iter__(self) -> Iterator[Any]:
-        iteration = self._position.begin()
+        position, cut = self._accelerator._position, self._accelerator._cut
+        iteration = position.begin()
         self.begin()
         self.set_epoch(self.iteration)
         consumed, self._consumed = self._consumed, 0
@@ -122,20 +113,20 @@ class SharesLoader(DataLoaderShard):
         walked = weighed(
             self.base_dataloader,
             self.sampler_of_shares,
-            count=self._count,
+            count=self._accelerator._count,
             sums=self.share.plan.loss_reduction == "sum",
-            over_processes=self._over_processes,
+            over_processes=self._accelerator._over_processes,
         )
-        for one in walked if self._cut is None else self._cut.walk(walked):
+        for one in walked if cut is None else cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
             if self.gradient_state.active_dataloader is not self:  # one within it was left before its end, and stayed
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
-            self._position.draw(one._replace(batch=None), iteration)
+            position.draw(one._replace(batch=None), iteration)
             yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
-        self._position.end()
+        position.end()
 
 
 class SharesOptimizer(AcceleratedOptimizer):
@@ -272,17 +263,7 @@ class Accelerator(accelerate.Accelerator):
         if self._weighs_samples:
             _tell_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        device = self.device if self.device_placement else None
-        made = SharesLoader(
-            self.share,
-            self._position,
-            self._count,
-            self._over_processes,
-            self._cut,
-            device=device,
-            _non_blocking=self.non_blocking,
-            **options,
-        )
+        made = SharesLoader(self, self.share, **options)
         self._dataloaders.append(made)
         return made
 
