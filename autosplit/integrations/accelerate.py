@@ -25,6 +25,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,14 +34,13 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.accelerate_arguments import set_arguments
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
@@ -415,6 +415,27 @@ class Accelerator(accelerate.Accelerator):
         if self.num_processes == 1:
             return number
         return int(super().gather(torch.tensor([number], device=self.device)).sum())
+
+
+def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
+    """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""
+    # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
+    plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
+    if not plugin.sync_with_dataloader:
+        raise InputError(
+            "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
+            "optimizer step ends with the epoch; leave it out"
+        )
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
+    given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
+    kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
+    if share.device.type == "cpu":
+        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
+    handlers = list(kwargs.get("kwargs_handlers") or [])
+    if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
+        # The plan's batch sizes fit a step that was run with these.
+        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
+    return max(steps or 1 for steps in given) > 1
 
 
 def _tell_of_check(plan: Plan) -> None:
