@@ -433,11 +433,8 @@ def ddp_lines(plan: Plan) -> list[str]:
         for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
     ]
     effective = plan.ddp.effective_batch_size
-    other = (
-        f", {counted_text(effective, 'sample')} per optimizer step"
-        if effective not in (0, plan.effective_batch_size)
-        else ""
-    )
+    same = effective in (0, plan.effective_batch_size)
+    other = "" if same else f", {counted_text(effective, 'sample')} per optimizer step"
     return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
 
