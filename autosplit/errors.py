@@ -37,18 +37,6 @@ class PlanError(InputError):
     """A plan that cannot be read, or cannot be used here."""
 
 
-class PlanVersionError(PlanError):
-    """A plan of a schema version that this autosplit does not read.
-
-    Attributes:
-        version: The file's.
-    """
-
-    def __init__(self, message: str, version: int) -> None:
-        super().__init__(message)
-        self.version = version
-
-
 class ProfileError(PlanError):
     """A profile that is stale, foreign, truncated or of an unknown version; it is named and ignored."""
 

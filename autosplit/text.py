@@ -144,6 +144,16 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def counted_text(n: int, noun: str) -> str:
+    """Write a number of things: ``1 step``, ``2 steps``."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def tuple_text(numbers: Sequence[int]) -> str:
+    """Write a split: ``(4, 6, 6)``."""
+    return f"({', '.join(map(str, numbers))})"
+
+
 def ms_text(seconds: float) -> str:
     """Write a duration: in whole milliseconds, or three digits of what is over before that."""
     ms = seconds * 1000

@@ -214,7 +214,6 @@ def test_tools_are_imported_where_they_are_meant() -> None:
     }
     assert {name: tools for name, tools in found.items() if tools} == {
         "integrations.accelerate": {"accelerate"},
-        "integrations.accelerate_arguments": {"accelerate"},
         "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
         "integrations.lightning_workload": {"lightning"},

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.probe.check_result import Check, error_text
+from autosplit.text import counted_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -44,6 +44,8 @@ EXIT_USAGE = 2
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""
 
+_INTERRUPTED_BEFORE = {"doctor": "the examination was over", "loader": "the loader was measured"}
+
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
 """Errors of a stdout that takes no more: its disk is full, its terminal gone, it is for reading only."""
 
@@ -95,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     except AutosplitError as error:
         return failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
-        return failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
+        before = _INTERRUPTED_BEFORE.get(arguments[0], "there was any plan")
+        return failed(f"interrupted before {before}; run it again", EXIT_INTERRUPTED)
     except BrokenPipeError:
         sent_nowhere(sys.stdout)  # the reader, such as `head`, has seen enough
         return 0
@@ -363,11 +366,7 @@ def loader_command(
 
 
 @command(app, "show", "show.show", "autosplit show plan.json")
-def show_command(
-    which: StoredPlan = None,
-    details: Details = False,
-    code: Code = False,
-) -> None:
+def show_command(which: StoredPlan = None, details: Details = False, code: Code = False) -> None:
     """Show a saved plan, or one that is remembered."""
 
 

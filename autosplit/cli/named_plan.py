@@ -92,10 +92,7 @@ def profile_path(key: str) -> Path:
 
 
 def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
-    """Read a plan by its file or by the beginning of a profile's key; without either the newest, and say which it is.
-
-    Returns its file, too.
-    """
+    """Read a plan by its file or the beginning of a profile's key; without either the newest, and say which it is."""
     if which is not None:
         path = plan_file(which)
         return path, Plan.load(path) if _is_file(which) else read_profile(path)
@@ -108,10 +105,7 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
 
 
 def _newest_profile() -> tuple[Path, Plan] | None:
-    """Return the newest profile that can be read; None where there is none.
-
-    One of a search that was interrupted is taken only where there is no other.
-    """
+    """Return the newest profile that can be read, of an interrupted search only where there is no other."""
     interrupted = None
     for path in profile_paths():
         try:

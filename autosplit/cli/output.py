@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, width_of
+from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
 from autosplit.errors import InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
@@ -71,8 +71,6 @@ def note(message: str, manner: Manner) -> None:
 
 def _tell(lines: list[str]) -> None:
     """Write lines to stderr; one that takes none has no part in how the command ends."""
-    if sys.stderr is None:
-        return
     try:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
@@ -86,7 +84,7 @@ def _harmless(text: str) -> str:
 
 def _fitted(line: str) -> list[str]:
     """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         return [line]
     import textwrap
 
@@ -94,9 +92,12 @@ def _fitted(line: str) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None]]:
-    """Draw a bar while something runs, or without a terminal write a line a stage, unless it is to be quiet."""
-    return progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
+@contextmanager
+def progress(manner: Manner) -> Iterator[Callable[[Progress], None]]:
+    """Keep stdout for the answer while something runs; draw a bar of it, or write a line a stage, or be quiet."""
+    drawn = progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
+    with stdout_kept_clean(), drawn as tell:
+        yield tell
 
 
 class _Lines(logging.Handler):

@@ -13,7 +13,6 @@ from autosplit.cli.check_report import check_lines, dependence_line
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
-    counted_text,
     memory_text,
     pairs_table,
     plain_table,
@@ -21,15 +20,15 @@ from autosplit.cli.tables import (
     rates_text,
     shares_text,
     short_name,
-    tuple_text,
 )
+from autosplit.cli.workload_arguments import flags_of
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
-from autosplit.text import bound_text, listed, ms_text, printable, rate_text
+from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -75,14 +74,14 @@ _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("pla
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
     """Print a plan's report."""
     report = full_report if details else short_report
-    print_plain(report(plan, origin), console)
+    print_plain(report(plan, origin or _SAVED), console)
 
 
-def short_report(plan: Plan, origin: Origin | None = None) -> Group:
+def short_report(plan: Plan, origin: Origin) -> Group:
     """Build the short report: devices, numbers, gain, why it is so, what asks for an action, and the next command."""
     from rich.console import Group
 
-    explanation, origin = plan.explain(), origin or _SAVED
+    explanation = plan.explain()
     ddp = _faster_with_ddp(explanation)
     ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
@@ -95,7 +94,7 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
     )
 
 
-def full_report(plan: Plan, origin: Origin | None = None) -> Group:
+def full_report(plan: Plan, origin: Origin) -> Group:
     """Build the full report: the short one's with DDP's numbers, all that explains it, notes, and lines to paste."""
     from rich.console import Group
 
@@ -184,12 +183,11 @@ def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     return (f"next  {following}", f"more  {show} --details")
 
 
-def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
+def paste_lines(plan: Plan, origin: Origin = _SAVED) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for a real one, a command for a simulated one.
 
     The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
     """
-    origin = origin or _SAVED
     if plan.simulated:
         return (origin.command or _command_again(plan),)
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
@@ -265,44 +263,32 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
     """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
-    passed = {
-        "tensor": f"{name}.to({device})" if device else name,
-        "arguments": f"*(part.to({device}) for part in {name})" if device else f"*{name}",
-        "keywords": f"**{{key: part.to({device}) for key, part in {name}.items()}}" if device else f"**{name}",
+    stars, moved = {
+        "tensor": ("", f"{name}.to({device})"),
+        "arguments": ("*", f"[part.to({device}) for part in {name}]"),
+        "keywords": ("**", f"{{key: part.to({device}) for key, part in {name}.items()}}"),
     }[plan.called_with]
+    given = moved if device else name
     if loss_from == "compute_loss":
-        moved = {
-            "tensor": f"batch.to({device})",
-            "arguments": f"[part.to({device}) for part in batch]",
-            "keywords": f"{{key: part.to({device}) for key, part in batch.items()}}",
-        }[plan.called_with]
-        batch, loss = "batch", f"compute_loss(model, {moved if device else 'batch'})"
+        batch, loss = name, f"compute_loss(model, {given})"
     elif loss_from == "output":
-        batch, loss = "batch", f"model({passed}).loss"
+        batch, loss = name, f"model({stars}{given}).loss"
     else:
-        batch, loss = "inputs, targets", f"loss_fn(model({passed}), targets.to({device or 'model.output_device'}))"
+        output = f"model({stars}{given})"
+        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({device or 'model.output_device'}))"
     return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
 
 
 def _command_again(plan: Plan) -> str:
     """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
-    asked = dict(plan.request)
-    sizes = asked.get("effective_batch_size")
+    keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
+    asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
+    sizes = asked["effective_batch_size"]
     if isinstance(sizes, list):
         asked["effective_batch_size"] = ":".join(map(str, sizes))
-    words = ["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda"]
-    for keyword, usual in (
-        ("strategy", "auto"),
-        ("effective_batch_size", None),
-        ("max_batch_size", None),
-        ("reserve", None),
-        ("name", None),
-    ):
-        if asked.get(keyword) not in (None, usual):
-            words += [f"--{keyword.replace('_', '-')}", str(asked[keyword])]
-    if plan.precision != "none":
-        words += ["--precision", plan.precision]
-    return shlex.join(words)
+    usual = {"strategy": "auto", "precision": "none"}
+    flags = flags_of({name: value for name, value in asked.items() if value not in (None, usual.get(name))})
+    return shlex.join(["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda", *flags])
 
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
@@ -366,7 +352,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
-    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
+    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
+    shorter = "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
+    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{shorter}"))
     rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.checkpointed:
@@ -379,7 +367,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("also fits", ", ".join(roles)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
-        said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
+        said = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"
         rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
     if plan.lengths is not None:
         like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s
@@ -410,16 +398,10 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _short_step_text(plan: Plan) -> str:
-    """Say so where the last micro-step is smaller."""
-    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
-    return "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
-
-
 def _gain_text(plan: Plan) -> str:
     """Compare with the even split of the same batch, as far as that says something."""
     even = even_split(plan.batch_size, len(plan.split))
-    if all(device.kind == "cpu" for device in plan.devices):
+    if plan.shares_processor:
         return "not claimed: these devices share one processor"
     if plan.split == even:
         return "none: the even split is the fastest"
@@ -451,11 +433,8 @@ def ddp_lines(plan: Plan) -> list[str]:
         for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
     ]
     effective = plan.ddp.effective_batch_size
-    other = (
-        f", {counted_text(effective, 'sample')} per optimizer step"
-        if effective not in (0, plan.effective_batch_size)
-        else ""
-    )
+    same = effective in (0, plan.effective_batch_size)
+    other = "" if same else f", {counted_text(effective, 'sample')} per optimizer step"
     return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
 
@@ -487,9 +466,8 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
 
 def request_text(request: Mapping[str, Any]) -> str:
     """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
-    defaults = {"strategy": "auto"}
     texts = []
     for name, value in request.items():
-        if name not in ("devices", "name") and value not in (None, defaults.get(name)):
+        if name not in ("devices", "name") and value is not None and (name, value) != ("strategy", "auto"):
             texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
     return ", ".join(texts)

@@ -10,11 +10,11 @@ import hashlib
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from autosplit.cli import plan_report as told
 from autosplit.cli.plan_report import paste_lines, request_text
-from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 from autosplit.plan.canvas import check_drawing, check_installed
@@ -23,7 +23,7 @@ from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
-from autosplit.text import size_text, visible
+from autosplit.text import rate_text, size_text, tuple_text, visible
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -47,8 +47,6 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     check_installed("jinja2", "the report", "it fills the page")
     check_drawing("the report")
     target = Path(path)
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; expected a file; write the report as {target / 'report.html'}")
     stands = what_stands_at(target)
     if stands is not None:
         raise InputError(
@@ -58,16 +56,13 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         raise InputError(f"{target}: expected a folder that exists; make {target.parent}, or choose another")
     if force or not target.exists():
         return
-    try:
-        with target.open("rb") as file:
-            is_ours = _MARK.encode() in file.read(_MARKED_WITHIN)
-    except OSError:
-        is_ours = False
-    if not is_ours:
-        raise InputError(
-            f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose "
-            "another by -o PATH, or replace it with --force"
-        )
+    with suppress(OSError), target.open("rb") as file:
+        if _MARK.encode() in file.read(_MARKED_WITHIN):
+            return
+    raise InputError(
+        f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose another "
+        "by -o PATH, or replace it with --force"
+    )
 
 
 def page_of(plan: Plan) -> str:
@@ -164,13 +159,7 @@ def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for trial in plan.trials:
         split = tuple_text(trial.split) if len(trial.split) > 1 else f"{trial.batch_size}"
-        rate = (
-            "failed"
-            if trial.samples_per_s is None
-            else f"{trial.samples_per_s:,.4g}"
-            if trial.samples_per_s < 100
-            else f"{trial.samples_per_s:,.0f}"
-        )
+        rate = "failed" if trial.samples_per_s is None else rate_text(trial.samples_per_s).removesuffix(" samples/s")
         yield f"{trial.number}", split, f"{trial.accumulation_steps}", rate, trial.failure or ""
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from autosplit.text import printable
+from autosplit.text import printable, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -78,11 +78,6 @@ def short_name(name: str) -> str:
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-def tuple_text(split: Sequence[int]) -> str:
-    """Write a split: ``(4, 6, 6)``."""
-    return f"({', '.join(map(str, split))})"
-
-
 def shares_text(split: Sequence[int]) -> str:
     """Write a split for reading: of more than four devices by runs, ``3 x 1024, 5 x 512``."""
     if len(split) <= 4:
@@ -95,11 +90,6 @@ def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
     if len(set(rates)) == 1:
         return rates[0]
     return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))
-
-
-def counted_text(n: int, noun: str) -> str:
-    """Write a number of things: ``1 step``, ``2 steps``."""
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def short_bytes_text(nbytes: int) -> str:

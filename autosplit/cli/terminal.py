@@ -78,27 +78,16 @@ def streams_made_fit() -> None:
     A closed descriptor is filled, too, or the next file that is opened would get its number and be printed to.
     """
     for number in range(3):
-        with contextlib.suppress(OSError):
-            _fill(number)
+        try:
+            os.fstat(number)
+        except OSError:  # it is closed, and now the lowest that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115, PTH123
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _fill(number: int) -> None:
-    """Let a descriptor that is closed be one of the null device."""
-    try:
-        os.fstat(number)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which may be the one
-        if opened != number:
-            os.dup2(opened, number)
-            os.close(opened)
-        else:
-            os.set_inheritable(number, True)
 
 
 def sent_nowhere(stream: TextIO) -> None:
@@ -197,10 +186,7 @@ def bars_say_it_stops() -> None:
 
 
 def restored_terminal() -> None:
-    """Take away a bar that is being drawn on the terminal, for good: nothing is written to stderr after this.
-
-    Called from any thread, at the end of a process.
-    """
+    """Take away a bar that is being drawn, for good, from any thread: nothing is written to stderr after this."""
     if os.environ.get("TERM") in _DUMB:
         return
     with contextlib.suppress(OSError):

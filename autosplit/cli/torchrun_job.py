@@ -36,12 +36,7 @@ class Launch(Command):
 
 
 def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
-    """Make torchrun's command for a plan.
-
-    Args:
-        profile: The plan's file; None for the one that the environment names, or the only one that is remembered for
-            this machine.
-    """
+    """Make torchrun's command for a plan's file; for None, that which the environment names or which is remembered."""
     plan, path = plan_for_job(profile)
     assert path is not None, "a plan that is not given as one has a file"
     found = command_for(plan, path, arguments)

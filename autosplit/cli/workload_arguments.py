@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from autosplit.errors import AutosplitError, InputError, PlanError, from_user_co
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
+    from autosplit.plan.plan import Plan
     from autosplit.workload.workload import Workload
 
 
@@ -27,16 +29,10 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
     checked_fits(keywords.get("fits") or ())
-    if output is None:
+    if output is None or not Path(output).exists():
         return
-    if "\0" in output:
-        raise InputError(
-            f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
-        )
     if Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
-    if not Path(output).exists():
-        return
     if not Path(output).is_file():
         raise InputError(
             f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
@@ -54,11 +50,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
 
 
 def lengths_in(path: str) -> list[int]:
-    """Read the lengths of samples from a file, a number a line.
-
-    Raises:
-        InputError: It can't be read, or has a line that is no number of 1 or more.
-    """
+    """Read the lengths of samples from a file, a number a line; raise InputError where it holds anything else."""
     from autosplit.solve.padded_length import checked_lengths
 
     try:
@@ -156,6 +148,16 @@ def users_errors(spec: str) -> Iterator[None]:
         raise from_user_code(error, f"the code of {spec}") from error
 
 
+def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
+    """Tune, without the warnings of what the report says."""
+    from autosplit.tuning import tune as tuning
+
+    with users_errors(spec), warnings.catch_warnings():
+        for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
+            warnings.simplefilter("ignore", said)
+        return tuning.tune(workload, **keywords)
+
+
 def quoted(value: object) -> str:
     """Write a value as Python, a string in the quotes that formatters like."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
@@ -167,7 +169,6 @@ def flags_of(keywords: Mapping[str, Any]) -> list[str]:
     for keyword, value in keywords.items():
         flag = keyword.replace("_", "-")
         flags.append(f"--no-{flag}" if value is False else f"--{flag}")
-        flags.extend(
-            [] if isinstance(value, bool) else [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        )
+        if not isinstance(value, bool):
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return flags

@@ -25,6 +25,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,25 +34,18 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.accelerate_arguments import set_arguments, tell_of_other_precision
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss
-from autosplit.integrations.process_share import (
-    MarkingBatchSampler,
-    NoPlanWarning,
-    Share,
-    find_share,
-    tell_of_no_plan,
-)
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
@@ -67,22 +61,12 @@ __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 class SharesLoader(DataLoaderShard):
     """A loader that hands out this process's share; `weight` is what the batch that it gave last counts for."""
 
-    def __init__(
-        self,
-        share: Share,
-        position: LoopPosition,
-        count: Callable[[Any], int] | None,
-        over_processes: Callable[[int], int],
-        cut: CutBatches | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
+    def __init__(self, accelerator: Accelerator, share: Share, **options: Any) -> None:
+        device = accelerator.device if accelerator.device_placement else None
+        super().__init__(device=device, _non_blocking=accelerator.non_blocking, **options)
         self.share = share
         self.weight = 0.0
-        self._position = position
-        self._count = count
-        self._over_processes = over_processes
-        self._cut = cut
+        self._accelerator = accelerator
         self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
@@ -119,7 +103,8 @@ class SharesLoader(DataLoaderShard):
         self.remainder = 0
 
     def __iter__(self) -> Iterator[Any]:
-        iteration = self._position.begin()
+        position, cut = self._accelerator._position, self._accelerator._cut
+        iteration = position.begin()
         self.begin()
         self.set_epoch(self.iteration)
         consumed, self._consumed = self._consumed, 0
@@ -128,27 +113,20 @@ class SharesLoader(DataLoaderShard):
         walked = weighed(
             self.base_dataloader,
             self.sampler_of_shares,
-            count=self._count,
+            count=self._accelerator._count,
             sums=self.share.plan.loss_reduction == "sum",
-            over_processes=self._over_processes,
+            over_processes=self._accelerator._over_processes,
         )
-        for one in walked if self._cut is None else self._cut.walk(walked):
+        for one in walked if cut is None else cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
-            self._become_active()
-            self._position.draw(one._replace(batch=None), iteration)
-            yield self._placed(one.batch)
+            if self.gradient_state.active_dataloader is not self:  # one within it was left before its end, and stayed
+                self.gradient_state._remove_dataloader(self)
+                self.gradient_state._add_dataloader(self)
+            position.draw(one._replace(batch=None), iteration)
+            yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
-        self._position.end()
-
-    def _placed(self, batch: Any) -> Any:
-        return batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
-
-    def _become_active(self) -> None:
-        """Be the loader that the loop is at: one within it that was left before its end stays accelerate's active."""
-        if self.gradient_state.active_dataloader is not self:
-            self.gradient_state._remove_dataloader(self)
-            self.gradient_state._add_dataloader(self)
+        position.end()
 
 
 class SharesOptimizer(AcceleratedOptimizer):
@@ -220,18 +198,20 @@ class Accelerator(accelerate.Accelerator):
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count = count
-        self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
         self._own_loss: OwnLoss | None = None
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
+        divides = False
         if self.share is None:
             tell_of_no_plan()
         else:
             divides = set_arguments(self.share, kwargs)
-            self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
+        self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.refuse_other_job(self.num_processes, self.device, "accelerate")
-            tell_of_other_precision(self.share, self.mixed_precision)
+            wanted = "no" if self.share.plan.precision == "none" else self.share.plan.precision
+            trained = "none" if self.mixed_precision == "no" else self.mixed_precision
+            self.share.tell_of_other_precision(trained, f"mixed_precision={wanted!r}")
             if self.share.num_processes > 1:
                 agree_on(self.share.plan, self.share.place.rank)
 
@@ -283,17 +263,7 @@ class Accelerator(accelerate.Accelerator):
         if self._weighs_samples:
             _tell_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        device = self.device if self.device_placement else None
-        made = SharesLoader(
-            self.share,
-            self._position,
-            self._count,
-            self._over_processes,
-            self._cut,
-            device=device,
-            _non_blocking=self.non_blocking,
-            **options,
-        )
+        made = SharesLoader(self, self.share, **options)
         self._dataloaders.append(made)
         return made
 
@@ -445,6 +415,27 @@ class Accelerator(accelerate.Accelerator):
         if self.num_processes == 1:
             return number
         return int(super().gather(torch.tensor([number], device=self.device)).sum())
+
+
+def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
+    """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""
+    # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
+    plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
+    if not plugin.sync_with_dataloader:
+        raise InputError(
+            "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
+            "optimizer step ends with the epoch; leave it out"
+        )
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
+    given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
+    kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
+    if share.device.type == "cpu":
+        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
+    handlers = list(kwargs.get("kwargs_handlers") or [])
+    if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
+        # The plan's batch sizes fit a step that was run with these.
+        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
+    return max(steps or 1 for steps in given) > 1
 
 
 def _tell_of_check(plan: Plan) -> None:

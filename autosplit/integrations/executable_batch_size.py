@@ -67,7 +67,9 @@ def find_executable_batch_size(
                     raise
                 said = " ".join(str(error).split())[:200]
             # Out of the except block: the traceback holds the tensors of the failed call.
-            _free()
+            gc.collect()
+            if (accelerator := accelerator_in_use()) is not None:
+                accelerator.empty_cache()
             smaller = batch_size * 9 // 10 if reduce_batch_size_fn is None else reduce_batch_size_fn()
             if whole_number("the next batch size", smaller) >= batch_size:
                 raise InputError(
@@ -93,9 +95,3 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...], 
             f"{name} was called with {len(args)} arguments and the keywords {sorted(kwargs)} ({error}); expected all "
             "that it takes but the first, the batch size, which is passed for you; leave that out"
         ) from None
-
-
-def _free() -> None:
-    gc.collect()
-    if (accelerator := accelerator_in_use()) is not None:
-        accelerator.empty_cache()

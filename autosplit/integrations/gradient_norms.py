@@ -33,11 +33,7 @@ class RunNorms:
 
     @classmethod
     def of_share(cls, share: Share | None, wanted: bool) -> RunNorms | None:
-        """Return those of a process's share; None where they are not wanted, or there is no plan.
-
-        Raises:
-            InputError: The plan is for a loss that is a sum.
-        """
+        """Return those of a process's share; None where they are not wanted, or there is no plan."""
         if not wanted or share is None:
             return None
         refuse_sum(share.plan.loss_reduction == "sum")
@@ -56,10 +52,7 @@ class RunNorms:
             loss: What the backward begins at, or anything before it in the graph.
             weight: What the mean loss counts for: its part of `total`, times the processes; 0 without a share.
             scaler: What scales gradients, for fp16; None without.
-            models: As they are called.
-
-        Raises:
-            InputError: A model has a communication hook.
+            models: As they are called; InputError where one has a communication hook.
         """
         if not weight:
             return nullcontext()
@@ -81,11 +74,7 @@ class RunNorms:
 
 
 def refuse_sum(is_sum: bool) -> None:
-    """Refuse a loss that is a sum.
-
-    Raises:
-        InputError: It is one.
-    """
+    """Refuse a loss that is a sum; raise InputError."""
     if is_sum:
         raise InputError(
             "noise_scale is True, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "

@@ -16,13 +16,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
-from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
@@ -33,13 +33,7 @@ from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
-from autosplit.integrations.process_share import (
-    MarkingBatchSampler,
-    NoPlanWarning,
-    Share,
-    find_share,
-    tell_of_no_plan,
-)
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for
@@ -98,8 +92,7 @@ class SharesLoader:
     def some_samples(self) -> Any:
         """Return the first samples of the data set, collated."""
         dataset: Any = self.dataset
-        collate = self._loader.collate_fn or default_collate
-        return collate([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+        return self._loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
         """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""
@@ -127,12 +120,9 @@ class SharesLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
         done = 0 if self._progress is None else self._progress.current.processed
-        consumed = batches = 0
-        for step in self.batch_sampler.schedule:
-            batches += len(step.micro_batch_sizes)
-            if batches > done:
-                break
-            consumed += step.num_samples
+        schedule = self.batch_sampler.schedule
+        ends = accumulate(len(step.micro_batch_sizes) for step in schedule)
+        consumed = sum(step.num_samples for step, end in zip(schedule, ends, strict=True) if end <= done)
         return {**self.batch_sampler.state_dict(), "samples_consumed": consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,7 +198,7 @@ class Shares(lightning.pytorch.Callback):
         self._at: Weighed | None = None
         self._backward = ExitStack()
         cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
-        self._cut = None if cuts is None else CutSteps(cuts, sums=False)
+        self._cut = None if cuts is None else CutSteps(cuts)
         if self.share is None:
             tell_of_no_plan()
         elif self.share.wraps:

@@ -30,16 +30,14 @@ from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
 class CutSteps:
     """The training steps of a LightningModule, of which some run out of memory.
 
-    Args:
-        sums: The loss is a sum, of which each part counts whole.
-
     Attributes:
+        sums: The loss is a sum, of which each part counts whole.
         has_run: The micro-batch's backward has run: the one that Lightning runs is of a number alone.
         is_running: It runs now.
     """
 
-    def __init__(self, cuts: Cuts, *, sums: bool) -> None:
-        self.cuts, self.sums = cuts, sums
+    def __init__(self, cuts: Cuts) -> None:
+        self.cuts, self.sums = cuts, False
         self.at: Weighed | None = None
         self.has_run = self.is_running = False
         self.was_cut = False
@@ -47,11 +45,7 @@ class CutSteps:
         self._apart = ExitStack()
 
     def begin(self, model: nn.Module, at: Weighed) -> None:
-        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward.
-
-        Raises:
-            InputError: The processes meet in more than gradients.
-        """
+        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward."""
         self.at, self.has_run, self.was_cut = at, False, False
         self._wrapped = model if isinstance(model, DistributedDataParallel) else None
         if self._wrapped is not None:

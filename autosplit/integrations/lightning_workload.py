@@ -9,7 +9,6 @@ Nothing of the module is changed, no Trainer is needed, and each device gets its
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
@@ -18,6 +17,8 @@ from typing import Any
 import lightning.pytorch
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,8 @@ def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
 
 
 def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
-    given = (batch, 0) if _takes_number(module.training_step) else (batch,)
+    takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning asks
+    given = (batch, 0) if takes_number else (batch,)
     output = _asking_for_trainer(lambda: module.training_step(*given), "training_step")
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -117,22 +119,18 @@ def workload(
     """
     module = eager_of(module) if isinstance(module, nn.Module) else module
     _refuse_unlike(module, trainer)
-    with kept_rng():
-        return _workload(module, data, trainer, batches, options)
-
-
-def _workload(module: Any, data: Any, trainer: Any, batches: int, options: dict[str, Any]) -> Workload:
-    if _overrides(module, "configure_model"):
-        module = copy.deepcopy(module)
-        with _attached(module, trainer):
-            _asking_for_trainer(module.configure_model, "configure_model")
-    if "optimizer" not in options:
-        with _attached(module, trainer):
-            configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
-        options["optimizer"] = _optimizer_of(configured)
     if "precision" not in options:
         options["precision"] = "none" if trainer is None else _precision_of(trainer)
-    sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
+    with kept_rng():
+        if is_overridden("configure_model", module):
+            module = copy.deepcopy(module)
+            with _attached(module, trainer):
+                _asking_for_trainer(module.configure_model, "configure_model")
+        if "optimizer" not in options:
+            with _attached(module, trainer):
+                configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
+            options["optimizer"] = _optimizer_of(configured)
+        sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
     optimizer = options["optimizer"] if isinstance(options["optimizer"], Optimizer) else None
     return Workload(TrainingStep(module, trainer, optimizer), sample_batch, compute_loss=_loss_of, **options)
 
@@ -155,7 +153,7 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
         )
     if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
         raise InputError(f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none")
-    if any(name == "dataloader_iter" for name in _positional(module.training_step)):
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InputError(
             "training_step takes the iterator of its loader; expected a batch, of which other sizes can be made; take "
             "training_step(self, batch, batch_idx)"
@@ -179,9 +177,9 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
                 "can be made; pass the loader that the memory depends on"
             )
         batch = largest_batch(loader, batches, batch_dim)
-        hooks = owner if _overrides(owner, "on_before_batch_transfer") else module
+        hooks = owner if is_overridden("on_before_batch_transfer", owner) else module
         batch = _asking_for_trainer(lambda: hooks.on_before_batch_transfer(batch, 0), "on_before_batch_transfer")
-        if is_module and _overrides(data, "on_after_batch_transfer"):
+        if is_module and is_overridden("on_after_batch_transfer", data):
             batch = data.on_after_batch_transfer(batch, 0)
         return batch
 
@@ -260,26 +258,3 @@ def _put_back(part: Any, own: dict[str, Any], names: tuple[str, ...]) -> None:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """Log nothing."""
-
-
-def _overrides(owner: Any, name: str) -> bool:
-    """Tell whether a module or data module has a hook of its own."""
-    base = (
-        lightning.pytorch.LightningModule
-        if isinstance(owner, lightning.pytorch.LightningModule)
-        else lightning.pytorch.LightningDataModule
-    )
-    return getattr(type(owner), name) is not getattr(base, name)
-
-
-def _positional(function: Any) -> list[str]:
-    """Return the names of a bound method's parameters that a batch and its number may be given as."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in inspect.signature(function).parameters.values() if one.kind in kinds]
-
-
-def _takes_number(function: Any) -> bool:
-    """Tell whether a training step takes its batch's number, by the rule that Lightning calls it by."""
-    parameters = inspect.signature(function).parameters.values()
-    several = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
-    return several or len(_positional(function)) > 1

@@ -121,10 +121,7 @@ class LoopPosition:
             self._is_within = outer
 
     def run(self) -> Weighed | None:
-        """Note a backward, and return the micro-batch that it is of; None outside of a loader of shares.
-
-        Refuse a loop that does not accumulate as the plan does, or whose micro-batch can't be told.
-        """
+        """Note a backward, and return the micro-batch that it is of; None outside of a loader of shares."""
         if not self._is_within:
             if self._drawn:
                 self._advance(entered=False)

@@ -39,15 +39,11 @@ class CutBatches:
         return None if cuts is None else cls(cuts, sums=share.plan.loss_reduction == "sum")
 
     def watch(self, model: nn.Module) -> None:
-        """Take on a model; what of it the processes meet in is to wait for them.
-
-        Raises:
-            InputError: They meet in more than its gradients.
-        """
-        wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        for one in wrapped:
-            refuse_meeting(one)
-        self._wrapped += wrapped
+        """Take on a model; raise InputError where the processes meet in more than its gradients."""
+        for part in model.modules():
+            if isinstance(part, DistributedDataParallel):
+                refuse_meeting(part)
+                self._wrapped.append(part)
 
     @property
     def has_failed(self) -> bool:
@@ -55,11 +51,7 @@ class CutBatches:
         return self._attempt is not None and self._attempt.has_failed
 
     def walk(self, walked: Iterable[Weighed]) -> Iterator[Weighed]:
-        """Walk micro-batches: in place of one that failed, its halves, which make its optimizer step one longer.
-
-        Raises:
-            InputError: A micro-batch is drawn before the one before it has run.
-        """
+        """Walk micro-batches: in place of one that failed, its halves, which make its optimizer step one longer."""
         position = more = 0
         for one in walked:
             if one.position == 0:
@@ -100,11 +92,7 @@ class CutBatches:
             yield
 
     def backward(self, run: Callable[[], object], loss: Tensor, *, ends_step: bool) -> None:
-        """Run a micro-batch's backward; after an optimizer step's last, average the gradients over the processes.
-
-        Raises:
-            InputError: It is called outside of `running`, or twice in it.
-        """
+        """Run a micro-batch's backward; after an optimizer step's last, average the gradients over the processes."""
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice in "
@@ -116,11 +104,7 @@ class CutBatches:
 
 
 def refuse_gathering() -> None:
-    """Refuse what processes do together in a loop that is longer for some of them.
-
-    Raises:
-        InputError: Always.
-    """
+    """Refuse what processes do together in a loop that is longer for some of them; raise InputError."""
     raise InputError(
         "on_oom is 'cut', and the processes gather amid an optimizer step, of which each may run as many parts as it "
         "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it"

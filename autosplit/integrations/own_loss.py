@@ -38,11 +38,10 @@ class OwnLoss:
             )
 
     def rule(self, loss: torch.Tensor, model: nn.Module) -> str | None:
-        """Ask the model about samples of its last batch, and return what the loss is a mean over.
+        """Ask the model, without what wraps it, about samples of its last batch; return what the loss is a mean over.
 
         None where the model did not make the loss or its batch does not tell; with a warning, where the loss is neither
-        a mean over samples or labels nor a sum. The model comes without what wraps it: other processes need not take
-        part.
+        a mean over samples or labels nor a sum.
         """
         kept = self._kept
         if kept is None or kept[1]() is not loss:

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
-from autosplit.ddp.find_plan import described, plan_for_job
+from autosplit.ddp.find_plan import described
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.torchrun import PLAN_VARIABLE
+from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
-
-if TYPE_CHECKING:
-    import torch
 
 
 class NoPlanWarning(UserWarning):
@@ -98,26 +96,11 @@ class Share:
             f"{self.effective_batch_size}"
         )
 
-    def batch_sampler(
-        self,
-        num_samples: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        order: Callable[[int], Sequence[int]] | None = None,
-    ) -> MarkingBatchSampler:
-        """Return a batch sampler that hands out this process's part of every micro-batch."""
-        made = MarkingBatchSampler(
-            num_samples,
-            sum(self.batch_sizes),
-            self.effective_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            order=order,
-            rank_slice=RankSlice(self.place.rank, self.batch_sizes),
-        )
+    def batch_sampler(self, num_samples: int, **options: Any) -> MarkingBatchSampler:
+        """Return a batch sampler, with its options, that hands out this process's part of every micro-batch."""
+        part = RankSlice(self.place.rank, self.batch_sizes)
+        effective = self.effective_batch_size
+        made = MarkingBatchSampler(num_samples, part.batch_size, effective, rank_slice=part, **options)
         if self.num_processes > 1:
             made.refuse_single_samples(self.batch_sizes, self.plan.ddp.least_batch)
         elif self.wraps and self.plan.region is not None:
@@ -148,12 +131,7 @@ class Share:
             warn_of_other_model(self.plan, model, stacklevel=stacklevel)
 
     def tell_of_other_precision(self, precision: str, setting: str, *, stacklevel: int = 3) -> None:
-        """Warn where the tool trains in another precision than the plan's, so that its memory and times are not those.
-
-        Args:
-            precision: The tool's.
-            setting: What sets the plan's there.
-        """
+        """Warn where the tool's precision is not the plan's, which some `setting` of the tool's would make it."""
         if precision != self.plan.precision:
             warnings.warn(
                 f"the plan is for precision {self.plan.precision!r}, and the arguments say {precision}: its batch "
@@ -162,11 +140,7 @@ class Share:
             )
 
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the layers of a model that the plan does.
-
-        Raises:
-            PlanError: The model lacks one.
-        """
+        """Checkpoint the layers of a model that the plan does; raise PlanError where it lacks one."""
         if not self.wraps:  # or `Plan.wrap` does
             checkpoint_layers(model, self.plan.checkpointed)
 
@@ -200,20 +174,17 @@ class Share:
 def share_of(plan: Plan, place: Place) -> Share:
     """Return what a process does of a plan."""
     if place.world_size > 1:
-        plan_for_job(plan, place.world_size)  # refuses what no job can train with
+        refuse_unfit(plan)
         count = len(plan.ddp.ranks)
         if count != place.world_size:
             raise PlanError(
                 f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
                 f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
             )
-        import torch
-
         ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
         sizes = tuple(settings.batch_size for settings in plan.ddp.ranks)
         return Share(plan, place, sizes, ctx.settings.accumulation_steps, ctx.effective_batch_size)
-    if plan.simulated:
-        plan_for_job(plan)
+    refuse_simulated(plan, "train on")
     if plan.region is None and len(plan.devices) > 1:
         raise PlanError(
             f"the plan is for {len(plan.devices)} processes, and this is one; expected a job; start the script with "
@@ -233,20 +204,16 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     """
     place = place_here()
     given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
-    if isinstance(given, Plan):
-        return share_of(given, place)
     if given:
-        return share_of(Plan.load(given), place)
+        return share_of(given if isinstance(given, Plan) else Plan.load(given), place)
     if profile is not None:
         raise InputError(
             f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one"
         )
-    fitting = [
-        plan
-        for _, plan in usable_here()
-        if parameters is not None and parameters == plan.workload.get("parameters") and _is_for(plan, place)
-    ]
-    unlike = {plan.bare().to_json(): plan for plan in fitting}
+    if parameters is None:
+        return None
+    of_size = [plan for _, plan in usable_here() if plan.workload.get("parameters") == parameters]
+    unlike = {plan.bare().to_json(): plan for plan in of_size if _is_for(plan, place)}
     if not unlike:
         return None
     if len(unlike) > 1:

@@ -22,7 +22,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-from torch.utils.data.dataloader import default_collate
 
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
@@ -99,11 +98,7 @@ class SampledOrder:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Draw the order of an epoch.
-
-        Raises:
-            InputError: Samples are left out or repeated in it.
-        """
+        """Draw the order of an epoch; raise InputError where samples are left out or repeated in it."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         order = self._drawn(epoch)
@@ -165,12 +160,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
-    """Return how a loader orders its samples.
-
-    Returns:
-        As `is_shuffled`; or the order, where somebody's own sampler draws one in which every sample comes once, the
-        same whenever it is drawn.
-    """
+    """Tell as `is_shuffled` does, or return the order that somebody's own sampler draws, if that is a sound one."""
     shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
     if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
         return shuffled
@@ -217,12 +207,10 @@ def loader_options(
     order = order_of(loader, seed)
     if order is None:
         raise InputError(
-            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in an "
-            "order that is the same on every process, because a plan's shares are parts of that; leave the sampler "
-            "out, or train with autosplit.ddp, whose steps take any loader"
+            f"the training loader draws by a {type(_sampler_of(loader)).__name__}; expected every sample once an "
+            "epoch, in an order that is the same on every process, because a plan's shares are parts of that; leave "
+            "the sampler out, or train with autosplit.ddp, whose steps take any loader"
         )
-    workers = loader.num_workers
-    collate = loader.collate_fn or default_collate
     return {
         "dataset": MarkingDataset(dataset) if marks else dataset,
         "batch_sampler": share.batch_sampler(
@@ -232,20 +220,12 @@ def loader_options(
             order=order if shuffle is None and isinstance(order, SampledOrder) else None,
             drop_last=getattr(loader.batch_sampler, "drop_last", False) if drop_last is None else drop_last,
         ),
-        "collate_fn": MarkingCollate(collate) if marks else collate,
-        "num_workers": workers,
+        "collate_fn": MarkingCollate(loader.collate_fn) if marks else loader.collate_fn,
+        "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
-        "generator": None,
-        "prefetch_factor": loader.prefetch_factor if workers else None,
+        "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-
-
-def _drawn_by(loader: DataLoader[Any]) -> str:
-    drawn: Any = loader.batch_sampler
-    while hasattr(drawn, "batch_sampler"):
-        drawn = drawn.batch_sampler
-    return type(drawn.sampler if type(drawn) is BatchSampler else drawn).__name__

@@ -254,9 +254,7 @@ class SharesMixin(Mixed):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
-        if self.share is None:
-            return super().train(*args, **kwargs)
-        if self.share.num_processes == 1:
+        if self.share is None or self.share.num_processes == 1:
             return super().train(*args, **kwargs)
         with ddp.setup(self.share.plan):
             return super().train(*args, **kwargs)
@@ -304,11 +302,7 @@ class SharesMixin(Mixed):
         was_training = self.model.training
         self.model.eval()
         try:
-            with (
-                torch.no_grad(),
-                kept_rng(),
-                self.compute_loss_context_manager(),
-            ):
+            with torch.no_grad(), kept_rng(), self.compute_loss_context_manager():
                 batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
                 if self._divides_by_items(batch):
                     return _ITEMS, 0.0
@@ -410,8 +404,8 @@ def workload(trainer: Any) -> Workload:
             f"the Trainer's train_dataset is {type(dataset).__name__}; expected one with samples by index, of which a "
             "sample batch is made; pass train_dataset="
         )
-    loader: Any = super(SharesMixin, trainer).get_train_dataloader() if isinstance(trainer, SharesMixin) else None
-    loader = trainer.get_train_dataloader() if loader is None else loader
+    makes: Any = super(SharesMixin, trainer) if isinstance(trainer, SharesMixin) else trainer
+    loader: Any = makes.get_train_dataloader()
     kept: Any = loader.dataset
     samples = [kept[index] for index in range(min(len(kept), _SAMPLES))]
     optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)

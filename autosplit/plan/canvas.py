@@ -25,9 +25,6 @@ FONT_PIXELS = 12
 LEVELS = 7
 """Colours that mean a scale: the page has `--l0` and so on."""
 
-# matplotlib knows no variables: each stands for a colour that nothing else has, and is put in its place afterwards.
-_NAMES = ("ink", "muted", "grid", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "accent", "bad")
-COLORS = {name: f"#0102{number:02x}" for number, name in enumerate((*_NAMES, *(f"l{i}" for i in range(LEVELS))), 16)}
 LIGHT = {
     "ink": "#1b2129",
     "muted": "#566273",
@@ -50,6 +47,9 @@ LIGHT = {
     "l6": "#fde725",
 }
 """The page's light colours, for a figure of its own."""
+
+# matplotlib knows no variables: each stands for a colour that nothing else has, and is put in its place afterwards.
+COLORS = {name: f"#0102{number:02x}" for number, name in enumerate(LIGHT, 16)}
 
 _VARIABLES = {color: f"var(--{name})" for name, color in COLORS.items()}
 

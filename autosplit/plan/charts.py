@@ -8,19 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autosplit.plan.canvas import LEVELS, Canvas, Chart, check_drawing, compact, drawn, side_by_side, whole_ticks
-from autosplit.plan.even_plan import tuple_text
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space, Trial
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
-from autosplit.text import rate_text, size_text, visible
+from autosplit.solve.step_time import Fit
+from autosplit.text import rate_text, size_text, tuple_text, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,64 +296,58 @@ def _landscape_chart(plan: PlanRecord) -> Chart:
     if plan.fit is None or plan.region is None:
         why = "the ranks of DDP have no gpu0_bsz" if plan.region is None else "the plan holds no fit"
         return Chart("landscape", title, f"There is no landscape to draw: {why}.")
-    field = _field(plan, plan.region)
-    if field is None:
+    shares, batches, rates = _landscape(plan, plan.fit, plan.region)
+    known = {rate for row in rates for rate in row if not math.isnan(rate)}
+    if min(len(shares), len(batches), len(known)) < 2:
         return Chart("landscape", title, "There is no landscape to draw: only one configuration fits.")
     said = (
         "Throughput that the fitted model predicts for each share of device 0 (gpu0_bsz) and each batch, as a share of "
         "the best; what does not fit is left empty. Dots are trials, crosses failed ones, and the star is this plan."
     )
-    return drawn("landscape", title, said, 380, lambda canvas: _draw_landscape(canvas, plan, field))
+    draw = partial(_draw_landscape, plan=plan, shares=shares, batches=batches, rates=rates, best=max(known))
+    return drawn("landscape", title, said, 380, draw)
 
 
-@dataclass(frozen=True)
-class _Field:
-    """Predictions of the model on a grid: a row for each batch; None where it does not fit."""
-
-    shares: tuple[int, ...]
-    batches: tuple[int, ...]
-    rates: tuple[tuple[float | None, ...], ...]
+def _landscape(plan: PlanRecord, fit: Fit, region: Region) -> tuple[list[int], list[int], list[list[float]]]:
+    """Ask the model all over the landscape: shares, batches, a row of rates for each; NaN where it does not fit."""
+    solver, most = _solver_of(plan, fit, region)
+    shares, batches = _spread(0, min(most, region.primary_ceiling)), _spread(1, most)
+    return shares, batches, [[_rate_at(plan, solver, share, batch) for share in shares] for batch in batches]
 
 
-def _field(plan: PlanRecord, region: Region) -> _Field | None:
-    """Ask the model all over the landscape."""
-    assert plan.fit is not None
+def _solver_of(plan: PlanRecord, fit: Fit, region: Region) -> tuple[Solver, int]:
+    """Return what the model says of the plan's request, and the largest batch of it."""
     sizes = plan.effective_batch_sizes
     most = region.largest_batch if sizes is None else min(region.largest_batch, sizes[1])
-    steps = 1 if sizes is None else max(1, accumulation_steps(sizes[1], 1))
-    solver = Solver(Space(region, sizes, steps if plan.accumulates else 1), plan.fit.step_time)
-    batches = _spread(1, most)
-    shares = _spread(0, min(most, region.primary_ceiling))
-    rates = tuple(tuple(_rate_at(plan, solver, share, batch) for share in shares) for batch in batches)
-    known = [rate for row in rates for rate in row if rate is not None]
-    if min(len(batches), len(shares)) < 2 or len(set(known)) < 2:
-        return None
-    return _Field(shares, batches, rates)
+    return Solver(Space(region, sizes), fit.step_time), most
 
 
-def _spread(least: int, most: int) -> tuple[int, ...]:
-    return tuple(sorted({round(least + (most - least) * i / (GRID - 1)) for i in range(GRID)}))
-
-
-def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float | None:
-    if share > batch:
-        return None
+def _steps_of(plan: PlanRecord, batch: int) -> int | None:
+    """Return the forwards that an optimizer step has with a batch; None where it may have no more than one."""
     steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
-    bounds = solver.space.region.gpu0_bounds(batch) if plan.accumulates or steps == 1 else None
-    if bounds is None or not bounds[0] <= share <= bounds[1]:
-        return None
+    return steps if plan.accumulates or steps == 1 else None
+
+
+def _spread(least: int, most: int) -> list[int]:
+    return sorted({round(least + (most - least) * i / (GRID - 1)) for i in range(GRID)})
+
+
+def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float:
+    steps = _steps_of(plan, batch)
+    bounds = None if steps is None else solver.space.region.gpu0_bounds(batch)
+    if steps is None or bounds is None or not bounds[0] <= share <= min(batch, bounds[1]):
+        return math.nan
     return solver.samples_per_s(Configuration(share, batch, steps))
 
 
-def _draw_landscape(canvas: Canvas, plan: PlanRecord, field: _Field) -> None:
+def _draw_landscape(
+    canvas: Canvas, plan: PlanRecord, shares: list[int], batches: list[int], rates: list[list[float]], best: float
+) -> None:
     axes = canvas.axes
-    best = max(rate for row in field.rates for rate in row if rate is not None)
     edges = [share * best for share in SHARES[:-1]] + [1.0001 * best]
-    rates = [[math.nan if rate is None else rate for rate in row] for row in field.rates]
-    palette = [
-        canvas.colors[f"l{i}"] for i in range(LEVELS)
-    ]  # one for each step: a colormap would go by the size of the steps
-    levels = axes.contourf(field.shares, field.batches, rates, edges, colors=palette)
+    # One for each step: a colormap would go by the size of the steps.
+    palette = [canvas.colors[f"l{i}"] for i in range(LEVELS)]
+    levels = axes.contourf(shares, batches, rates, edges, colors=palette)
     levels.set_edgecolor("face")  # or a seam shows between two colours
     bar = canvas.figure.colorbar(levels, ax=axes, location="bottom", aspect=24, shrink=0.96, pad=0.02)
     bar.set_label(f"predicted, % of the best ({compact(best)} samples/s)")
@@ -366,8 +359,8 @@ def _draw_landscape(canvas: Canvas, plan: PlanRecord, field: _Field) -> None:
     canvas.dots(crosses, "failed", "bad", marker="x", s=60, linewidths=2)
     text = f"this plan: gpu0_bsz {plan.gpu0_bsz}, batch_size {plan.batch_size}"
     canvas.star(plan.gpu0_bsz, plan.batch_size, text)
-    axes.set_xlim(0, 1.04 * max(field.shares[-1], *(trial.gpu0_bsz for trial in plan.trials), plan.gpu0_bsz))
-    axes.set_ylim(0, 1.06 * max(field.batches[-1], *(trial.batch_size for trial in plan.trials), plan.batch_size))
+    axes.set_xlim(0, 1.04 * max(shares[-1], *(trial.gpu0_bsz for trial in plan.trials), plan.gpu0_bsz))
+    axes.set_ylim(0, 1.06 * max(batches[-1], *(trial.batch_size for trial in plan.trials), plan.batch_size))
     whole_ticks(axes.xaxis)
     whole_ticks(axes.yaxis)
     canvas.finish("gpu0_bsz, samples", "batch_size, samples", 3)
@@ -395,13 +388,11 @@ def _curve(plan: PlanRecord) -> dict[int, float]:
     """Ask the model for the samples/s of each batch, at its fastest split; nothing where the plan holds no fit."""
     if plan.fit is None or plan.region is None:
         return {}
-    sizes = plan.effective_batch_sizes
-    most = max(1, plan.region.largest_batch if sizes is None else min(plan.region.largest_batch, sizes[1]))
-    solver = Solver(Space(plan.region, sizes, 1 if sizes is None else sizes[1]), plan.fit.step_time)
+    solver, most = _solver_of(plan, plan.fit, plan.region)
     rates = {}
-    for batch in _spread(1, most):
-        steps = 1 if sizes is None else accumulation_steps(plan.effective_batch_size, batch)
-        fastest = solver.fastest_of(batch, steps) if plan.accumulates or steps == 1 else None
+    for batch in _spread(1, max(1, most)):
+        steps = _steps_of(plan, batch)
+        fastest = None if steps is None else solver.fastest_of(batch, steps)
         if fastest is not None:
             rates[batch] = solver.samples_per_s(fastest)
     return rates

@@ -5,7 +5,6 @@ Where the plan's ranks differ, the nearest even plan is solved from the plan's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, shown
@@ -17,7 +16,7 @@ from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.problem import MOST_WORK
-from autosplit.text import printable, rate_text
+from autosplit.text import counted_text, printable, rate_text, tuple_text
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
             f"no batch of one size fits all ranks, whose ceilings are {shown(problem.ceilings)}; expected one that "
             f"{tool.called} can be given; train with autosplit.ddp, which gives each rank its own"
         )
-    rate = None if _share_processor(plan) else problem.rate(even.batch_size, even.accumulation_steps)
+    rate = None if plan.shares_processor else problem.rate(even.batch_size, even.accumulation_steps)
     even = replace(even, samples_per_s=rate)
     lost_share, best = _lost(plan, ranks, even)
     notes = [*first_notes(plan)]
@@ -117,11 +116,6 @@ def _even_problem(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     )
 
 
-def _share_processor(plan: PlanRecord) -> bool:
-    """Tell whether the devices are parts of one processor, on which no gain is claimed."""
-    return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
-
-
 def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
     """Compare even ranks with the best that the plan has to offer, both by the model.
 
@@ -129,7 +123,7 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
         The share of the samples/s that is lost; None where nobody knows. And what has the best.
     """
     too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
-    if plan.fit is None or even.samples_per_s is None or _share_processor(plan) or too_long:
+    if plan.fit is None or even.samples_per_s is None or plan.shares_processor or too_long:
         return None, ""
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
     rate = problem_with(plan, plan.fit, ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size)
@@ -170,14 +164,14 @@ def _nearest_notes(ranks: _Ranks, problem: EvenProblem, even: EvenRanks, tool: T
         kept += f" (asked for: {least} to {most})" if least < most else ""
     each = f"{even.batch_size} on each of {count}" if count > 1 else f"{even.batch_size}"
     said = (
-        f"{cause}; the nearest that fits is {each} in {_forwards(even.accumulation_steps)}, an effective batch of "
-        f"{even.effective_batch_size}{kept}"
+        f"{cause}; the nearest that fits is {each} in {counted_text(even.accumulation_steps, 'forward')}, an "
+        f"effective batch of {even.effective_batch_size}{kept}"
     )
     nearest = "; ".join(filter(None, (said, ", ".join(filter(None, (_predicted(even, known=even), lost))))))
     exact = None if same else problem.exact()
     if exact is None:
         return [nearest]
-    more = f"{wanted} exactly takes {exact.batch_size} on each in {_forwards(exact.accumulation_steps)}"
+    more = f"{wanted} exactly takes {exact.batch_size} on each in {counted_text(exact.accumulation_steps, 'forward')}"
     return [nearest, "; ".join(filter(None, (more, _predicted(exact, known=even))))]
 
 
@@ -210,7 +204,7 @@ def _fewer_notes(plan: PlanRecord, problem: EvenProblem, even: EvenRanks, tool: 
     out = ", ".join(label for index, label in enumerate(labels) if index not in kept)
     said = (
         f"one number for all lets the slowest set the pace: without {out} {tool.called} is {gain:.2f} times as fast, "
-        f"{better.batch_size} on each of {len(kept)} in {_forwards(better.accumulation_steps)} for a "
+        f"{better.batch_size} on each of {len(kept)} in {counted_text(better.accumulation_steps, 'forward')} for a "
         f"step of {better.effective_batch_size}, predicted {rate_text(better.samples_per_s)}; tune for "
         f"{', '.join(labels[index] for index in kept)} alone"
     )
@@ -244,13 +238,3 @@ def _training_notes(plan: PlanRecord, even: EvenRanks, tool: Tool) -> list[str]:
     if plan.devices[0].kind == "cpu" and plan.devices[0].budgeted:
         notes.append(f"memory budgets are autosplit's own (plan.budgets()): {tool.called} enforces none")
     return notes
-
-
-def _forwards(count: int) -> str:
-    return "1 forward" if count == 1 else f"{count} forwards"
-
-
-def tuple_text(numbers: Sequence[int]) -> str:
-    """Write numbers as Python does, the first sixteen of them."""
-    listed = [str(number) for number in numbers[:16]]
-    return f"({', '.join(listed)}{', ...' if len(numbers) > 16 else ''})"

@@ -44,19 +44,18 @@ MOST_KINDS = 8
 
 def explanation_of(plan: PlanRecord) -> Explanation:
     """Explain a plan, from its numbers alone."""
-    several = len(plan.devices) > 1
-    shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
+    compares = len(plan.devices) > 1 and not plan.shares_processor
+    rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
     problem = problem_of(plan)
     predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
     return Explanation(
         **plan.repeated(),
         predicted_samples_per_s=predicted,
-        **_relaxed(plan, problem, predicted, alone=several and not shares_processor),
-        even=_even(plan, problem, predicted) if several and not shares_processor else None,
-        even_measured=_even_measured(plan),
+        **_relaxed(plan, problem, predicted, alone=compares),
+        even=_even(plan, problem, predicted) if compares else None,
+        even_measured=Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None,
         fit=_fit_quality(plan),
         learning_rate=_learning_rate(plan),
-        shares_processor=shares_processor,
     )
 
 
@@ -227,11 +226,6 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
         return None
     labels, rate = tuple(device.label for device in plan.devices), found.samples_per_s
     return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
-
-
-def _even_measured(plan: PlanRecord) -> Alternative | None:
-    rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
-    return Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None
 
 
 def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Alternative, ...]:

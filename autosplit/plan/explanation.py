@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
-from autosplit.text import bound_text, rate_text, size_text
+from autosplit.text import bound_text, counted_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
 """A bound binds if the predicted rate rises by more than this share without it."""
@@ -361,11 +361,10 @@ def _even_text(explanation: Explanation) -> str:
     parts = []
     if explanation.even is not None:
         even = explanation.even
-        split = f"({', '.join(map(str, even.split))})"
-        forwards = "1 forward" if even.accumulation_steps == 1 else f"{even.accumulation_steps} forwards"
+        forwards = counted_text(even.accumulation_steps, "forward")
         parts.append(
-            f"the even split, {split} in {forwards}, gives {rate_text(even.samples_per_s)} (predicted): "
-            f"the plan {_times(even.gain)}"
+            f"the even split, {tuple_text(even.split)} in {forwards}, gives {rate_text(even.samples_per_s)} "
+            f"(predicted): the plan {_times(even.gain)}"
         )
     if explanation.even_measured is not None:
         even = explanation.even_measured
@@ -406,11 +405,10 @@ def _learning_rate_text(advice: LearningRate) -> str:
 
 
 def _fit_text(fit: FitQuality) -> str:
-    trials = "1 trial" if fit.count == 1 else f"{fit.count} trials"
     noise = f"; the measured times vary by {_percent(fit.noise_share)}" if fit.noise_share else ""
     return (
         f"the model of a step's time is off by {_percent(fit.median_share)} in the median and "
-        f"{_percent(fit.largest_share)} at most, over {trials}{noise}"
+        f"{_percent(fit.largest_share)} at most, over {counted_text(fit.count, 'trial')}{noise}"
     )
 
 

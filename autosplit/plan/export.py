@@ -10,24 +10,21 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
-from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes, tuple_text
-from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines, filled
+from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
+from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
 from autosplit.solve.even_ranks import EvenRanks
-from autosplit.text import printable
+from autosplit.text import printable, tuple_text
 
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""
-
-_BY_PLAN = ("torchrun", "env", "json")
-"""What starts a script that takes the plan, or only copies it."""
 
 UNSAVED = "plan.json"
 """Stands for the file of a plan that is in none."""
@@ -38,7 +35,7 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
-    if plan.checkpointed and to not in _BY_PLAN:
+    if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
             f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them {plan.checkpointed[0]}, and "
             f"{shown(to)} has no setting that does; expected a plan without; train with autosplit or its integrations, "
@@ -141,13 +138,9 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         first = plan.devices[0]
         shown = f"{_VISIBLE[first.kind]}={first.index} " if first.kind in _VISIBLE else ""
         command = f"{shown}python {SCRIPT}"
-    code = [
-        "from transformers import TrainingArguments",
-        "",
-        assignment_lines("arguments", "TrainingArguments", arguments),
-        *_started_by(command, start),
-    ]
-    return filled(found, {"TrainingArguments": arguments, "command": command}, code)
+    calls = [assignment_lines("arguments", "TrainingArguments", arguments)]
+    settings = {"TrainingArguments": arguments, "command": command}
+    return _script(found, settings, ["from transformers import TrainingArguments"], calls, start)
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
@@ -173,21 +166,13 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     imported = [name for name in ("DataLoaderConfiguration", "DistributedDataParallelKwargs") if name in settings]
     config = "DataLoaderConfiguration(split_batches=False)"
     arguments = {**settings["Accelerator"], "dataloader_config": Code(config)}
-    before = []
+    calls = []
     if several:
-        before.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))
+        calls.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))
         arguments["kwargs_handlers"] = Code("[ddp]")
-    code = [
-        "from accelerate import Accelerator",
-        f"from accelerate.utils import {', '.join(imported)}",
-        "from torch.utils.data import DataLoader",
-        "",
-        *before,
-        assignment_lines("accelerator", "Accelerator", arguments),
-        *_loader_lines(even),
-        *_started_by(command, start if by_torchrun else None),
-    ]
-    return filled(found, settings, code)
+    calls += [assignment_lines("accelerator", "Accelerator", arguments), _loader_line(even)]
+    imports = ["from accelerate import Accelerator", f"from accelerate.utils import {', '.join(imported)}", _IMPORT]
+    return _script(found, settings, imports, calls, start if by_torchrun else None)
 
 
 def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
@@ -228,21 +213,13 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     # On several machines it finds the others by torchrun's variables.
     command = start.by_torchrun() if start.several else f"python {SCRIPT}"
     settings["command"] = command
-    imports, before, arguments = ["from lightning.pytorch import Trainer"], [], dict(trainer)
+    imports, calls, arguments = ["from lightning.pytorch import Trainer"], [], dict(trainer)
     if several:
         imports.append("from lightning.pytorch.strategies import DDPStrategy")
-        before.append(assignment_lines("ddp", "DDPStrategy", settings["DDPStrategy"]))
+        calls.append(assignment_lines("ddp", "DDPStrategy", settings["DDPStrategy"]))
         arguments["strategy"] = Code("ddp")
-    code = [
-        *imports,
-        "from torch.utils.data import DataLoader",
-        "",
-        *before,
-        assignment_lines("trainer", "Trainer", arguments),
-        *_loader_lines(even),
-        *_started_by(command, start if start.several else None),
-    ]
-    return filled(found, settings, code)
+    calls += [assignment_lines("trainer", "Trainer", arguments), _loader_line(even)]
+    return _script(found, settings, [*imports, _IMPORT], calls, start if start.several else None)
 
 
 def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
@@ -309,9 +286,7 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
     return Path(UNSAVED), [f'the plan is in no file yet: plan.save("{UNSAVED}") makes the one that is named here']
 
 
-_Maker = Callable[[PlanRecord, str | os.PathLike[str] | None], Export]
-
-_MAKERS: Mapping[str, _Maker] = {
+_MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Export]] = {
     "transformers": _to_transformers,
     "accelerate": _to_accelerate,
     "lightning": _to_lightning,
@@ -324,10 +299,18 @@ FORMATS = tuple(_MAKERS)
 """What a plan can be exported to."""
 
 
-def _loader_lines(even: EvenRanks) -> list[str]:
+_IMPORT = "from torch.utils.data import DataLoader"
+
+
+def _loader_line(even: EvenRanks) -> str:
     of_each = "  # of each process" if even.num_ranks > 1 else ""
-    return [f"loader = DataLoader(dataset, batch_size={even.batch_size}, shuffle=True){of_each}"]
+    return f"loader = DataLoader(dataset, batch_size={even.batch_size}, shuffle=True){of_each}"
 
 
-def _started_by(command: str, start: _Start | None) -> list[str]:
-    return [f"# start it by: {command}", *comment_lines([] if start is None else start.remark())]
+def _script(
+    found: Export, settings: Mapping[str, Any], imports: Sequence[str], calls: Sequence[str], start: _Start | None
+) -> Export:
+    """Return an export with its settings, and as text the notes, the calls that make them, and what starts it all."""
+    started = [f"# start it by: {settings['command']}", *comment_lines([] if start is None else start.remark())]
+    text = "\n".join([*comment_lines(found.notes), *imports, "", *calls, *started])
+    return replace(found, settings=settings, text=text)

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Export:
         """Whether the text has the notes in it, as comments; a line for a shell and JSON have no place for them."""
         return self.to not in ("torchrun", "json")
 
-    def save(self, path: str | os.PathLike[str], text: str | None = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text to a file, by atomic replacement.
 
         Args:
@@ -60,7 +60,7 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        write(target, (self.text if text is None else text) + "\n")
+        write(target, self.text + "\n")
 
 
 def write(path: Path, text: str, called: str = "") -> None:
@@ -72,11 +72,6 @@ def write(path: Path, text: str, called: str = "") -> None:
         raise InputError(
             f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another"
         ) from error
-
-
-def filled(found: Export, settings: Mapping[str, Any], code: Sequence[str]) -> Export:
-    """Return an export with its settings, and the notes above the lines of code that make them."""
-    return replace(found, settings=settings, text="\n".join((*comment_lines(found.notes), *code)))
 
 
 def comment_lines(notes: Sequence[str]) -> list[str]:

@@ -126,21 +126,14 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
     rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))
     now, low, high = plan.effective_batch_size, *(_best(rates, end, plan.effective_batch_size) for end in ends)
     best = _best(rates, value, now)
-    curve = tuple(
-        GoodputPoint(
-            size,
-            accumulation_steps(size, plan.batch_size),
-            rate,
-            _efficiency(size, value, now),
-            rate * _efficiency(size, value, now),
-        )
-        for size, rate in rates.items()
-    )
-    worth = {point.effective_batch_size: point for point in curve}
+    worth = {}
+    for size, rate in rates.items():
+        efficiency, steps = _efficiency(size, value, now), accumulation_steps(size, plan.batch_size)
+        worth[size] = GoodputPoint(size, steps, rate, efficiency, rate * efficiency)
     return Goodput(
         noise_scale=value,
         plan_effective_batch_size=now,
-        curve=curve,
+        curve=tuple(worth.values()),
         effective_batch_size=best,
         interval=(low, high),
         learning_rate_factor=best / now * worth[best].efficiency,

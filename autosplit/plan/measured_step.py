@@ -10,7 +10,7 @@ from autosplit.errors import InputError
 from autosplit.plan.explanation import BINDING_SHARE, Bound, What, time_text
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import limits_of
-from autosplit.text import ms_text, rate_text
+from autosplit.text import counted_text, ms_text, rate_text
 
 Without = tuple[What, "str | None", float]
 """What a step is without, of which device (None for all together), and the seconds that it then takes."""
@@ -78,7 +78,7 @@ class MeasuredStep:
 
     def __str__(self) -> str:
         """Return the configuration and its rate in one line."""
-        forwards = f"{self.accumulation_steps} forward{'s' * (self.accumulation_steps > 1)}"
+        forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split}, {forwards} per optimizer step of {self.effective_batch_size}: "
             f"{rate_text(self.samples_per_s)}, {ms_text(self.step_s)} a step ({self.how})"

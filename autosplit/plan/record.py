@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from autosplit.errors import PlanError, PlanVersionError
+from autosplit.errors import PlanError
 from autosplit.files import read_bounded, replace_file
 from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import unsound_part
@@ -26,7 +26,7 @@ from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
-from autosplit.text import printable
+from autosplit.text import counted_text, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -282,7 +282,7 @@ class PlanRecord:
 
     def __str__(self) -> str:
         """Return the plan in one line; `autosplit show` prints all of it."""
-        forwards = f"{self.accumulation_steps} forward{'s' * (self.accumulation_steps > 1)}"
+        forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
@@ -296,10 +296,14 @@ class PlanRecord:
 
         None where there is only one answer, and on devices that share a processor, where no gain is claimed.
         """
-        shared = all(device.kind == "cpu" for device in self.devices)
-        if len(self.devices) == 1 or shared or self.region is None or not self.ddp.ranks:
+        if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None
         return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
+
+    @property
+    def shares_processor(self) -> bool:
+        """Whether its devices are parts of one processor, on which no gain is claimed."""
+        return len(self.devices) > 1 and all(device.kind == "cpu" for device in self.devices)
 
     @property
     def path(self) -> Path | None:
@@ -350,7 +354,8 @@ class PlanRecord:
 
     def repeated(self) -> dict[str, Any]:
         """Return the numbers that an explanation repeats, by its names."""
-        names = ("samples_per_s", "loader_samples_per_s", "fastest", "simulated", "ways", "lengths", "fits")
+        rates = ("samples_per_s", "loader_samples_per_s", "fastest")
+        names = (*rates, "simulated", "shares_processor", "ways", "lengths", "fits")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 
@@ -375,7 +380,7 @@ class PlanRecord:
         """Write the plan as JSON, by atomic replacement.
 
         Args:
-                path: The file; its folder is made where it is missing.
+            path: The file; its folder is made where it is missing.
 
         Raises:
             PlanError: It can't be written there.
@@ -421,9 +426,8 @@ class PlanRecord:
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
             if version != SCHEMA_VERSION:
-                raise PlanVersionError(
-                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
-                    version,
+                raise PlanError(
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version"
                 )
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

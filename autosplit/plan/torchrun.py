@@ -15,12 +15,9 @@ from autosplit.text import printable
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 """Names the file of the plan that a job trains with."""
 
-_COUNTS = ("nproc-per-node", "nproc_per_node")
+_COUNT = "nproc-per-node"
 _NODES = "nnodes"
-_MEETINGS = (
-    *("standalone", "rdzv-endpoint", "rdzv_endpoint", "rdzv-backend", "rdzv_backend"),
-    *("master-addr", "master_addr", "master-port", "master_port", "node-rank", "node_rank"),
-)
+_MEETINGS = {"standalone", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"}
 """Options of torchrun by which its processes meet; without any, those of one machine do so by themselves."""
 
 
@@ -47,7 +44,7 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     refuse_unfit(plan)
     _refuse_other_count(plan, options)
     chosen: list[str] = []
-    if not options.keys() & set(_COUNTS):
+    if _COUNT not in options:
         chosen.append(f"--nproc-per-node={_processes_per_node(plan, options)}")
     if not options.keys() & {*_MEETINGS, _NODES}:
         chosen.append("--standalone")
@@ -93,6 +90,7 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
             name, _, value = argument.lstrip("-").partition("=")
+            name = name.replace("_", "-")  # torchrun takes both
             options[name] = value
             waiting = None if "=" in argument or name in _SWITCHES else name
         elif waiting is not None:
@@ -105,7 +103,7 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
     )
 
 
-_SWITCHES = {"standalone", "no-python", "no_python", "run-path", "run_path", "m", "module", "h", "help"}
+_SWITCHES = {"standalone", "no-python", "run-path", "m", "module", "h", "help"}
 """Options of torchrun that take no value. Of ``-m`` the module is the script."""
 
 
@@ -125,7 +123,7 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
 
 def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     """Refuse a number of processes that the plan has no ranks for; several machines may have unlike ones."""
-    given = next((options[name] for name in _COUNTS if name in options), "")
+    given = options.get(_COUNT, "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":
         return
     if int(given) != len(plan.ddp.ranks):

@@ -17,10 +17,7 @@ _MOST_OTHER_BOUNDS = 8
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Say what of a plan contradicts the rest of it, or can't be, and what was expected; None where all is sound.
-
-    Its fields are of the right types.
-    """
+    """Say what of a plan contradicts the rest of it, or can't be, and what was expected; None where all is sound."""
     return next(_unsound(plan), None)
 
 

@@ -10,15 +10,13 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from autosplit.accelerators import backend, is_accelerator
+from autosplit.plan.other_model import parameters_in
 from autosplit.plan.record import SCHEMA_VERSION
 from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
     from autosplit.workload.workload import Workload
-
-MOST_DEVICES = 2**16
-"""Of a plan; a file that says more is not believed."""
 
 _GIB = 2**30
 
@@ -75,11 +73,12 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     models: Any = workload.model
     parts = workload.modules or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
+    counts = [parameters_in(module) for module in modules]
     described = {
         "model": ", ".join(
             qualified_name(type(getattr(part, "named_by", part)) if part in modules else part) for part in parts
         ),
-        "parameters": _count(modules) if modules else None,
+        "parameters": None if not counts or None in counts else sum(filter(None, counts)),
         "model_tree": digest_of([Describer().tree(module) for module in modules]),
         "model_tensors": digest_of([tensors_in(module) for module in modules]),
         "model_text": digest_of([text_of(module) for module in modules]),
@@ -99,14 +98,6 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     if "eval" in workload.fits and workload.evaluate is not None:
         described["evaluate"] = digest_of(Describer().of(workload.evaluate))
     return {**described, **{name: getattr(workload, name) for name in plain}}
-
-
-def _count(modules: Sequence[Any]) -> int | None:
-    """Return the number of parameters; None where some have no shape yet."""
-    try:
-        return sum(int(parameter.numel()) for module in modules for parameter in module.parameters())
-    except (RuntimeError, ValueError):  # torch's lazy parameters
-        return None
 
 
 def _optimizer(optimizer: Any) -> Any:

@@ -218,17 +218,9 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove a file of the cache with what stands beside it, and never anything else.
-
-    A lock that somebody holds stays.
-    """
-    own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
-    if not own:
-        raise ProfileError(f"{path} is not called as a profile is; expected 32 digits; remove it by hand")
+    """Remove one of `profile_paths` with what stands beside it; a lock that somebody holds stays."""
     try:
-        path.unlink()
-    except FileNotFoundError:
-        pass  # by somebody else: it is gone
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise ProfileError(
             f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "

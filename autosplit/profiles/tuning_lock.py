@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,15 +43,8 @@ class WaitingWarning(UserWarning):
 
 
 def wait_limit_s(remaining_s: float | None) -> float:
-    """Return how long to wait for another process at most.
-
-    `remaining_s` is what is left of the time limit; None for no limit.
-    """
+    """Return how long to wait for another process at most, by what is left of the time limit; None for no limit."""
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
-
-
-_held: set[tuple[int, Path]] = set()
-"""Which thread of this process holds what: a thread that waited for itself would wait in vain."""
 
 
 class Turn(contextlib.AbstractContextManager["Turn"]):
@@ -87,7 +79,6 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         """Give the turn back, if it is here."""
         if self.held:
             self.held = False
-            _held.discard(self._mine)
             _write(self.path, "")
             assert self._lock is not None
             with contextlib.suppress(OSError):  # the file system has gone; the lock with it
@@ -98,10 +89,6 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         """The notes on the wait that a plan gets."""
         waited = f"waited {self.waited_s:.0f} s for another that tuned the same" if self._told else None
         return tuple(said for said in (self.gave_up or waited,) if said is not None)
-
-    @property
-    def _mine(self) -> tuple[int, Path]:
-        return threading.get_ident(), self.path
 
     @property
     def _is_over(self) -> bool:
@@ -135,12 +122,13 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         """Tell whether this process has the lock, for which it waits that long."""
         import filelock  # slow to import
 
-        if self._mine in _held:
-            self.trouble = "this thread tunes the same already"
-            return False
         try:
             make_private_folder(self.path.parent)
-            self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False)
+            # One for all turns at the path, which knows whether this thread has it: it would wait for itself in vain.
+            self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False, is_singleton=True)
+            if self._lock.is_locked:
+                self.trouble = "this thread tunes the same already"
+                return False
             self._lock.acquire(limit_s, poll_interval=POLL_S)
         except filelock.Timeout:
             return False
@@ -150,7 +138,6 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             self.trouble = f"{self.path} can't be locked ({reason})" if os.path.lexists(self.path) else reason
             return False
         self.held = True
-        _held.add(self._mine)
         _write(self.path, f"{os.getpid()} {socket.gethostname()} {time.strftime('%H:%M:%S')}")
         return True
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.errors import shown
 from autosplit.plan.plan import Plan
-from autosplit.profiles.key import MOST_DEVICES, machine_of
+from autosplit.plan.record import MOST_DEVICES
+from autosplit.profiles.key import machine_of
 from autosplit.profiles.store import profiles
 from autosplit.text import size_text
 
@@ -23,16 +24,15 @@ def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
     from autosplit.devices.spec import parse_devices
 
+    found = [(path, plan) for path, plan in profiles() if plan is not None]
     gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
-    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
+    here = machine_of((*gpus, *parse_devices("cpu"))) if found else {}
+    return tuple((path, plan) for path, plan in found if _is_usable(plan, here))
 
 
-def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
+def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:
     if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
         return False
-    from autosplit.devices.spec import parse_devices
-
-    here = machine_of((*gpus, *parse_devices("cpu")))
     if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
         return False
     present: Counter[tuple[str, ...]] = Counter()
@@ -80,7 +80,6 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
         devices: The devices that are here, in the plan's order.
         capacities_bytes: What each may hold now, the reserve taken off.
     """
-    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     short = [
         f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
         f"{size_text(planned.peak_bytes)}"
@@ -95,7 +94,6 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
 
     No clause holds what names a card; there is none where the machine is the very one.
     """
-    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
     said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []

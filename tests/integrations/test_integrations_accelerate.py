@@ -34,8 +34,8 @@ from autosplit.integrations.accelerate import (
     NoPlanWarning,
     UnevenLossWarning,
     _doubt_sum,
+    set_arguments,
 )
-from autosplit.integrations.accelerate_arguments import set_arguments
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.probe.check_result import Check

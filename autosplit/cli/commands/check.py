@@ -8,7 +8,6 @@ from typing import Any
 from autosplit.cli.check_report import print_checks
 from autosplit.cli.json_types import Checks
 from autosplit.cli.output import Manner, print_answer, progress
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
 
 
@@ -18,11 +17,10 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int
     from autosplit.tuning.progress import Progress, fraction_of
     from autosplit.workload.from_file import load_workload
 
-    with stdout_kept_clean(), progress(manner) as tell:
+    with progress(manner) as tell:
         workload = load_workload(spec, **model_options)
         with users_errors(spec):
-            if tell is not None:
-                tell(Progress("checks", "checking gradients", fraction_of("checks")))
+            tell(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)
     print_answer(Checks(tuple(found)), manner, lambda console: print_checks(found, console))
     return 0

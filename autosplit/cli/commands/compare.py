@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,12 +13,11 @@ from rich.text import Text
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
-from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
+from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
-from autosplit.text import printable, rate_text, size_text
+from autosplit.text import counted_text, printable, rate_text, size_text
 from autosplit.tuning.compare import ComparedMachine, Comparison
 
 EXIT_MISFIT = 3
@@ -37,13 +35,9 @@ def compare(
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
-    """Tune for one machine after the other, and print them in one table.
-
-    Args:
-        price: Of a machine, for an hour, each as it was typed.
-        keywords: For `tune`; the time limit is for all machines together.
-    """
+    """Tune for one machine after the other, and print them in one table; the time limit is for all of them together."""
     from autosplit.tuning import compare as comparing
+    from autosplit.workload.from_file import load_workload
 
     prices = [price_given(text) for text in price]
     end_with_parent()
@@ -53,13 +47,18 @@ def compare(
             "torchrun out"
         )
     machines = comparing.asked_machines(devices, prices, keywords)
-    limits = {keyword: value for keyword, value in keywords.items() if keyword == "time_limit_s"}
-    called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
+    time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
-    with stdout_kept_clean(), progress(manner) as tell:
-        tune_one = _tuner(spec, model_options, called)
+    with progress(manner) as tell:
+        workload: Any = load_workload(spec, **model_options)
+
+        def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
+            isolated = isolates(keywords.get("isolate"), devices)
+            source = sendable(spec, workload) if isolated else workload
+            return tuned_quietly(spec, source, devices=devices, **{**keywords, **timed, "isolate": isolated})
+
         try:
-            comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
+            comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=tell)
         except comparing.ComparisonInterrupted as interrupt:
             if interrupt.comparison is None:
                 raise
@@ -74,31 +73,11 @@ def compare(
     return 0
 
 
-def _tuner(
-    spec: str, model_options: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> Callable[[Any, Mapping[str, Any]], Plan]:
-    """Load a workload, and return what tunes it for a machine as the command `tune` does."""
-    from autosplit.tuning import tune as tuning
-    from autosplit.workload.from_file import load_workload
-
-    workload: Any = load_workload(spec, **model_options)
-
-    def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
-        isolated = isolates(keywords.get("isolate"), devices)
-        called: dict[str, Any] = {**keywords, **timed, "isolate": isolated}
-        with users_errors(spec), warnings.catch_warnings():
-            for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):  # by the report
-                warnings.simplefilter("ignore", said)
-            return tuning.tune(sendable(spec, workload) if isolated else workload, devices=devices, **called)
-
-    return tune_one
-
-
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
-    if any(machine.predicted for machine in comparison.machines):
-        all_are = all(machine.predicted for machine in comparison.machines)
-        which = "predicted" if all_are else "predicted where it says so"
+    predicted = [machine.predicted for machine in comparison.machines]
+    if any(predicted):
+        which = "predicted" if all(predicted) else "predicted where it says so"
         print_plain(Text(f"{which}: for cards that are not here", "yellow"), console)
     if len(comparison.machines) > 1:
         priced = comparison.sorted_by == "cost_per_million_samples"

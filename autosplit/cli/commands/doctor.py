@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
+from autosplit.cli.output import Manner, note, print_answer
 from autosplit.cli.tables import (
     add_row,
     pairs_table,
@@ -32,10 +31,7 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
     from autosplit.tuning.doctor import examine
 
     with stdout_kept_clean():
-        try:
-            found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
-        except KeyboardInterrupt:
-            return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
+        found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
     print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
         write(Path(save), cards_toml(found), f"--save {shown(save)}")
@@ -59,13 +55,11 @@ def _print(found: Examination, console: Console) -> None:
     if (training := found.training) is not None:
         measured, predicted = training.measured_samples_per_s, training.predicted_samples_per_s
         split = " + ".join(str(share) for share in training.split)
+        memory = [" + ".join(map(size_text, sizes)) for sizes in (training.measured_bytes, training.predicted_bytes)]
         rows += [
             ("a small model", f"{split} samples per forward; tuned in {training.took_s:.0f} s"),
             ("its throughput", f"{rate_text(measured)}, predicted {rate_text(predicted)}"),
-            (
-                "its memory",
-                f"{_sizes_text(training.measured_bytes)}, predicted {_sizes_text(training.predicted_bytes)}",
-            ),
+            ("its memory", f"{memory[0]}, predicted {memory[1]}"),
         ]
     print_plain(pairs_table(rows), console)
     print_bullets(found.notes, console)
@@ -106,7 +100,3 @@ def _product_table(found: Examination) -> Table:
 
 def _part_text(rate: str, part: float | None) -> str:
     return rate if part is None else f"{rate} ({part:.0%})"
-
-
-def _sizes_text(sizes: Sequence[int]) -> str:
-    return " + ".join(size_text(size) for size in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def export(
         settings: Any = found.settings
         text = json_text(Exported(to, found.exact, found.lost_share, tuple(found.notes), settings, found.text))
     if output is not None:
-        found.save(output, text)
+        replace(found, text=text).save(output)
     if not manner.as_json and (output is not None or not found.tells_notes):
         for one in found.notes:
             note(f"note: {one}", manner)

@@ -29,18 +29,9 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     if script is not None and not Path(script).exists():
         raise InputError(f"{script} does not exist; expected a training script; check the path")
     note(f"plan: {found.told}", manner)
-    if script is not None and _lacks_setup(script):
-        note(
-            f"{script} does not name autosplit: unless a module of it calls autosplit.ddp.setup(), each process trains "
-            "a model of its own on every sample",
-            manner,
-        )
+    with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with a script
+        if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
+            said = "unless a module of it calls autosplit.ddp.setup(), each process trains a model of its own"
+            note(f"{script} does not name autosplit: {said} on every sample", manner)
     found.run()
     raise AssertionError("this process is torchrun now")
-
-
-def _lacks_setup(script: str) -> bool:
-    """Tell whether nothing in a script is from here."""
-    with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with it
-        return "autosplit" not in Path(script).read_text(encoding="utf-8")
-    return False

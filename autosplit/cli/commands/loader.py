@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer
+from autosplit.cli.output import Manner, print_answer
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
@@ -19,12 +19,8 @@ def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
     from autosplit.probe.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader
 
-    with stdout_kept_clean():
-        try:
-            with users_errors(spec):
-                found = measure_loader(load_loader(spec), **keywords)
-        except KeyboardInterrupt:
-            return failed("interrupted before the loader was measured; run it again", EXIT_INTERRUPTED)
+    with stdout_kept_clean(), users_errors(spec):
+        found = measure_loader(load_loader(spec), **keywords)
     print_answer(found, manner, lambda console: _print(found, console))
     return 0
 

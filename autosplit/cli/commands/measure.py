@@ -21,9 +21,7 @@ from autosplit.cli.tables import (
     rates_text,
     short_bytes_text,
     short_name,
-    tuple_text,
 )
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
@@ -34,7 +32,7 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.plan.measured_step import MeasuredStep
-from autosplit.text import ms_text, rate_text
+from autosplit.text import ms_text, rate_text, tuple_text
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 
@@ -50,7 +48,7 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
         return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
 
-    with stdout_kept_clean(), progress(manner) as tell:
+    with progress(manner) as tell:
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         _, source = loaded(spec, model_options, together=together, isolate=isolate)
         with users_errors(spec):

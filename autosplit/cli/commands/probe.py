@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,14 +15,13 @@ from rich.text import Text
 
 from autosplit.cli.json_types import Ceilings, ProbedCeiling
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
 from autosplit.plan.canvas import check_drawing
 from autosplit.solve.memory import Ceiling, Role
-from autosplit.text import size_text
+from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:
@@ -31,135 +30,106 @@ if TYPE_CHECKING:
 _REASONS = {"memory": "memory", "max_batch_size": "max_batch_size", "kernel": "a kernel", "time": "time"}
 
 
-@dataclass
-class Probing:
-    """The devices to probe, and the ceilings found so far."""
-
-    spec: str
-    model_options: dict[str, Any]
-    keywords: dict[str, Any]
-    devices_spec: str | None
-    roles: tuple[str, ...]
-    time_limit_s: float | None
-    isolate: bool | None
-    ceilings: list[Ceiling] = field(default_factory=list)
-    misfits: list[DoesNotFitError] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    simulated: bool = False
-
-
 def probe(
     manner: Manner,
     *,
     spec: str,
-    model_options: dict[str, Any],
+    model_options: Mapping[str, Any],
     devices: str | None = None,
     role: Sequence[str] = (),
-    time_limit_s: float | None = None,
-    isolate: bool | None = None,
     plot: str | None = None,
     **keywords: Any,
 ) -> int:
     """Find ceilings, and print what was found, also where something kept it from all of them."""
+    from autosplit.tuning.tune import NO_GPU_NOTE
+
     roles = tuple(dict.fromkeys(role or ["rank"]))
-    probing = Probing(spec, model_options, keywords, devices, roles, time_limit_s, isolate)
-    _check_before_probing(probing, plot)
+    check_before_running({**keywords, "devices": devices}, None)
+    _check_flags(roles, keywords.get("time_limit_s"), plot)
+    ceilings: list[Ceiling] = []
+    misfits: list[DoesNotFitError] = []
     interrupted = False
-    with stdout_kept_clean():
-        try:
-            with progress(manner) as tell:
-                _find_ceilings(probing, tell)
-        except KeyboardInterrupt:
-            interrupted = True
-    for error in probing.misfits:
+    try:
+        with progress(manner) as tell:
+            _find_ceilings(spec, model_options, devices, roles, tell, ceilings, misfits, **keywords)
+    except KeyboardInterrupt:
+        interrupted = True
+    for error in misfits:
         failed(str(error), error.exit_code)
     if interrupted:
-        text = "the ceilings found so far are shown" if probing.ceilings else "no ceiling was found yet"
+        text = "the ceilings found so far are shown" if ceilings else "no ceiling was found yet"
         failed(f"interrupted: {text}; run it again for all of them", EXIT_INTERRUPTED)
-    if any(ceiling.batch_size for ceiling in probing.ceilings):
-        _print_ceilings(probing, manner, plot=plot)
+    if any(ceiling.batch_size for ceiling in ceilings):
+        simulated = ceilings[0].device.startswith("sim:")
+        no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
+        notes = tuple(dict.fromkeys([*no_gpu, *(note for ceiling in ceilings for note in ceiling.notes)]))
+        answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, ceilings)), notes)
+        print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
+        if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
+            _plot(ceilings, plot)
     if interrupted:
         return EXIT_INTERRUPTED
-    return probing.misfits[0].exit_code if probing.misfits else 0
+    return misfits[0].exit_code if misfits else 0
 
 
-def _check_before_probing(probing: Probing, plot: str | None) -> None:
+def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | None) -> None:
     """Refuse bad flags before the user's file runs, which may take long."""
-    check_before_running({**probing.keywords, "devices": probing.devices_spec}, None)
-    for role in probing.roles:
+    for role in roles:
         if role not in get_args(Role):
             raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
-    if probing.time_limit_s is not None and not probing.time_limit_s > 0:
-        raise InputError(
-            f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
-        )
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InputError(f"--time-limit-s {time_limit_s:g}: expected seconds, above 0; leave it out for no limit")
     if plot is not None:
         _check_plot(plot)
 
 
-def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) -> None:
-    """Find the ceiling of each device in each role, one after the other, into `probing`."""
+def _find_ceilings(
+    spec: str,
+    model_options: Mapping[str, Any],
+    devices_spec: str | None,
+    roles: Sequence[str],
+    tell: Callable[[Progress], None],
+    ceilings: list[Ceiling],
+    misfits: list[DoesNotFitError],
+    *,
+    time_limit_s: float | None = None,
+    isolate: bool | None = None,
+    **keywords: Any,
+) -> None:
+    """Add the ceiling of each device in each role to `ceilings`, 0 where nothing fits, and why to `misfits`."""
     from autosplit.devices.spec import parse_devices
-    from autosplit.tuning.tune import NO_GPU_NOTE
+    from autosplit.oom import DoesNotFitError
+    from autosplit.probe.find_ceiling import find_ceiling
     from autosplit.workload.from_file import load_workload
 
-    workload: Any = load_workload(probing.spec, **probing.model_options)
-    devices = parse_devices(probing.devices_spec)
-    probing.simulated = devices[0].kind == "sim"
-    if probing.devices_spec is None and devices[0].kind == "cpu":
-        probing.notes.append(NO_GPU_NOTE)
-    isolate = isolates(probing.isolate, devices)
-    source = sendable(probing.spec, workload) if isolate else workload
-    ends_s = None if probing.time_limit_s is None else time.monotonic() + probing.time_limit_s
-    pairs = [(device, role) for device in devices for role in probing.roles]
+    workload: Any = load_workload(spec, **model_options)
+    devices = parse_devices(devices_spec)
+    keywords["isolate"] = isolates(isolate, devices)
+    source = sendable(spec, workload) if keywords["isolate"] else workload
+    ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    pairs: list[tuple[Device, Any]] = [(device, role) for device in devices for role in roles]
     known: dict[tuple[Device, str], Ceiling] = {}
     for done, (device, role) in enumerate(pairs):
         message = f"probing {done + 1} of {len(pairs)}: {device.label} as {role}"
-        _tell_ceiling(tell, probing.ceilings, message, done / len(pairs))
+        steps, ooms = sum(ceiling.steps for ceiling in ceilings), sum(ceiling.ooms for ceiling in ceilings)
+        tell(Progress("ceilings", message, done / len(pairs), steps, ooms))
         # Cards that are not there are alike to the byte.
-        alike = (replace(device, index=0) if probing.simulated else device, role)
+        alike = (replace(device, index=0) if device.kind == "sim" else device, role)
         if alike not in known:
             # Each gets its part of what is left of the time.
             left_s = None if ends_s is None else max(0.001, (ends_s - time.monotonic()) / (len(pairs) - done))
-            known[alike] = _ceiling_of(probing, source, device, role, time_limit_s=left_s, isolate=isolate)
-        probing.ceilings.append(replace(known[alike], device=device.label))
-
-
-def _tell_ceiling(
-    tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
-) -> None:
-    if tell is not None:
-        steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
-        tell(Progress("ceilings", message, fraction, steps, ooms))
-
-
-def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keywords: Any) -> Ceiling:
-    """Find one ceiling; where nothing fits it is 0, and why is kept."""
-    from autosplit.oom import DoesNotFitError
-    from autosplit.probe.find_ceiling import find_ceiling
-
-    try:
-        with users_errors(probing.spec):
-            return find_ceiling(source, device, role=role, **probing.keywords, **keywords)
-    except DoesNotFitError as error:
-        probing.misfits.append(error)
-        return Ceiling(device.label, role, 0, "memory", 0, 0, error.requested_bytes, error.capacity_bytes)
-
-
-def _print_ceilings(probing: Probing, manner: Manner, *, plot: str | None) -> None:
-    found, simulated = probing.ceilings, probing.simulated
-    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in found for note in ceiling.notes)]))
-    answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, found)), notes)
-    print_answer(answer, manner, lambda console: _print(found, notes, console, simulated=simulated))
-    if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
-        _plot(found, plot)
+            try:
+                with users_errors(spec):
+                    known[alike] = find_ceiling(source, device, role=role, time_limit_s=left_s, **keywords)
+            except DoesNotFitError as error:
+                misfits.append(error)
+                needed_bytes, capacity_bytes = error.requested_bytes, error.capacity_bytes
+                known[alike] = Ceiling(device.label, role, 0, "memory", 0, 0, needed_bytes, capacity_bytes)
+        ceilings.append(replace(known[alike], device=device.label))
 
 
 def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
-    """Print a table of ceilings: what limits them, what they hold, and how they were found.
-
-    A `batch_size` of 0 is what does not fit.
-    """
+    """Print a table of ceilings: what limits them, what they hold, and how they were found."""
     if simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)

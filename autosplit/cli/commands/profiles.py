@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from autosplit.cli.named_plan import Profile, profile_at, profile_path
 from autosplit.cli.output import Manner, print_json
 from autosplit.cli.plan_report import request_text
-from autosplit.cli.tables import add_row, counted_text, pairs_table, plain_table, print_plain, short_name, tuple_text
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_plain, short_name
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, remove_left_over, remove_profile
-from autosplit.text import rate_text
+from autosplit.text import counted_text, rate_text, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,17 +30,14 @@ _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 
 def list_profiles(manner: Manner) -> int:
     """Print what is remembered."""
+    found, folder = tuple(map(profile_at, profile_paths())), profiles_folder()
     if manner.as_json:
         from autosplit.cli.json_types import Profiles
 
-        print_json(Profiles(str(profiles_folder()), _listed()))
+        print_json(Profiles(str(folder), found))
     else:
-        print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
+        print_profiles(found, folder, console_for(sys.stdout))
     return 0
-
-
-def _listed() -> tuple[Profile, ...]:
-    return tuple(map(profile_at, profile_paths()))
 
 
 def show_path(manner: Manner, *, key: str | None = None) -> int:
@@ -56,10 +53,7 @@ def show_path(manner: Manner, *, key: str | None = None) -> int:
 
 
 def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: bool, confirmed: bool) -> int:
-    """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found.
-
-    `everything` takes all of them instead, and `confirmed` asks no question.
-    """
+    """Remove profiles by the beginnings of their keys, or all, and say which; none is removed unless all are found."""
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
         raise InputError(f"{given}; expected one of them; write it as autosplit profiles remove KEY")
@@ -91,7 +85,7 @@ def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: boo
 
 def _confirm(count: int, folder: Path) -> None:
     """Ask before everything is removed; raise InputError where there is nobody to ask, or the answer is no."""
-    what = f"{count} profile{'s' * (count > 1)} in {folder}"
+    what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it")
     sys.stderr.write(f"remove {what}? [y/N] ")

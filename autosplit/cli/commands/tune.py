@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
-from autosplit.cli.output import progress as drawn
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
 from autosplit.cli.plan_report import Origin
-from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
@@ -23,6 +21,7 @@ from autosplit.cli.workload_arguments import (
     loaded,
     quoted,
     ranks_to_start,
+    tuned_quietly,
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
@@ -48,8 +47,11 @@ def tune(
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
     if (count := ranks_to_start(keywords, together=together)) > 1:
-        return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
-    with stdout_kept_clean(), drawn(manner) as tell:
+        from autosplit.cli.torchrun_job import run_together
+
+        asked = {**keywords, **model_options, **({} if output is None else {"output": output})}
+        return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
+    with progress(manner) as tell:
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         workload, source = loaded(spec, model_options, together=together, isolate=isolate)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
@@ -99,25 +101,12 @@ def _loader(spec: str | None) -> dict[str, Any]:
         return {"loader": load_loader(spec)}
 
 
-def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: Manner, *, output: str | None) -> int:
-    """Tune by as many processes as there are devices, which print and save."""
-    from autosplit.cli.torchrun_job import run_together
-
-    arguments = ["tune", spec, *flags_of(keywords), *manner.flags()]
-    return run_together([*arguments, *([] if output is None else ["--output", output])], count)
-
-
 def _tuned(
     workload: object, spec: str, keywords: Mapping[str, Any], tell: Callable[[Progress], None]
 ) -> tuple[Plan, KeyboardInterrupt | None]:
     """Tune; return also what interrupted it where the plan is only the best so far."""
-    from autosplit.tuning import tune as tuning
-
     try:
-        with users_errors(spec), warnings.catch_warnings():
-            for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):  # by the report
-                warnings.simplefilter("ignore", said)
-            return tuning.tune(workload, **keywords, progress=tell), None
+        return tuned_quietly(spec, workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
@@ -152,25 +141,20 @@ def _origin(
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])
     path = saved if saved is not None or plan.path is None else str(plan.path)
-    found_by = None if path is None else shown_by(Path(path))
+    had = partial(Origin, command=command, path=path, shown_by=None if path is None else shown_by(Path(path)))
     if saved is not None:
-        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved, shown_by=found_by)
+        return had(f"autosplit.Plan.load({quoted(saved)})")
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = _arguments(same)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     if is_model_name(spec):
         model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
-        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path, found_by)
+        return had(f"autosplit.tune(lambda: {model}{arguments})", remark=remark)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
-    return Origin(
-        f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
-        (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
-        remark,
-        command,
-        path,
-        found_by,
-    )
+    setup = f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else "")
+    expression = f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})"
+    return had(expression, setup=(setup,), remark=remark)
 
 
 def _arguments(keywords: Mapping[str, Any]) -> str:
