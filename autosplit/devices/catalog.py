@@ -36,7 +36,7 @@ SIMULATED_ERRORS = (
     (
         "samples/s of simulated cards: for 320 steps of image models on an RTX 3090, that the prediction was not "
         "fitted to, half are within 6 % of what was published and nine in ten within 19 %; for 22 steps of "
-        "transformers on H100, A100, V100 and L4, half are within 7 % and nine in ten within 20 %"
+        "transformers on H100, A100, V100 and L4, half are within 4 % and nine in ten within 14 %"
     ),
     (
         "memory of simulated cards: of 304 largest batches published for an RTX 3090, 90 % are met, and "

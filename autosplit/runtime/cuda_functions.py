@@ -1,4 +1,4 @@
-"""What CUDA makes of torch's functions, on the processor: its autocast, and its dropout.
+"""Run torch's functions on the processor as CUDA runs them: under its autocast, and its dropout.
 
 What a simulated card holds and does depends on it. Autocast runs fewer ops in float32 on the processor: a layer norm in
 float32 keeps four bytes of each value, and the next product casts them back. Dropout is one kernel on a GPU, which
