@@ -5,6 +5,9 @@
 A product is cut into tiles, which fill the card's multiprocessors in waves: a tile over the edge and a wave that is
 not full are time without arithmetic. The figures are in ``kernel_rates.json``: a few for each class of kernels, none
 for a model, fitted by ``benchmarks/fit_cards.py`` to published step times.
+
+A card of some 70 W lowers its clock in long products until it keeps its power limit, which holds on average: power that
+kernels leave which only move memory lets the products beside them run faster, up to the full clock.
 """
 
 from __future__ import annotations
@@ -115,10 +118,11 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
 
 
 def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None) -> Numbers:
-    """Return the time of each kernel on a card."""
+    """Return the time of each kernel on a card, in a step that is made of these."""
     rates = rates or kernel_rates()
     reached = np.array([kind.reached for kind in rates.kinds.values()])[codes[0]]
     passes = np.array([kind.passes for kind in rates.kinds.values()])[codes[0]]
+    sustained = np.array([spec.sustained_share(rate) for rate in _RATES])[codes[1]]
     peaks = np.array([spec.sustained_flops(rate) for rate in _RATES])[codes[1]]
     if "tf32" not in spec.peak_flops:
         peaks[_masks()[2][codes[0]] & (codes[1] == _RATES.index("tf32"))] *= rates.winograd
@@ -132,7 +136,12 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     memory_s = numbers[1] * passes / spec.memory_bytes_per_s
     by_channel = _masks()[3][codes[0]]  # a block of threads for each channel
     memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
-    return np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
+    seconds = np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
+    limited = arithmetic_s > memory_s
+    if spec.memory_power < 1.0 and limited.any():
+        spared = (1.0 - spec.memory_power) * seconds[~limited].sum() / seconds[limited].sum()
+        seconds[limited] *= np.maximum(sustained[limited], 1.0 - spared)
+    return seconds
 
 
 @functools.cache

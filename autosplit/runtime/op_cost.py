@@ -167,6 +167,12 @@ _KIND_OF = {
     getattr(aten, name): kind for kind, names in _KINDS.items() for name in names.split() if hasattr(aten, name)
 }
 
+_SOFTMAX_ROW = 1024
+"""Numbers of a row that softmax keeps in a warp's registers (ATen/native/cuda/SoftMax.cu): a longer one is read twice.
+
+What that takes, ``softmax_long``, is the median of five cards' kernels in github.com/sitar-lab/NeuSight.
+"""
+
 _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds whose kernels are others where channels lie beside each other."""
 
@@ -245,6 +251,8 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
     kind = _KIND_OF.get(packet, "elementwise")
     if kind == "copy" and len({tensor.stride() for tensor in tensors}) == 1:
         kind = "elementwise"  # nothing changes its place
+    if kind == "softmax" and written[0].shape[next(arg for arg in args if isinstance(arg, int))] > _SOFTMAX_ROW:
+        kind = "softmax_long"
     if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
         kind += "_channels"
     if kind in ("batch_norm", "batch_norm_backward"):  # planes: a block of threads for each channel

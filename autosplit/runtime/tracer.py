@@ -19,7 +19,7 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, from_user_code, users_errors
 from autosplit.rng import kept_rng
-from autosplit.runtime.cuda_autocast import CudaAutocast
+from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
@@ -104,7 +104,7 @@ class Tracer:
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
-        self._autocasts = like_gpu
+        self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
 
@@ -162,7 +162,7 @@ class Tracer:
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
         tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
-        autocast = CudaAutocast() if self._autocasts else None
+        functions = CudaFunctions() if self._has_cuda_functions else None
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -171,14 +171,14 @@ class Tracer:
             _switched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
             # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
-            autocast or nullcontext(),
+            functions or nullcontext(),
             recorder.recurrent.watching(modules_of(self.trainee.models)) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
         self.runs += 1
-        if shape.arrangement != "eval" and autocast is not None:
-            self._autocasts = autocast.needed  # it is asked at every call of torch's functions
+        if shape.arrangement != "eval" and functions is not None:
+            self._has_cuda_functions = functions.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         parts = [_parts_of(tracker, device) for device in range(len(names))]

@@ -42,6 +42,20 @@ def test_a_card_of_70_watts_sustains_less_than_its_datasheet_says():
     assert 0.47 <= of_peak / large.seconds(find_card("T4")) <= 0.5
 
 
+def test_products_of_a_card_of_70_watts_run_faster_beside_kernels_that_draw_less():
+    card = find_card("L4")
+    large, moved = product(8192, 8192, 8192, rate="float32"), OpCost(0, 10**9, "float32")
+    alone_s, moved_s = large.seconds(card), moved.seconds(card)
+
+    def step_s(copies: int) -> float:
+        return Work.of(0, [large, *[moved] * copies]).seconds(card)
+
+    assert step_s(1) == pytest.approx(alone_s + card.memory_power * moved_s)
+    assert step_s(100) == pytest.approx(alone_s * card.sustained["float32"] + 100 * moved_s)  # the full clock
+    steady = replace(card, memory_power=1.0)
+    assert Work.of(0, [large, moved]).seconds(steady) == pytest.approx(alone_s + moved_s)
+
+
 def test_wider_groups_are_faster():
     thin, wide = (OpCost(10**12, 2, "float16", "grouped", (10**6, channels, 9 * channels, 32)) for channels in (4, 64))
     assert wide.seconds(A100) < thin.seconds(A100) / 1.5

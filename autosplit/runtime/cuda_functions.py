@@ -1,7 +1,8 @@
-"""CUDA's autocast on the processor, where fewer ops run in float32.
+"""Run torch's functions on the processor as CUDA runs them: under its autocast, and its dropout.
 
-What a simulated card holds and does depends on it: a layer norm in float32 keeps four bytes of each value, and the next
-product casts them back.
+What a simulated card holds and does depends on it. Autocast runs fewer ops in float32 on the processor: a layer norm in
+float32 keeps four bytes of each value, and the next product casts them back. Dropout is one kernel on a GPU, which
+keeps a byte of each value; on the processor it is three, which keep a number (aten/src/ATen/native/Dropout.cpp).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _SOFTMAX = {
 """Functions whose kernels on GPUs read halves and write float32, and those kernels."""
 
 
-class CudaAutocast(TorchFunctionMode):
-    """Run in float32, inside autocast, what CUDA's autocast runs in it.
+class CudaFunctions(TorchFunctionMode):
+    """Run in float32, inside autocast, what CUDA's autocast runs in it, and dropout as one kernel.
 
     Attributes:
-        needed: There was something to run in it.
+        needed: There was something that the processor does otherwise.
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,12 @@ class CudaAutocast(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function, its halves as float32 where CUDA would."""
+        """Run a function as CUDA would."""
         kwargs = dict(kwargs or {})
+        # F.dropout gives all but the values by name.
+        if func is F.dropout and kwargs["training"] and not kwargs["inplace"] and 0.0 < kwargs["p"] < 1.0:
+            self.needed = True
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]
         if func in _FLOAT32 and torch.is_autocast_enabled("cpu"):
             self.needed = True
             found = _softmax(_SOFTMAX[func], args, kwargs) if func in _SOFTMAX else None
