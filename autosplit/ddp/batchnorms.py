@@ -36,22 +36,19 @@ def doubt_batchnorms(
     Raises:
         InputError: It takes them from one that sees none.
     """
-    norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
-    kept = [n for n, part in norms.items() if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
-    if not batch_sizes[0] and any(norms[name].training for name in kept):
-        raise InputError(
-            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
-            f"rank 0 alone, which has no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a "
-            "share"
-        )
-    if kept and rank == 0 and batch_sizes[0] < max(batch_sizes):
-        warnings.warn(
-            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
-            f"rank 0 alone, which has {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the "
-            "device first that takes the most",
-            BatchNormWarning,
-            stacklevel=3,
-        )
+    norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
+    kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
+    if not kept:
+        return
+    said = (
+        f"the running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} those of "
+        "rank 0 alone, which has"
+    )
+    if not batch_sizes[0] and any(part.training for _, part in kept):
+        raise InputError(f"{said} no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a share")
+    if rank == 0 and batch_sizes[0] < max(batch_sizes):
+        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the device first that "
+        warnings.warn(f"{said}takes the most", BatchNormWarning, stacklevel=3)
 
 
 @contextmanager

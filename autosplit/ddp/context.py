@@ -20,8 +20,7 @@ from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpo
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
-from autosplit.ddp.loader_steps import foreign_steps, gathered
-from autosplit.ddp.rank_gradient_norms import refuse_hook, sums_over_ranks
+from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, sums_over_ranks, total_over_ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
@@ -311,10 +310,7 @@ class Context:
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
-
-        def over_ranks(own: int) -> int:
-            return sum(part for (part,) in gathered((own,), self.device))
-
+        over_ranks = partial(total_over_ranks, device=self.device)
         return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:

@@ -38,8 +38,8 @@ def shard(
 ) -> nn.Module:
     """Share a model's parameters out over all ranks, in place; as `Context.shard`."""
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
 
-    fully_shard = _fully_shard()
     refuse_options(options, fully_shard, _NOT_TAKEN)
     _refuse_model(model)
     chosen = _chosen(model, layers)
@@ -80,12 +80,13 @@ def begin_step(model: nn.Module) -> None:
     Until the last micro-batch they are not in the parameters' ``grad``, where ``zero_grad`` would find them, but beside
     the parameters that had come together; the next step's would be added to them.
     """
-    reset = getattr(model, "reset_iter_state", None)  # torch 2.11 has none
-    if reset is not None and _state_of(model)._is_root:
-        reset()  # an exception within a forward leaves it half-way, too
-    for part in model.modules():
-        if _is_sharded_module(part):
-            for kept in _parameters_of(_state_of(part)):
+    shared: Any = model
+    if shared._get_fsdp_state()._is_root:
+        shared.reset_iter_state()  # an exception within a forward leaves it half-way, too
+    parts: list[Any] = [part for part in model.modules() if _is_sharded_module(part)]
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for kept in group.fsdp_params:
                 kept.unsharded_accumulated_grad = None
                 together = getattr(kept, "_unsharded_param", None)
                 if together is not None:
@@ -136,17 +137,6 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
 
 
 # Which modules, and of what ----------------------------------------------------------------------------------------
-
-
-def _fully_shard() -> Callable[..., Any]:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError as error:
-        raise InputError(
-            f"torch {torch.__version__} has no fully_shard; expected one with FSDP2; install a later torch, or use "
-            "ctx.wrap"
-        ) from error
-    return fully_shard
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -243,15 +233,3 @@ def _holds_shards(part: nn.Module) -> bool:
     """Tell whether a module's own tensors are shared out, those of the modules inside left aside."""
     own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return _is_sharded_module(part) or any(map(is_shard, own))
-
-
-def _state_of(part: nn.Module) -> Any:
-    return cast("Any", part)._get_fsdp_state()
-
-
-def _parameters_of(state: Any) -> list[Any]:
-    """List what FSDP2 keeps of a module's parameters; torch 2.11 has one group of them, later ones several."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    return [kept for group in groups for kept in group.fsdp_params]
