@@ -64,10 +64,6 @@ class PlacedLink:
         device = self.devices[position]
         return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
 
-    def bring_weight(self, weight: Tensor) -> Tensor:
-        """Leave a weight on the host, where it was counted; a scalar multiplies what is anywhere."""
-        return weight
-
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the first device."""
         if self.devices == (0,):
@@ -85,10 +81,6 @@ class Link:
     def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
         """Bring a replica's scalar to the output device."""
         return tensor.to(self.output_device)
-
-    def bring_weight(self, weight: Tensor) -> Tensor:
-        """Bring a weight to the output device, without waiting for it."""
-        return weight.to(self.output_device, non_blocking=True)
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the output device."""
@@ -180,7 +172,7 @@ class Gathering:
         # of the graph, too, where that can be known without waiting for a GPU: a mean of the module's own divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
-        here = self.link.bring_weight(weight)
+        here = weight.to(tensor.device, non_blocking=True)
         return (tensor * here).masked_fill(here == 0, 0.0)
 
     def _say_doubts(self) -> None:

@@ -18,7 +18,7 @@ from autosplit.devices.transfer import Placement, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
-from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
+from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.workload.batch import batch_size_of, map_tensors
 
 
@@ -44,7 +44,7 @@ def run_placed(
     placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
         return [module(*placed[0][0], **placed[0][1])]
-    replicas = replicate(module, active, PlacedCopies()) if kept is None else kept.replicas(module, active)
+    replicas = replicate(module, active, Copies()) if kept is None else kept.replicas(module, active)
     outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))

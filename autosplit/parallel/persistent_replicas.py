@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
-from autosplit.parallel.tensor_copies import Copies
+from autosplit.parallel.tensor_copies import Copies, GpuCopies
 
 
 @dataclass
@@ -127,9 +127,9 @@ class KeptReplicas:
         self._follow(kept)
         if not self.needed:
             self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
-        if self._copies.together:
+        if isinstance(self._copies, GpuCopies):
             for device in devices:
-                self._renew(kept, device)
+                self._renew(self._copies, kept, device)
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
         # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
@@ -156,7 +156,7 @@ class KeptReplicas:
         self._last = last
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(_in_backward, weakref.ref(self)))
+                tensor.register_hook(_weakly(self.begin_backward))
                 self._has_graph = True
 
     def begin_backward(self) -> None:
@@ -165,7 +165,7 @@ class KeptReplicas:
         if task != self._task:
             self._task = task
             self.settle()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_after_backward, weakref.ref(self)))
+            torch.autograd.Variable._execution_engine.queue_callback(_weakly(self.end_backward))
 
     def end_backward(self) -> None:
         """Bring the gradients home after the last micro-step's backward; note what waits after another."""
@@ -178,9 +178,9 @@ class KeptReplicas:
     def bring_home(self) -> None:
         """Add all gradients that wait to the module's own; refuse those that have a graph (``create_graph=True``)."""
         self._has_graph = False
-        if self._copies.together:
+        if isinstance(self._copies, GpuCopies):
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
-                self._bring_from(device)
+                self._bring_from(self._copies, device)
         for master in self._masters.values():
             self._bring(master)
 
@@ -244,7 +244,7 @@ class KeptReplicas:
             if master.noted is None:
                 master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
 
-    def _renew(self, kept: list[Tensor], device: int) -> None:
+    def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
         """Copy to a device, together, the values that it has from before."""
         stale = []
         for tensor in kept:
@@ -255,7 +255,7 @@ class KeptReplicas:
                 stale.append(master)
         with torch.no_grad():
             leaves = [master.leaves[device].detach() for master in stale]
-            self._copies.copy_all_into(leaves, [master.tensor for master in stale], device)
+            copies.copy_all_into(leaves, [master.tensor for master in stale], device)
         for master in stale:
             master.stamps[device] = (self._round, *_stamp(master.tensor))
 
@@ -269,14 +269,14 @@ class KeptReplicas:
             leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
             if may_have_gradient(tensor):
                 # Also while the tensor is frozen: a backward of before may be still to come.
-                leaf.requires_grad_().register_hook(partial(_in_backward, weakref.ref(self)))
+                leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
         elif master.stamps[device] != stamp:
             with torch.no_grad():
                 self._copies.copy_into(leaf.detach(), tensor, device)
         master.stamps[device] = stamp
         return leaf if tensor.requires_grad else leaf.detach()
 
-    def _bring_from(self, device: int) -> None:
+    def _bring_from(self, copies: GpuCopies, device: int) -> None:
         """Bring a device's dense gradients home together."""
         waiting, grads = [], []
         for master in self._masters.values():
@@ -286,7 +286,7 @@ class KeptReplicas:
                 waiting.append((master, leaf))
                 grads.append(leaf.grad)
         with torch.no_grad():
-            for position, grad in self._copies.bring_all(grads, device):
+            for position, grad in copies.bring_all(grads, device):
                 master, leaf = waiting[position]
                 _add_to(master.tensor, grad)
                 leaf.grad = None  # not before, as in `_bring`
@@ -312,16 +312,16 @@ _NO_TASK = -1
 """Torch's number for the backward that runs where none does."""
 
 
-def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
-    kept = known()
-    if kept is not None:
-        kept.begin_backward()
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method as long as what it is of lives."""
+    known = weakref.WeakMethod(method)
 
+    def hook(*_: Any) -> None:
+        bound = known()
+        if bound is not None:
+            bound()
 
-def _after_backward(known: weakref.ref[KeptReplicas]) -> None:
-    kept = known()
-    if kept is not None:
-        kept.end_backward()
+    return hook
 
 
 def _changed_error() -> InputError:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,40 +17,24 @@ BUCKET_BYTES = 10 * 2**20
 """Size of what travels as one: that of torch's own broadcast of a module's parameters (10 MiB)."""
 
 
-class Copies(ABC):
-    """The copies of tensors, one after the other. Devices are positions in the wrapper's list.
+class Copies:
+    """The copies within a placement, each tensor by itself. Devices are positions in the wrapper's list."""
 
-    Attributes:
-        together: Many small tensors go to and from a device as one.
-    """
-
-    together: ClassVar[bool] = False
-
-    @abstractmethod
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
+        return f"device {device}"
 
-    @abstractmethod
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
         """Copy a tensor of the first device to another one, differentiably."""
+        return transfer(tensor, 0, device, purpose)
 
-    @abstractmethod
     def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
         """Copy a tensor of the first device into one that is on another already."""
+        transfer_into(block, tensor.detach(), 0, device, "parameter")
 
-    @abstractmethod
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
-
-    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors of the first device into such as are on another already."""
-        for block, tensor in zip(blocks, tensors, strict=True):
-            self.copy_into(block, tensor, device)
-
-    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
-        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
-        for position, tensor in enumerate(tensors):
-            yield position, self.bring(tensor, device)
+        return transfer(tensor, device, 0, "gradient")
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
@@ -83,32 +65,11 @@ class Copies(ABC):
         return total
 
 
-class PlacedCopies(Copies):
-    """Between the devices of a placement: each tensor is accounted by itself."""
-
-    def name_of(self, device: int) -> str:
-        """Name a device for a message."""
-        return f"device {device}"
-
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
-        """Copy a tensor of the first device to another one, differentiably."""
-        return transfer(tensor, 0, device, purpose)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-        transfer_into(block, tensor.detach(), 0, device, "parameter")
-
-    def bring(self, tensor: Tensor, device: int) -> Tensor:
-        """Copy a gradient of a device to the first."""
-        return transfer(tensor, device, 0, "gradient")
-
-
 @dataclass(frozen=True)
 class GpuCopies(Copies):
     """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own."""
 
     devices: tuple[torch.device, ...]
-    together: ClassVar[bool] = True
 
     @property
     def _in_one_go(self) -> bool:
@@ -138,7 +99,7 @@ class GpuCopies(Copies):
             torch._foreach_copy_([blocks[i] for i in bucket], arrived)
 
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
-        """Copy dense gradients of a device to the first, small ones together."""
+        """Copy dense gradients to the first device, small ones together; yield each with its position when there."""
         for bucket in _buckets(tensors):
             yield from zip(bucket, _moved([tensors[i] for i in bucket], self.devices[0]), strict=True)
 
