@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,18 +84,12 @@ def silence(gradient: Tensor) -> Tensor:
 @contextmanager
 def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
-    handles = [
-        parameter.register_hook(hook)
-        for model in models
-        for hook in [silence if has_synchronised(model) else torch.zeros_like]
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    try:
+    with ExitStack() as hooks:
+        for model in models:
+            hook = silence if has_synchronised(model) else torch.zeros_like
+            for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+                hooks.enter_context(parameter.register_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def has_synchronised(model: nn.Module) -> bool:

@@ -46,11 +46,7 @@ def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
 
 
 def refuse_hook(wrapped: DistributedDataParallel) -> None:
-    """Refuse a model whose gradient is not the average of the ranks', for the noise scale.
-
-    Raises:
-        InputError: It has a communication hook.
-    """
+    """Refuse a model whose gradient is not the average of the ranks', for the noise scale."""
     if wrapped._comm_hooks:  # noqa: SLF001 - no other name
         raise InputError(
             "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "

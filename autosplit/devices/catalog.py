@@ -135,11 +135,7 @@ class GpuSpec:
 
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
-    """Return the cards that ``sim:`` knows by name, in the order of the file; read once.
-
-    Raises:
-        DeviceError: The file that AUTOSPLIT_GPUS names can't be used.
-    """
+    """Return the cards that ``sim:`` knows by name, in the order of the file; read once."""
     return _catalog_with(os.environ.get(GPUS_VARIABLE) or None)
 
 
@@ -229,9 +225,6 @@ def find_card(name: str) -> GpuSpec:
 
     Args:
         name: In any case, with or without spaces, '-', '_' and the brand: ``"NVIDIA GeForce RTX 3090"``.
-
-    Raises:
-        DeviceError: If no card or several have the name; the message says which names were possible.
     """
     wanted = _normal(name)
     for known, spec in gpu_catalog().items():

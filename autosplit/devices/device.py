@@ -67,9 +67,6 @@ def parse_reserve(value: str | float | None) -> int | float | None:
 
     Returns:
         An int of bytes, a float share of at least 0 and below 1, or None.
-
-    Raises:
-        InputError: If it is negative, a share of 1 or more, or neither a size nor a share.
     """
     if value is None:
         return None
@@ -106,9 +103,6 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     Args:
         reserve: As for `parse_reserve`. None is the default: 5 % on accelerators, nothing on ``cpu`` and ``sim``.
         device: A share is one of its `capacity_bytes`.
-
-    Raises:
-        InputError: If the reserve is unreadable, negative, or leaves nothing of the device.
     """
     wanted = parse_reserve(reserve)
     if wanted is None:

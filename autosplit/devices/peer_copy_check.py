@@ -29,9 +29,6 @@ def check_links(devices: Sequence[torch.device]) -> None:
 
     Each way is checked once in a process; one that was found broken is checked again. CPU devices, and one GPU named
     several times, have nothing to check.
-
-    Raises:
-        DeviceError: A tensor did not arrive as it was sent; the two devices are named, and what to do.
     """
     gpus = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
     with _lock:

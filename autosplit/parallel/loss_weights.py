@@ -87,9 +87,6 @@ def weights_of(
     Returns:
         Plain numbers, or, where labels are counted, scalar tensors on the labels' device, so that nothing waits for it;
         `DoubtfulWeights` where they were guessed.
-
-    Raises:
-        WorkloadError: Tokens are to be counted, and a call has no tensor named `labels`.
     """
     if callable(reduce):
         amounts = [float(reduce(call)) for call in chunks]

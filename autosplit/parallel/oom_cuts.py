@@ -17,7 +17,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -164,9 +164,6 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
 
     Args:
         **arguments: Of `Cuts`.
-
-    Raises:
-        InputError: `on_oom` is neither ``"raise"`` nor ``"cut"``.
     """
     if on_oom not in ("raise", "cut"):
         raise InputError(f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts")
@@ -303,12 +300,10 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Leave tensors' gradients as they are in the backwards within."""
-    handles = [tensor.register_hook(torch.zeros_like) for tensor in tensors]
-    try:
+    with ExitStack() as hooks:
+        for tensor in tensors:
+            hooks.enter_context(tensor.register_hook(torch.zeros_like))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run_in_parts(cuts: Cuts, batch: Any, size: int, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:

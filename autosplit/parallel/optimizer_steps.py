@@ -225,11 +225,7 @@ class OptimizerStep:
                 self.norms.spoil()
 
     def check_finished(self) -> None:
-        """Make sure that every micro-batch of the step had its backward.
-
-        Raises:
-            InputError: One had none, so that the gradient lacks its part.
-        """
+        """Make sure that every micro-batch of the step had its backward."""
         self._check_backward()
         if self._drawn < len(self):
             raise InputError(

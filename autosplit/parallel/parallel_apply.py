@@ -19,7 +19,7 @@ from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
-from autosplit.workload.batch import batch_size_of, map_tensors
+from autosplit.workload.batch import batch_size_of, map_tensors, placed_on
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
@@ -41,7 +41,7 @@ def run_placed(
 ) -> list[Any]:
     """Scatter all, replicate, run all: on devices that are there for the placement only."""
     adopt_module(placement, module, 0)
-    placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
+    placed = [placed_on(index, call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
         return [module(*placed[0][0], **placed[0][1])]
     replicas = replicate(module, active, Copies()) if kept is None else kept.replicas(module, active)
@@ -49,11 +49,6 @@ def run_placed(
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
     return outputs
-
-
-def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
-    source = placement.device_of(tensor)
-    return tensor if source == device else transfer(tensor, source, device, "input")
 
 
 def run_on_gpus(

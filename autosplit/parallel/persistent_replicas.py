@@ -51,7 +51,9 @@ class _Master:
         if self.noted is None:
             return False
         grad, version = self.noted
-        return self.tensor.grad is None or (grad._version != version and not bool(_dense(grad).any()))
+        return self.tensor.grad is None or (
+            grad._version != version and not bool((grad._values() if grad.is_sparse else grad).any())
+        )
 
     @property
     def is_changed(self) -> bool:
@@ -123,7 +125,7 @@ class KeptReplicas:
         Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
-        kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
+        kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
         self._follow(kept)
         if not self.needed:
             self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
@@ -332,10 +334,6 @@ def _changed_error() -> InputError:
     )
 
 
-def _can_be_kept(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-
-
 def _stamp(tensor: Tensor) -> tuple[int, int]:
     """Tell a tensor's values from others it had: its storage, and how often that was changed in place."""
     return tensor.untyped_storage()._cdata, 0 if tensor.is_inference() else tensor._version
@@ -357,10 +355,6 @@ def _add_to(tensor: Tensor, grad: Tensor) -> None:
         tensor.grad = grad + tensor.grad
     else:
         tensor.grad += grad
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
 
 
 _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()

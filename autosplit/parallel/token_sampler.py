@@ -108,11 +108,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return batch[ends[rank] : ends[rank + 1]] or batch[-1:]  # which is run, and counts for nothing
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:  # noqa: ARG002
-        """Refuse models that train on no single sample: batches of like length are of any size.
-
-        Raises:
-            InputError: `least` is above 1.
-        """
+        """Refuse models that train on no single sample: batches of like length are of any size."""
         if least > 1:
             raise InputError(
                 f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "

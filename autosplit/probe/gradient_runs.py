@@ -169,8 +169,14 @@ class QuietCopy:
         Args:
             reduce: How scalar outputs are combined. Default: by samples, or of a sum added up.
         """
+
+        def wrapped(module: nn.Module) -> nn.Module:
+            wrapper = wrapper_for(self.workload, self.shares)(module)
+            wrapper.reduce = reduce or wrapper.reduce
+            return wrapper
+
         with self._alike():
-            return self._run(self.trainee.wrapped(self._wrapper(reduce)), self.batch)
+            return self._run(self.trainee.wrapped(wrapped), self.batch)
 
     def parts(self, *, put_back: bool = False) -> list[Gradients]:
         """Return the gradient of each of two micro-batches, not weighted yet.
@@ -247,14 +253,6 @@ class QuietCopy:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-
-    def _wrapper(self, reduce: Reduce | None) -> Callable[[nn.Module], nn.Module]:
-        def wrapped(module: nn.Module) -> nn.Module:
-            wrapper = wrapper_for(self.workload, self.shares)(module)
-            wrapper.reduce = reduce or wrapper.reduce
-            return wrapper
-
-        return wrapped
 
     def _record(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer's step look at its gradients instead of using them."""

@@ -22,6 +22,7 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
 from autosplit.rng import kept_rng
+from autosplit.solve.split import whole_number
 from autosplit.workload.sample_batch import generators_of
 
 GAIN = 1.05
@@ -70,8 +71,7 @@ def measure_loader(
         UserCodeError: The data set raised.
     """
     processes = _processes() if processes is None else processes
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise InputError(f"processes is {processes!r}; expected how many of this machine load, 1 or more")
+    whole_number("processes", processes, minimum=1)
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60")
     _check(loader)
@@ -183,7 +183,7 @@ def _time_workers(
         if not fits(workers, last):
             notes.append(f"{workers} workers would take more than the host's free memory, by what {last} took")
             return True
-        gained = gains(_settings(workers))
+        gained = gains(LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None))
         if gained is None:
             return False
         fruitless = 0 if gained else fruitless + 1
@@ -208,10 +208,6 @@ def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
     return min(
         near, key=lambda one: (not one.settings.pin_memory, one.settings.num_workers, one.settings.prefetch_factor or 0)
     )
-
-
-def _settings(workers: int) -> LoaderSettings:
-    return LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None)
 
 
 # ----------------------------------------------------------------------------------------------------------- timing

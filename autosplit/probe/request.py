@@ -121,12 +121,7 @@ def checked_request(
     name: str | None = None,
     seed: int = 0,
 ) -> Request:
-    """Check the arguments of `tune` that do not concern the workload; see there.
-
-    Raises:
-        InputError: One that can't be used.
-        DeviceError: Devices that are unknown or absent.
-    """
+    """Check the arguments of `tune` that do not concern the workload; see there."""
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("profile", profile, PROFILES)
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
@@ -173,9 +168,6 @@ def effective_range(value: Any) -> tuple[int, int] | None:
 
     Returns:
         The least and the most samples of an optimizer step, equal for a number; None for None.
-
-    Raises:
-        InputError: It is none of these.
     """
     if value is None:
         return None

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import AutosplitError, WorkloadError, advise
 
 T = TypeVar("T")
@@ -143,9 +144,6 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
 
     Args:
         may_be_empty: Return 0 for a batch without samples instead of refusing it.
-
-    Raises:
-        WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
     """
     candidates = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not candidates:
@@ -268,6 +266,18 @@ def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = No
         _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim)  # type: ignore[misc]
         for start, n in zip(starts, sizes, strict=True)
     ]
+
+
+def placed_on(device: int, tree: Any) -> Any:
+    """Move a batch to a device of the active placement, without its `Whole` marks."""
+    placement = active_placement()
+    assert placement is not None
+
+    def move(tensor: Tensor) -> Tensor:
+        source = placement.device_of(tensor)
+        return tensor if source == device else transfer(tensor, source, device, "input")
+
+    return map_tensors(move, tree)
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -18,9 +18,6 @@ def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
 
     Args:
         given: Names, or a text of them with commas.
-
-    Raises:
-        WorkloadError: There is no such thing.
     """
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]

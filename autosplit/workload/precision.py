@@ -26,9 +26,6 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
 
     Returns:
         Each once, in order; a lone None for what the workload says itself.
-
-    Raises:
-        WorkloadError: One that is unknown, or none at all.
     """
     if value is None:
         return (None,)

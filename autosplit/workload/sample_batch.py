@@ -29,9 +29,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     Args:
         loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
             with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
-
-    Raises:
-        WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(f"batches is {batches!r}; expected how many to draw from the loader, 1 or more")
