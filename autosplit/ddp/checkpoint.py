@@ -181,19 +181,15 @@ def _write_file(path: Path, state: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with beside.open("xb") as file:
-            try:
-                torch.save(state, file)
-            except OSError:
-                raise
-            except Exception as error:
-                raise CheckpointError(_unkept(state, error)) from error
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        try:
-            _read_file(beside)
-        except CheckpointError as error:
-            raise CheckpointError(_unkept(state, error)) from error
+        _read_file(beside)
         beside.replace(path)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(_unkept(state, error)) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -60,6 +60,7 @@ class Part:
     added: tuple[Tensor, ...] = ()
 
 
+@dataclass(eq=False, kw_only=True)
 class Cuts:
     """The cuts of a run: how micro-batches are cut, and from which size on they are cut before they run.
 
@@ -76,20 +77,15 @@ class Cuts:
         count_cut: Micro-batches and parts of them that ran out of memory.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: int = 0,
-        least: int = 1,
-        count: Callable[[Any], int] | None = None,
-        note: Callable[[str], None] | None = None,
-        lowers: bool = True,
-    ) -> None:
-        self.dim, self.least, self.count, self.note, self.lowers = dim, least, count, note, lowers
-        self.most_samples: int | None = None
-        self.count_cut = 0
-        self._runs: Counter[int] = Counter()
-        self._failures: Counter[int] = Counter()
+    dim: int = 0
+    least: int = 1
+    count: Callable[[Any], int] | None = None
+    note: Callable[[str], None] | None = None
+    lowers: bool = True
+    most_samples: int | None = field(default=None, init=False)
+    count_cut: int = field(default=0, init=False)
+    _runs: Counter[int] = field(default_factory=Counter, init=False)
+    _failures: Counter[int] = field(default_factory=Counter, init=False)
 
     def parts_of(self, batch: Any, size: int) -> list[Part]:
         """Return a micro-batch as it is, or cut where as many samples are known to run out."""

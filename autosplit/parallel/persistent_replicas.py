@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -197,7 +197,8 @@ class KeptReplicas:
             if master.tensor.grad is None:
                 master.tensor.grad = self._zeros_for(master)
             master.note()
-        _guard(self)
+        _guard_updates()  # of any optimizer: one that has these parameters must not run on half a gradient
+        _guarded.add(self)
 
     def settle(self) -> None:
         """Forget what waits for parameters whose own gradient was cleared meanwhile.
@@ -361,15 +362,10 @@ _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 """Replicas whose gradients wait, or did."""
 
 
-def _guard(kept: KeptReplicas) -> None:
-    """Look at every optimizer's step from now on: one that has these parameters must not run on half a gradient."""
-    if not _guard_hooks:
-        # Once and for good: torch walks through its hooks while it runs them, so none may come or go meanwhile.
-        _guard_hooks.append(register_optimizer_step_pre_hook(_before_update))
-    _guarded.add(kept)
-
-
-_guard_hooks: list[Any] = []
+@cache
+def _guard_updates() -> None:
+    """Look at every optimizer's step from now on: torch walks through its hooks, so none may come or go meanwhile."""
+    register_optimizer_step_pre_hook(_before_update)
 
 
 def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -102,21 +102,17 @@ def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
     """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = unique((*module.parameters(), *module.buffers()))
-    moving = [tensor for tensor in spread if tensor.requires_grad]
-    fixed = [tensor for tensor in spread if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+    tensors = unique((*module.parameters(), *module.buffers()))
+    moving = [tensor for tensor in tensors if tensor.requires_grad]
+    fixed = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
     flat = _Broadcast.apply(copies, tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
-    tables: list[dict[int, Tensor]] = [{} for _ in devices]
-    for i, tensor in enumerate(moving):
-        for position, table in enumerate(tables):
-            table[id(tensor)] = flat[i * len(devices) + position]
-    for tensor, own in zip(fixed, copies.spread(fixed, devices), strict=True):
-        for table, copy in zip(tables, own, strict=True):
-            table[id(tensor)] = copy
-    for tensor in spread:
-        for table, device in zip(tables, devices, strict=True) if id(tensor) not in tables[0] else ():
-            table[id(tensor)] = tensor if device == 0 else copies.copy(tensor.detach(), device, "buffer")
-    return [replica_of(module, table) for table in tables]
+    count = len(devices)
+    spread: dict[int, Sequence[Tensor]] = {id(t): flat[i * count : (i + 1) * count] for i, t in enumerate(moving)}
+    spread.update(zip(map(id, fixed), copies.spread(fixed, devices), strict=True))
+    for buffer in (tensor for tensor in tensors if id(tensor) not in spread):
+        own = (buffer if device == 0 else copies.copy(buffer.detach(), device, "buffer") for device in devices)
+        spread[id(buffer)] = [*own]
+    return [replica_of(module, {key: own[place] for key, own in spread.items()}) for place in range(count)]
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:

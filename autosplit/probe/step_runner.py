@@ -191,13 +191,7 @@ class StepRunner:
         Raises:
             OutOfMemoryError: A device would hold more than it may.
         """
-        return self.peaks(shape) if self.decides_by_steps else self._peaks_of(shape)
-
-    def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
-        """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
-        if self.decides_by_steps:
-            return ()  # the timed run measures them
-        if all(device.budgeted for device in self.runtime.devices):
+        if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
         limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
@@ -257,7 +251,7 @@ class StepRunner:
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
-        peaks = self._peaks_of(begin)
+        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # there the timed run measures them
         timed = self.measured(begin, budget_s=budget_s)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:
