@@ -32,11 +32,7 @@ def doubt_batchnorms(
     are: str = "are",
     remedy: str = "pass sync_batchnorm=True (GPUs)",
 ) -> None:
-    """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
-
-    Raises:
-        InputError: It takes them from one that sees none.
-    """
+    """Warn where DDP takes running statistics from a rank with fewer samples than another; refuse one without any."""
     norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
     kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
     if not kept:

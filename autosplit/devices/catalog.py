@@ -221,11 +221,7 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a card.
-
-    Args:
-        name: In any case, with or without spaces, '-', '_' and the brand: ``"NVIDIA GeForce RTX 3090"``.
-    """
+    """Return the row of a card, named in any case, with or without spaces, '-', '_' and the brand."""
     wanted = _normal(name)
     for known, spec in gpu_catalog().items():
         if _normal(known) == wanted:

@@ -18,8 +18,7 @@ def is_mig(name: str) -> bool:
 def mig_count(names: Iterable[str]) -> int:
     """Count the MIG instances that this process is meant to use: CUDA gives it one, and silently loses the others.
 
-    Returns:
-        The instances that ``CUDA_VISIBLE_DEVICES`` or CUDA's `names` tell of, whichever are more.
+    They are those that ``CUDA_VISIBLE_DEVICES`` or CUDA's `names` tell of, whichever are more.
     """
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))

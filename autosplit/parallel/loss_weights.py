@@ -38,12 +38,7 @@ class ReduceWarning(UserWarning):
 
 
 class DoubtfulWeights(list["float | Tensor"]):
-    """Weights that were guessed: whoever combines a loss with them calls `say`.
-
-    Args:
-        kind: The class of the module, of which it is said once.
-        doubt: What is not known, what was done about it, and what settles it.
-    """
+    """Weights that were guessed: whoever combines a loss with them calls `say`."""
 
     def __init__(self, weights: Sequence[float | Tensor], kind: type[nn.Module], doubt: str) -> None:
         super().__init__(weights)

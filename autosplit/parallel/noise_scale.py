@@ -144,12 +144,7 @@ class StepNorms:
 
     @contextmanager
     def recorded(self, scaled: Tensor, size: int, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
-        """Take the norm of a micro-batch's mean gradient in the backward within.
-
-        Args:
-            scaled: What the backward begins at: the mean loss times `weight` and `scale`.
-            size: What the micro-batch counts for.
-        """
+        """Take the norm of a micro-batch's mean gradient; the backward within begins at `scaled`, the scaled loss."""
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(

@@ -156,11 +156,7 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 
 
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
-    """Return the cuts of a loader's run, which go on from one epoch to the next; None where errors are to be raised.
-
-    Args:
-        **arguments: Of `Cuts`.
-    """
+    """Return the `Cuts` of a loader's run, which go on from epoch to epoch; None where errors are to be raised."""
     if on_oom not in ("raise", "cut"):
         raise InputError(f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts")
     if on_oom == "raise":

@@ -59,13 +59,7 @@ def run_on_gpus(
     kept: KeptReplicas | None,
     dim: int,
 ) -> list[Any]:
-    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples.
-
-    Args:
-        active: Positions of the devices that have samples.
-        chunks: A call for each of them.
-        kept: Replicas that outlive this forward; None for such as don't.
-    """
+    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples."""
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)
     except RuntimeError as error:

@@ -116,11 +116,7 @@ def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure around tensors that are given, tied ones staying tied.
-
-    Args:
-        table: For the `id` of each of its parameters and buffers, what takes its place.
-    """
+    """Copy a module's structure around tensors given by the `id` of its own, tied ones staying tied."""
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
         twin = twins[id(part)]
@@ -149,11 +145,7 @@ def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 class BufferCopies:
-    """Copies of buffers, in their place while a chunk runs, so that only the first chunk moves the module's own.
-
-    Args:
-        slots: From `moving_buffers`; copied at once, before any chunk moves them.
-    """
+    """Copies of `moving_buffers`, in their place while a chunk runs: only the first moves the module's own."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._slots = slots

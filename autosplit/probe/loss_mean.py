@@ -94,11 +94,7 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
 
 
 def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule of a loss as `fitting_rule` does, where other people's code makes it, which may fail untrained.
-
-    Warns:
-        UnevenLossWarning: It failed; the rule is `otherwise`.
-    """
+    """Find the rule of a loss as `fitting_rule` does; warn where other people's code makes it and fails."""
     try:
         return fitting_rule(loss_of, batch, otherwise=otherwise)
     except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer

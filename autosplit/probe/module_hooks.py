@@ -185,11 +185,7 @@ class Prints:
 
 @contextmanager
 def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], sizes: tuple[int, ...]) -> Iterator[Prints]:
-    """Yield a fingerprint of every input and output of every module, filled while the models run.
-
-    Args:
-        models: Those among them that are called with the batch, or its parts in turn.
-    """
+    """Yield a fingerprint of every input and output of every module, filled while the models run; see `Prints`."""
     prints = Prints(models, sizes)
     with ExitStack() as hooks:
         for path, module in modules:

@@ -164,11 +164,7 @@ def checked_request(
 
 
 def effective_range(value: Any) -> tuple[int, int] | None:
-    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None.
-
-    Returns:
-        The least and the most samples of an optimizer step, equal for a number; None for None.
-    """
+    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None: both ends."""
     if value is None:
         return None
     ends = value.split(":") if isinstance(value, str) else value

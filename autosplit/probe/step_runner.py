@@ -186,11 +186,7 @@ class StepRunner:
         return self._memories[shape].allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory alone, or trace it where memory is never filled.
-
-        Raises:
-            OutOfMemoryError: A device would hold more than it may.
-        """
+        """Run a step for its memory alone, or trace it where memory is never filled; either may run out of it."""
         if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
@@ -208,11 +204,7 @@ class StepRunner:
         return peaks
 
     def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step, once for each shape; its repeats count as steps run.
-
-        Raises:
-            OutOfMemoryError: A device ran out of memory.
-        """
+        """Time a step, once for each shape; its repeats count as steps run."""
         if shape not in self._measured:
             try:
                 self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
@@ -242,11 +234,7 @@ class StepRunner:
         rest are alike.
 
         Args:
-            budget_s: For each thing that is timed.
             copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
-
-        Raises:
-            OutOfMemoryError: A device would hold more than it may.
         """
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)
