@@ -358,5 +358,4 @@ def _finite(error: float | None) -> float | None:
 
 
 def _is_finite(gradients: Gradients) -> bool:
-    parts = (part for gradient in gradients.values() for part in gradient if part is not None)
-    return all(bool(part.to_dense().isfinite().all()) for part in parts)
+    return all(bool(gradient.isfinite().all()) for gradient in gradients.values())
