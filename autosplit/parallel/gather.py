@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import enum
 import numbers
-from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
-from autosplit.workload.batch import is_namedtuple, rebuilt
+from autosplit.workload.batch import children_of, rebuilt, with_children
 
 
 class _GatherPlaced(torch.autograd.Function):
@@ -118,27 +117,16 @@ class Gathering:
             raise _cannot_join("types", [type(output).__name__ for output in outputs])
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, place)
-        if isinstance(first, (Mapping, UserDict)):
-            return self._join_keyed(first, [dict(output.items()) for output in outputs], place)
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            names = [field.name for field in dataclasses.fields(first)]
-            keyed = [{name: getattr(output, name) for name in names} for output in outputs]
-            return self._join_keyed(first, keyed, place)
         if _is_cache(type(first)):
             return self._join_caches(outputs)
-        if isinstance(first, (tuple, list)):
-            if len({len(output) for output in outputs}) != 1:
+        if children_of(first) is None:
+            return self._join_plain(outputs)
+        parts = [dict(children_of(output) or ()) for output in outputs]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            if isinstance(first, (tuple, list)):
                 raise _cannot_join("lengths", [len(output) for output in outputs])
-            columns = enumerate(zip(*outputs, strict=True))
-            items = [self.join(list(column), f"{place}[{index}]") for index, column in columns]
-            return type(first)(*items) if is_namedtuple(first) else type(first)(items)
-        return self._join_plain(outputs)
-
-    def _join_keyed(self, first: Any, outputs: list[dict[Any, Any]], place: str) -> Any:
-        if any(output.keys() != outputs[0].keys() for output in outputs):
             raise _cannot_join("keys", [list(output) for output in outputs])
-        joined = {key: self.join([output[key] for output in outputs], f"{place}[{key!r}]") for key in outputs[0]}
-        return rebuilt(first, joined)
+        return with_children(first, [self.join([part[key] for part in parts], place + key) for key in parts[0]])
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.workload.batch import batch_size_of, leaves_of, map_tensors
+from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
@@ -101,10 +101,5 @@ def _ragged(tree: Any) -> str | None:
         return "PackedSequence"
     if isinstance(tree, Tensor):
         return "nested tensor" if tree.is_nested else None
-    if isinstance(tree, (tuple, list)):
-        items: Iterable[Any] = tree
-    elif isinstance(tree, (Mapping, UserDict)):
-        items = tree.values()
-    else:
-        return None
-    return next((kind for kind in map(_ragged, items) if kind is not None), None)
+    found = (_ragged(item) for _, item in children_of(tree) or ())
+    return next((kind for kind in found if kind is not None), None)
