@@ -129,9 +129,6 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
         )
 
 
-# Tensors within states
-
-
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
     """Put each tensor of a state that fits where the part has it.
 

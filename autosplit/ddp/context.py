@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
-from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
+from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, sums_over_ranks, total_over_ranks
@@ -61,7 +61,7 @@ class Context:
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._meets_always = False
         self._loop: object = None
 
@@ -430,7 +430,7 @@ class Context:
                 wrapped.require_backward_grad_sync = wanted
             met = met or wanted
         for model in self._sharded:
-            let_meet(model, meets)
+            model.set_requires_gradient_sync(meets)
         return met or self._meets_always
 
     def _refuse_cuts(self) -> None:

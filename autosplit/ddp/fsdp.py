@@ -69,31 +69,21 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
         )
 
 
-def let_meet(model: nn.Module, meets: bool) -> None:
-    """Say whether the ranks' gradients meet in the next backward."""
-    cast("Any", model).set_requires_gradient_sync(meets)
-
-
-def begin_step(model: nn.Module) -> None:
+def begin_step(shared: Any) -> None:
     """Forget the gradients of a step that was left half-way.
 
     Until the last micro-batch they are not in the parameters' ``grad``, where ``zero_grad`` would find them, but beside
     the parameters that had come together; the next step's would be added to them.
     """
-    shared: Any = model
     if shared._get_fsdp_state()._is_root:
         shared.reset_iter_state()  # an exception within a forward leaves it half-way, too
-    parts: list[Any] = [part for part in model.modules() if _is_sharded_module(part)]
-    for part in parts:
+    for part in filter(_is_sharded_module, shared.modules()):
         for group in part._get_fsdp_state()._fsdp_param_groups:
             for kept in group.fsdp_params:
                 kept.unsharded_accumulated_grad = None
                 together = getattr(kept, "_unsharded_param", None)
                 if together is not None:
                     together.grad = None
-
-
-# Tensors that are shared out -------------------------------------------------------------------------------------
 
 
 def is_shard(value: object) -> bool:
@@ -134,9 +124,6 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
             full = full.narrow(dim, min(begin, full.size(dim)), size)
     part.to_local().copy_(full)
     return part
-
-
-# Which modules, and of what ----------------------------------------------------------------------------------------
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -186,9 +173,6 @@ def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
             )
 
 
-# Rank 0's weights ------------------------------------------------------------------------------------------------
-
-
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
@@ -220,9 +204,6 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
         if dist.get_rank():
             with torch.no_grad():
                 tensor.copy_(sent)
-
-
-# FSDP2's own state -----------------------------------------------------------------------------------------------
 
 
 def _is_sharded_module(part: nn.Module) -> bool:

@@ -83,9 +83,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     it to a ``DataLoader`` as `batch_sampler`.
 
     Args:
-        num_samples: Samples in the dataset, 1 or more.
-        batch_size: Samples per forward over all devices, 1 or more.
-        effective_batch_size: Samples per optimizer step, 1 or more.
+        batch_size: Samples per forward over all devices.
         shuffle: Whether to draw a new order for each epoch, which `steps` counts unless `set_epoch` chooses it;
             otherwise the dataset's own order.
         seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global

@@ -137,9 +137,6 @@ def is_integer(value: object) -> TypeIs[Tensor]:
     )
 
 
-# Where nobody says it
-
-
 def _by_samples_with_doubts(
     module: nn.Module, chunks: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], sizes: Sequence[int]
 ) -> list[float | Tensor]:

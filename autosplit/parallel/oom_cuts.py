@@ -65,7 +65,6 @@ class Cuts:
     """The cuts of a run: how micro-batches are cut, and from which size on they are cut before they run.
 
     Args:
-        dim: The batch dimension.
         least: The fewest samples that a part may have.
         count: What a part counts for; by default its samples.
         note: Told once, in a sentence, when micro-batches begin to be cut before they run.
@@ -234,10 +233,7 @@ class Attempt:
 
 
 class AddedGradients:
-    """The gradients that a backward may add to, as they were before it.
-
-    Args:
-        loss: What the backward begins at.
+    """The gradients that the backward of a loss may add to, as they were before it.
 
     Attributes:
         hides: Whether parts of the graph are made only in the backward (reentrant checkpointing), so that not all

@@ -36,9 +36,7 @@ class OptimizerStep:
     their number.
 
     Args:
-        batches: The step's micro-batches, drawn as they are needed.
         sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
-        index: The number of this step within the loop, for messages.
         num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
         samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autosplit.devices.transfer import transfer_into
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
@@ -273,9 +274,9 @@ class KeptReplicas:
             if may_have_gradient(tensor):
                 # Also while the tensor is frozen: a backward of before may be still to come.
                 leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
-        elif master.stamps[device] != stamp:
+        elif master.stamps[device] != stamp:  # within a placement; between GPUs `_renew` was before
             with torch.no_grad():
-                self._copies.copy_into(leaf.detach(), tensor, device)
+                transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
         return leaf if tensor.requires_grad else leaf.detach()
 

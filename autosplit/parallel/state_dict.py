@@ -74,9 +74,6 @@ def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Calla
     return result
 
 
-# Names
-
-
 def _bare(name: str) -> str:
     """Return a name without what torch.compile put into it."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
@@ -114,9 +111,6 @@ def _compiled(name: str, places: Mapping[str, str]) -> str:
         if place is not None:
             return ".".join([*([place] if place else []), *parts[end:]])
     raise AssertionError("the module itself has the path ''")
-
-
-# Refusing what is no state dict
 
 
 def _check(module: nn.Module, state: Mapping[str, Any]) -> None:

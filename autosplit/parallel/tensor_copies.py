@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import comm
 
-from autosplit.devices.transfer import transfer, transfer_into
+from autosplit.devices.transfer import transfer
 
 Grads = Sequence["Tensor | None"]
 
@@ -27,10 +27,6 @@ class Copies:
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
         """Copy a tensor of the first device to another one, differentiably."""
         return transfer(tensor, 0, device, purpose)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-        transfer_into(block, tensor.detach(), 0, device, "parameter")
 
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
@@ -83,10 +79,6 @@ class GpuCopies(Copies):
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:  # noqa: ARG002  # the placed copies tell it
         """Copy a tensor of the first device to another one, differentiably."""
         return tensor.to(self.devices[device], non_blocking=True, copy=True)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:  # noqa: ARG002  # the block is there
-        """Copy a tensor of the first device into one that is on another already."""
-        block.copy_(tensor.detach(), non_blocking=True)
 
     def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
         """Copy a gradient of a device to the first."""

@@ -154,9 +154,6 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
     return {**batch, "labels": labels}
 
 
-# What can be counted in a batch
-
-
 def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks.
 

@@ -21,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from autosplit.workload.batch import tensors_of
 
-# Norms over the batch
-
 
 @dataclass
 class NormSeen:
@@ -95,9 +93,6 @@ def freeze(norms: list[NormSeen]) -> None:
             norm.running_var = torch.ones(norm.num_features, dtype=like.dtype)
 
 
-# Random numbers
-
-
 @dataclass
 class Draws:
     """Whether random numbers were drawn within the forward of a model, and not only around it."""
@@ -127,9 +122,6 @@ def _random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     of_numpy = "" if numpy is None else repr(numpy.random.get_state())
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
-
-
-# Fingerprints of what goes through each module
 
 
 @dataclass(frozen=True)
