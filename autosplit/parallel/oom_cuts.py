@@ -209,15 +209,15 @@ class Attempt:
         self.has_backward = True
 
     def _fail(self, error: Exception) -> None:
+        samples, advice = self._cuts.samples_of(self.part), ""
         if self.has_backward:
-            advise(error, "the backward had run before, so that no smaller micro-batch helps")
-            raise error
-        samples = self._cuts.samples_of(self.part)
-        if samples < 2 * self._cuts.least:
-            advise(error, f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further")
-            raise error
-        if self._hides:
-            advise(error, "with reentrant checkpointing a micro-batch can't be cut: pass use_reentrant=False")
+            advice = "the backward had run before, so that no smaller micro-batch helps"
+        elif samples < 2 * self._cuts.least:
+            advice = f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further"
+        elif self._hides:
+            advice = "with reentrant checkpointing a micro-batch can't be cut: pass use_reentrant=False"
+        if advice:
+            advise(error, advice)
             raise error
         self._why = scarcity()
         self.has_failed = True

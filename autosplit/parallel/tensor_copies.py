@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._utils import _take_tensors
 from torch.nn.parallel import comm
 
 from autosplit.devices.transfer import transfer
@@ -14,7 +15,7 @@ from autosplit.devices.transfer import transfer
 Grads = Sequence["Tensor | None"]
 
 BUCKET_BYTES = 10 * 2**20
-"""Size of what travels as one: that of torch's own broadcast of a module's parameters (10 MiB)."""
+"""Size of what travels as one, where a copy for each would cost a launch for each: that of torch's own broadcast."""
 
 
 class Copies:
@@ -86,14 +87,16 @@ class GpuCopies(Copies):
 
     def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
         """Copy tensors of the first device into such as are on another already, small ones together."""
-        for bucket in _buckets(tensors):
-            arrived = _moved([tensors[i].detach() for i in bucket], self.devices[device])
-            torch._foreach_copy_([blocks[i] for i in bucket], arrived)
+        block_of = dict(zip(map(id, tensors), blocks, strict=True))
+        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+            arrived = _moved([tensor.detach() for tensor in bucket], self.devices[device])
+            torch._foreach_copy_([block_of[id(tensor)] for tensor in bucket], arrived)
 
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
         """Copy dense gradients to the first device, small ones together; yield each with its position when there."""
-        for bucket in _buckets(tensors):
-            yield from zip(bucket, _moved([tensors[i] for i in bucket], self.devices[0]), strict=True)
+        place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
+        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+            yield from zip([place_of[id(one)] for one in bucket], _moved(bucket, self.devices[0]), strict=True)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
@@ -124,23 +127,6 @@ class GpuCopies(Copies):
         for i in set(range(len(grads))) - set(together):
             totals[i] = self._sum_on_first(grads[i], devices)
         return totals
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the positions of tensors of one dtype that travel as one: a copy for each would cost a launch for each."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(position)
-    for positions in by_dtype.values():
-        bucket: list[int] = []
-        num_bytes = 0
-        for position in positions:
-            if bucket and num_bytes + tensors[position].nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append(position)
-            num_bytes += tensors[position].nbytes
-        yield bucket
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
