@@ -28,9 +28,10 @@ def started_nvml() -> tuple[Any, str]:
     """Return NVML's module, started, and an empty text; or None and why not. Tests put fakes in its place."""
     try:
         nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "NVML is not installed, so use, temperature and power are unknown; pip install nvidia-ml-py"
     except Exception as error:  # noqa: BLE001 (whatever goes wrong in a foreign module, NVML stays optional)
-        why = f"NVML cannot be imported ({first_line(error)})"
-        return None, f"{why}, so use, temperature and power are unknown; reinstall nvidia-ml-py"
+        return None, f"NVML cannot be imported ({first_line(error)}); reinstall nvidia-ml-py"
     try:
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 (the same: every failure is a note)
