@@ -281,9 +281,18 @@ class Context:
             note=self.plan.note,
         )
         if cuts is not None:
-            self._refuse_cuts()
+            self._refuse(
+                refuse_meeting,
+                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
+                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
+                "on_oom out",
+            )
         if noise_scale:
-            self._refuse_noise_scale()
+            self._refuse(
+                refuse_hook,
+                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
+                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
+            )
         estimate: Any = {
             "noise_scale": noise_scale_for(loader, noise_scale),
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
@@ -433,24 +442,11 @@ class Context:
             model.set_requires_gradient_sync(meets)
         return met or self._meets_always
 
-    def _refuse_cuts(self) -> None:
+    def _refuse(self, refuse: Callable[[DistributedDataParallel], None], says: str) -> None:
         if self._sharded:
-            raise InputError(
-                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
-                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
-                "on_oom out"
-            )
+            raise InputError(says)
         for wrapped in self._wrapped:
-            refuse_meeting(wrapped)
-
-    def _refuse_noise_scale(self) -> None:
-        if self._sharded:
-            raise InputError(
-                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
-                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out"
-            )
-        for wrapped in self._wrapped:
-            refuse_hook(wrapped)
+            refuse(wrapped)
 
     def _part_ways(self, _is_last: bool) -> bool:
         """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""

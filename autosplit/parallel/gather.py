@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
-from autosplit.workload.batch import children_of, rebuilt, with_children
+from autosplit.workload.batch import children_of, with_children
 
 
 class _GatherPlaced(torch.autograd.Function):
@@ -121,12 +121,16 @@ class Gathering:
             return self._join_caches(outputs)
         if children_of(first) is None:
             return self._join_plain(outputs)
+        return self._join_children(outputs, lambda column, key: self.join(column, place + key))
+
+    def _join_children(self, outputs: list[Any], join: Callable[[list[Any], str], Any]) -> Any:
+        first = outputs[0]
         parts = [dict(children_of(output) or ()) for output in outputs]
         if any(part.keys() != parts[0].keys() for part in parts):
             if isinstance(first, (tuple, list)):
                 raise _cannot_join("lengths", [len(output) for output in outputs])
             raise _cannot_join("keys", [list(output) for output in outputs])
-        return with_children(first, [self.join([part[key] for part in parts], place + key) for key in parts[0]])
+        return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:
@@ -204,33 +208,24 @@ class Gathering:
             )
         return self._join_state(caches)
 
-    def _join_state(self, values: list[Any]) -> Any:
+    def _join_state(self, values: list[Any], key: str = "") -> Any:
         first = values[0]
+        if key == "['batch_size']":
+            return sum(values)
         if any(type(value) is not type(first) for value in values):
             raise _cannot_join("types", [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
             # The batch comes first, whatever the wrapper's dim; counters, and what is not filled yet, have none.
             return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
-        if isinstance(first, (list, tuple)):
-            if len({len(value) for value in values}) != 1:
-                raise _cannot_join("lengths", [len(value) for value in values])
-            return type(first)([self._join_state(list(column)) for column in zip(*values, strict=True)])
-        if isinstance(first, dict):
-            return rebuilt(first, dict(self._joined_states([dict(value) for value in values])))
+        if children_of(first) is not None:
+            return self._join_children(values, self._join_state)
         if any(kind.__module__.startswith("transformers.") for kind in type(first).__mro__):
             new = copy.copy(first)
-            new.__dict__.update(self._joined_states([vars(value) for value in values]))
+            new.__dict__.update(self._join_children([vars(value) for value in values], self._join_state))
             return new
         if isinstance(first, (bool, int, float, str)) and any(value != first for value in values):
             raise _cannot_join("values", values)
         return first
-
-    def _joined_states(self, states: list[dict[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        if any(state.keys() != states[0].keys() for state in states):
-            raise _cannot_join("keys", [list(state) for state in states])
-        for name in states[0]:
-            column = [state[name] for state in states]
-            yield name, sum(column) if name == "batch_size" else self._join_state(column)
 
 
 def _is_same(value: Any, other: Any) -> bool:
