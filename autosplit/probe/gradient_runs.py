@@ -59,9 +59,9 @@ class _Quiet(TorchFunctionMode):
             raise TooDearError
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in _DROPOUTS or name == "native_dropout":
+        if _DROPOUT.fullmatch(name) or name == "native_dropout":
             given = args[0] if args else named["input"]
-            return given if name in _DROPOUTS else (given, torch.ones_like(given, dtype=torch.bool))
+            return (given, torch.ones_like(given, dtype=torch.bool)) if name == "native_dropout" else given
         if name in _RECURRENT:  # its dropout is the only float among positional arguments
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif name in _WITH_DROPOUT:
@@ -73,11 +73,7 @@ class _Quiet(TorchFunctionMode):
         return func(*args, **named)
 
 
-_DROPOUTS = {
-    f"{kind}{suffix}"
-    for kind in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
-    for suffix in ("", "_")
-} | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+_DROPOUT = re.compile("(feature_)?(alpha_)?dropout([123]d)?_?")
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of `dropout_p` among the positional arguments."""

@@ -47,9 +47,8 @@ class Observations:
 
     def points(self) -> tuple[tuple[int, int, bool], ...]:
         """Return all sizes that were looked at, in order."""
-        known = {n: (n, nbytes, False) for n, nbytes in self.predicted.items()}
-        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
-        return tuple(known[n] for n in sorted(known))
+        known = {**self.predicted, **self.ran}
+        return tuple((n, known[n], n in self.ran) for n in sorted(known))
 
 
 @dataclass
