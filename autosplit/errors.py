@@ -129,6 +129,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(told).__name__}: {first_line(told)}" if str(told).strip() else type(told).__name__
 
 
+def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from; with `contexts` what merely was being handled meanwhile, too."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (link.__context__ if contexts else None)
+
+
 def advise(error: BaseException, advice: str) -> None:
     """Add to what somebody else's code raised what to do about it, for its traceback and for `from_user_code`."""
     if not hasattr(error, "autosplit_advice"):

@@ -6,13 +6,12 @@ A kernel that can't take so large a tensor is no lack of memory: that has a pred
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autosplit.accelerators import accelerator_in_use
-from autosplit.errors import AutosplitError
+from autosplit.errors import AutosplitError, causes_of
 from autosplit.text import size_text
 
 
@@ -133,7 +132,7 @@ def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
         smaller_ran: Whether a smaller step of the same model ran on the device. Libraries have messages that mean
             either too little memory or that the model can't run there at all; default: it ran, they mean memory.
     """
-    return any(_says_oom(link, smaller_ran=smaller_ran) for link in _with_causes(error))
+    return any(_says_oom(link, smaller_ran=smaller_ran) for link in causes_of(error))
 
 
 def is_kernel_limit(error: BaseException) -> bool:
@@ -142,7 +141,7 @@ def is_kernel_limit(error: BaseException) -> bool:
     It, or what it was explicitly raised from, is a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid,
     or the size of one buffer.
     """
-    return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in _with_causes(error))
+    return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in causes_of(error))
 
 
 def scarcity() -> str:
@@ -196,13 +195,3 @@ def _is_broken(accelerator: Any) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, not what merely was being handled meanwhile."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,27 +32,20 @@ def doubt_batchnorms(
     are: str = "are",
     remedy: str = "pass sync_batchnorm=True (GPUs)",
 ) -> None:
-    """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
-
-    Raises:
-        InputError: It takes them from one that sees none.
-    """
-    norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
-    kept = [n for n, part in norms.items() if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
-    if not batch_sizes[0] and any(norms[name].training for name in kept):
-        raise InputError(
-            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
-            f"rank 0 alone, which has no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a "
-            "share"
-        )
-    if kept and rank == 0 and batch_sizes[0] < max(batch_sizes):
-        warnings.warn(
-            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
-            f"rank 0 alone, which has {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the "
-            "device first that takes the most",
-            BatchNormWarning,
-            stacklevel=3,
-        )
+    """Warn where DDP takes running statistics from a rank with fewer samples than another; refuse one without any."""
+    norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
+    kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
+    if not kept:
+        return
+    said = (
+        f"the running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} those of "
+        "rank 0 alone, which has"
+    )
+    if not batch_sizes[0] and any(part.training for _, part in kept):
+        raise InputError(f"{said} no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a share")
+    if rank == 0 and batch_sizes[0] < max(batch_sizes):
+        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the device first that "
+        warnings.warn(f"{said}takes the most", BatchNormWarning, stacklevel=3)
 
 
 @contextmanager
@@ -86,18 +80,12 @@ def silence(gradient: Tensor) -> Tensor:
 @contextmanager
 def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
-    handles = [
-        parameter.register_hook(hook)
-        for model in models
-        for hook in [silence if has_synchronised(model) else torch.zeros_like]
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    try:
+    with ExitStack() as hooks:
+        for model in models:
+            hook = silence if has_synchronised(model) else torch.zeros_like
+            for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+                hooks.enter_context(parameter.register_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def has_synchronised(model: nn.Module) -> bool:

@@ -87,18 +87,24 @@ def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
     A file that is a model's state dict by itself loads as ``model``.
     """
     _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
-    found: dict[str, Any] = {}
-    states: dict[str, Any] = {}
-    reason = None
-    try:
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
         found = _read_file(Path(path), only_model=set(parts) == {MODEL})
-        states = {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
-    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = _reason_of(error)
+        return found, {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
+
+    (found, states), reason = _tried(read, ({}, {}))
     _raise_together(path, reason, rank)
     for name, part in parts.items():
         part.load_state_dict(states[name])
     return {name: value for name, value in found.items() if name not in parts}
+
+
+def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
+    """Return what a call returns, or why it can't: the other ranks wait to hear of it, whatever it is."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001
+        return otherwise, _reason_of(error)
 
 
 def _told_by_rank_0(value: Any) -> Any:
@@ -135,12 +141,7 @@ def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int)
 
 def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
     """Return the whole state of parts on rank 0, nothing on the others, and why it could not be had."""
-    states: dict[str, Any] = {}
-    reason = None
-    try:
-        states = {name: state_of(part) for name, part in parts.items()}
-    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = _reason_of(error)
+    states, reason = _tried(lambda: {name: state_of(part) for name, part in parts.items()}, {})
     # In the order in which they will meet: a rank that has others would wait for them for ever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
     everyones = _told_by_all((reason, shards))
@@ -180,19 +181,15 @@ def _write_file(path: Path, state: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with beside.open("xb") as file:
-            try:
-                torch.save(state, file)
-            except OSError:
-                raise
-            except Exception as error:
-                raise CheckpointError(_unkept(state, error)) from error
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        try:
-            _read_file(beside)
-        except CheckpointError as error:
-            raise CheckpointError(_unkept(state, error)) from error
+        _read_file(beside)
         beside.replace(path)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(_unkept(state, error)) from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -268,15 +265,10 @@ def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
     folder = Path(path).resolve()
     beside = folder.with_name(f".{folder.name}.part")
     _meet(rank, "save_sharded")
-    state: dict[str, Any] = {}
-    reason = None
-    try:
-        state = _taken_apart(parts)
-        if rank == 0:
-            _refuse_other_files(folder)
-            shutil.rmtree(beside, ignore_errors=True)  # of a process that was ended
-    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = _reason_of(error)
+    state, reason = _tried(lambda: _taken_apart(parts), {})
+    if rank == 0 and reason is None:
+        _, reason = _tried(lambda: _refuse_other_files(folder))
+        shutil.rmtree(beside, ignore_errors=True)  # of a process that was ended
     reason = next((text for text in _told_by_all(reason) if text is not None), None)
     if reason is None:
         # What every rank has whole is rank 0's, as in a checkpoint of one file: buffers may differ between ranks.
@@ -302,21 +294,19 @@ def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
     _raise_together(path, _failure_to_read(folder, values), rank)
     held, stated = values[_VALUES]
     names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
-    rest: dict[str, Any] = {}
-    states: dict[str, Any] = {}
     room: dict[str, Tensor] = {}
-    reason = None
 
     def make_room(value: Tensor, own: Tensor | None) -> Tensor:
         made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
         return room.setdefault(names[id(value)], made)
 
-    try:
-        states = {name: placed(part, fitting(name, part, held), make_room) for name, part in parts.items()}
+    def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
         others = {name: value for name, value in held.items() if name not in parts and name not in stated}
-        rest = with_tensors(others, lambda _, value: make_room(value, None))
-    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = _reason_of(error)
+        states = {name: placed(part, fitting(name, part, held), make_room) for name, part in parts.items()}
+        return states, with_tensors(others, lambda _, value: make_room(value, None))
+
+    rest: dict[str, Any]
+    (states, rest), reason = _tried(make_states, ({}, {}))
     _raise_together(path, reason, rank)
     _raise_together(path, _failure_to_read(folder, room), rank)
     for name, part in parts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -13,13 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.ddp.fsdp import is_shard, is_sharded
 from autosplit.errors import CheckpointError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.state_dict import matching_state_dict, plain_state_dict
+from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict
 from autosplit.text import listed
 
 _SHOWN = 5
 """Of names that do not fit, so many are told."""
-_EXTRA_STATE = "_extra_state"
-"""What a layer calls a state of its own making, which may be anything."""
 _OLDEST = ("lr", "betas", "eps", "weight_decay")
 """What torch's optimizers have always kept in a group; for what came later they have defaults."""
 _LIKE_PARAMETER = {
@@ -72,10 +71,6 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     own = module.state_dict(keep_vars=True)
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
-
-    def is_extra(key: str) -> bool:
-        return key.rpartition(".")[2] == _EXTRA_STATE
-
     wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
@@ -134,9 +129,6 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
         )
 
 
-# Tensors within states
-
-
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
     """Put each tensor of a state that fits where the part has it.
 
@@ -165,10 +157,7 @@ def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], p
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):
-        made = value.copy()
-        vars_of = getattr(value, "__dict__", None)  # a module's state dict says there what versions its layers have
-        if vars_of:
-            made.__dict__.update(vars_of)
+        made = copy.copy(value)  # with its attributes: a module's state dict says there what versions its layers have
         for key, item in value.items():
             made[key] = with_tensors(item, change, (*place, key))
         return made

@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
-from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
+from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
-from autosplit.ddp.loader_steps import foreign_steps, gathered
-from autosplit.ddp.rank_gradient_norms import refuse_hook, sums_over_ranks
+from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, sums_over_ranks, total_over_ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
@@ -62,7 +61,7 @@ class Context:
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._meets_always = False
         self._loop: object = None
 
@@ -282,9 +281,18 @@ class Context:
             note=self.plan.note,
         )
         if cuts is not None:
-            self._refuse_cuts()
+            self._refuse(
+                refuse_meeting,
+                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
+                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
+                "on_oom out",
+            )
         if noise_scale:
-            self._refuse_noise_scale()
+            self._refuse(
+                refuse_hook,
+                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
+                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
+            )
         estimate: Any = {
             "noise_scale": noise_scale_for(loader, noise_scale),
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
@@ -311,10 +319,7 @@ class Context:
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
-
-        def over_ranks(own: int) -> int:
-            return sum(part for (part,) in gathered((own,), self.device))
-
+        over_ranks = partial(total_over_ranks, device=self.device)
         return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
@@ -434,27 +439,14 @@ class Context:
                 wrapped.require_backward_grad_sync = wanted
             met = met or wanted
         for model in self._sharded:
-            let_meet(model, meets)
+            model.set_requires_gradient_sync(meets)
         return met or self._meets_always
 
-    def _refuse_cuts(self) -> None:
+    def _refuse(self, refuse: Callable[[DistributedDataParallel], None], says: str) -> None:
         if self._sharded:
-            raise InputError(
-                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
-                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
-                "on_oom out"
-            )
+            raise InputError(says)
         for wrapped in self._wrapped:
-            refuse_meeting(wrapped)
-
-    def _refuse_noise_scale(self) -> None:
-        if self._sharded:
-            raise InputError(
-                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
-                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out"
-            )
-        for wrapped in self._wrapped:
-            refuse_hook(wrapped)
+            refuse(wrapped)
 
     def _part_ways(self, _is_last: bool) -> bool:
         """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""

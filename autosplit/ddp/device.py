@@ -88,8 +88,7 @@ def backend_for(kind: str, cards: Sequence[str]) -> str:
 def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -> str:
     """Return the back end of the process group, which rank 0 chooses for all: ranks that differ would never meet.
 
-    Raises:
-        DeviceError: Two ranks have one card, where the plan has one for each; on all ranks.
+    Two ranks of one card, where the plan has one for each, are refused on all ranks.
     """
     store.set(f"card/{place.rank}", card_of(device))
     if place.rank == 0:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import distributed as dist
 
 from autosplit.ddp.failure_channel import Line, Word
-from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
+from autosplit.errors import AutosplitError, RankFailedError, causes_of, one_line, user_frames
 from autosplit.text import printable
 
 GRACE_S = 10.0
@@ -277,14 +277,10 @@ def _unwatched(what: str) -> Iterator[None]:
 
 def _is_broken_off(error: BaseException) -> bool:
     """Tell whether an exception, or one that led to it, comes from a collective in which a peer went missing."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        if isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link))):
-            return True
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return False
+    return any(
+        isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
+        for link in causes_of(error, contexts=True)
+    )
 
 
 @contextlib.contextmanager

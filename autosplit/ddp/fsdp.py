@@ -38,8 +38,8 @@ def shard(
 ) -> nn.Module:
     """Share a model's parameters out over all ranks, in place; as `Context.shard`."""
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
 
-    fully_shard = _fully_shard()
     refuse_options(options, fully_shard, _NOT_TAKEN)
     _refuse_model(model)
     chosen = _chosen(model, layers)
@@ -69,30 +69,21 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
         )
 
 
-def let_meet(model: nn.Module, meets: bool) -> None:
-    """Say whether the ranks' gradients meet in the next backward."""
-    cast("Any", model).set_requires_gradient_sync(meets)
-
-
-def begin_step(model: nn.Module) -> None:
+def begin_step(shared: Any) -> None:
     """Forget the gradients of a step that was left half-way.
 
     Until the last micro-batch they are not in the parameters' ``grad``, where ``zero_grad`` would find them, but beside
     the parameters that had come together; the next step's would be added to them.
     """
-    reset = getattr(model, "reset_iter_state", None)  # torch 2.11 has none
-    if reset is not None and _state_of(model)._is_root:
-        reset()  # an exception within a forward leaves it half-way, too
-    for part in model.modules():
-        if _is_sharded_module(part):
-            for kept in _parameters_of(_state_of(part)):
+    if shared._get_fsdp_state()._is_root:
+        shared.reset_iter_state()  # an exception within a forward leaves it half-way, too
+    for part in filter(_is_sharded_module, shared.modules()):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for kept in group.fsdp_params:
                 kept.unsharded_accumulated_grad = None
                 together = getattr(kept, "_unsharded_param", None)
                 if together is not None:
                     together.grad = None
-
-
-# Tensors that are shared out -------------------------------------------------------------------------------------
 
 
 def is_shard(value: object) -> bool:
@@ -133,20 +124,6 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
             full = full.narrow(dim, min(begin, full.size(dim)), size)
     part.to_local().copy_(full)
     return part
-
-
-# Which modules, and of what ----------------------------------------------------------------------------------------
-
-
-def _fully_shard() -> Callable[..., Any]:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError as error:
-        raise InputError(
-            f"torch {torch.__version__} has no fully_shard; expected one with FSDP2; install a later torch, or use "
-            "ctx.wrap"
-        ) from error
-    return fully_shard
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -196,9 +173,6 @@ def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
             )
 
 
-# Rank 0's weights ------------------------------------------------------------------------------------------------
-
-
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
@@ -232,9 +206,6 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
                 tensor.copy_(sent)
 
 
-# FSDP2's own state -----------------------------------------------------------------------------------------------
-
-
 def _is_sharded_module(part: nn.Module) -> bool:
     return hasattr(part, "_get_fsdp_state")
 
@@ -243,15 +214,3 @@ def _holds_shards(part: nn.Module) -> bool:
     """Tell whether a module's own tensors are shared out, those of the modules inside left aside."""
     own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return _is_sharded_module(part) or any(map(is_shard, own))
-
-
-def _state_of(part: nn.Module) -> Any:
-    return cast("Any", part)._get_fsdp_state()
-
-
-def _parameters_of(state: Any) -> list[Any]:
-    """List what FSDP2 keeps of a module's parameters; torch 2.11 has one group of them, later ones several."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    return [kept for group in groups for kept in group.fsdp_params]

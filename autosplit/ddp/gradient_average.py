@@ -24,11 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def refuse_meeting(wrapped: DistributedDataParallel) -> None:
-    """Refuse a model whose ranks meet otherwise than by an average of gradients.
-
-    Raises:
-        InputError: It has a SyncBatchNorm, a communication hook, or a static graph.
-    """
+    """Refuse a model whose ranks meet otherwise than by an average of gradients."""
     found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
     if found is None and wrapped._comm_hooks:  # noqa: SLF001 - no other name
         found = "a communication hook"

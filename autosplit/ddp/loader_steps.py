@@ -1,4 +1,4 @@
-"""Loops in which the ranks have to tell each other what they hold: other loaders, and losses that count tokens.
+"""Tell the other ranks of a loop what this one holds: what another loader gave, tokens that count, gradient norms.
 
 rank 0   batch batch batch  counts 40 | the ranks' counts meet: N = 65,  | weights 40 W/65
 rank 1   batch batch        counts 25 | and 3 micro-steps for everybody  | weights 25 W/65, the third counts nothing
@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.device import exchange_device
+from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import check_loader, count_samples, counted
+from autosplit.parallel.noise_scale import Sums
 from autosplit.parallel.optimizer_steps import OptimizerStep
 
 
@@ -23,12 +26,32 @@ class LeftOverWarning(UserWarning):
     """A rank's loader had batches left when another's had ended; they were not trained on."""
 
 
-def gathered(values: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return every rank's numbers, in the order of the ranks; all of them call it, with equally many."""
-    own = torch.tensor(list(values), dtype=torch.int64, device=exchange_device(device))
+def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return a row of numbers of each rank; all of them call it, with equally many."""
+    own = torch.tensor(values, device=exchange_device(device))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    return [part.tolist() for part in found]
+    return torch.stack(found)
+
+
+def total_over_ranks(own: int, device: torch.device) -> int:
+    """Add up a number of each rank; all of them call it."""
+    return int(_gathered((own,), device).sum())
+
+
+def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
+    """Add the ranks' sums up; the step's gradient is the same on all, but a rank without a share took no norm."""
+    weighted, number, squared = _gathered(own, device).double().unbind(1)
+    return float(weighted.sum()), float(number.sum()), float(squared.max())
+
+
+def refuse_hook(wrapped: DistributedDataParallel) -> None:
+    """Refuse a model whose gradient is not the average of the ranks', for the noise scale."""
+    if wrapped._comm_hooks:  # noqa: SLF001 - no other name
+        raise InputError(
+            "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
+            "gradient has to be the average of the ranks'; leave either out"
+        )
 
 
 def foreign_steps(
@@ -51,7 +74,7 @@ def foreign_steps(
         held = list(itertools.islice(batches, micro_steps))
         sizes = [counted(count or count_samples, batch) if has_share else 0 for batch in held]
         samples = [int(has_share)] * len(held)
-        everyones = gathered((len(held), sum(sizes)), device)
+        everyones = _gathered((len(held), sum(sizes)), device).tolist()
         most = max(number for number, _ in everyones)
         if not all(number for number, _ in everyones):
             if held:

@@ -143,11 +143,7 @@ class GpuSpec:
 
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
-    """Return the cards that ``sim:`` knows by name, in the order of the file; read once.
-
-    Raises:
-        DeviceError: The file that AUTOSPLIT_GPUS names can't be used.
-    """
+    """Return the cards that ``sim:`` knows by name, in the order of the file; read once."""
     return _catalog_with(os.environ.get(GPUS_VARIABLE) or None)
 
 
@@ -234,14 +230,7 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a card.
-
-    Args:
-        name: In any case, with or without spaces, '-', '_' and the brand: ``"NVIDIA GeForce RTX 3090"``.
-
-    Raises:
-        DeviceError: If no card or several have the name; the message says which names were possible.
-    """
+    """Return the row of a card, named in any case, with or without spaces, '-', '_' and the brand."""
     wanted = _normal(name)
     for known, spec in gpu_catalog().items():
         if _normal(known) == wanted:

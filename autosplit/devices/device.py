@@ -59,18 +59,7 @@ LEAST_RESERVE_BYTES = 1024
 
 
 def parse_reserve(value: str | float | None) -> int | float | None:
-    """Read what is to be kept free on every device.
-
-    Args:
-        value: Bytes (``2**30``, ``"1GiB"``), a share of the device's capacity (``0.05``, ``"5%"``), or None for the
-            default.
-
-    Returns:
-        An int of bytes, a float share of at least 0 and below 1, or None.
-
-    Raises:
-        InputError: If it is negative, a share of 1 or more, or neither a size nor a share.
-    """
+    """Read what is kept free on a device: an int of bytes, a float share of its capacity, None for the default."""
     if value is None:
         return None
     reserve = _reserve_in(value) if isinstance(value, str) else value
@@ -101,15 +90,7 @@ def _reserve_in(text: str) -> int | float | None:
 
 
 def reserve_bytes(reserve: str | float | None, device: Device) -> int:
-    """Return the bytes that are kept free on a device, rounded up.
-
-    Args:
-        reserve: As for `parse_reserve`. None is the default: 5 % on accelerators, nothing on ``cpu`` and ``sim``.
-        device: A share is one of its `capacity_bytes`.
-
-    Raises:
-        InputError: If the reserve is unreadable, negative, or leaves nothing of the device.
-    """
+    """Return the bytes kept free on a device, rounded up; by default 5 % on accelerators, none elsewhere."""
     wanted = parse_reserve(reserve)
     if wanted is None:
         wanted = _ACCELERATOR_RESERVE if is_accelerator(device.kind) else 0

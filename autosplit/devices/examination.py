@@ -161,9 +161,6 @@ def cards_table(examination: Examination) -> dict[str, Any]:
 
     A card alone has no link to measure: its catalogue row's is taken, without one that of PCI Express 4.0. Products
     that a card has not run as float32.
-
-    Raises:
-        DeviceError: The machine has no accelerators.
     """
     if not is_accelerator(examination.kind):
         raise DeviceError("the machine has no accelerator; expected one whose rates can be kept; examine one that has")

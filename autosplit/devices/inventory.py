@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, why_unsupported
-from autosplit.devices.nvml import is_mig, memory_by_nvml, mig_count, nvml_text, started_nvml
+from autosplit.devices.nvml import is_mig, memory_by_nvml, mig_count, started_nvml
 from autosplit.errors import first_line
 
 _T = TypeVar("_T")
@@ -114,12 +114,10 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
         if properties is not None:
             gpu.name = str(properties.name)
             gpu.uuid = device_uuid(properties)
-            if hasattr(properties, "pci_bus_id"):  # an older torch doesn't say
-                pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-                gpu.pci = (int(pci[0]), int(pci[1]), int(pci[2]))
             gpu.total_bytes = int(properties.total_memory)
             gpu.mig = is_mig(gpu.name)
             if found.kind == "cuda":
+                gpu.pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
                 problem = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
                 gpu.notes.extend([problem] if problem else [])
         gpus.append(gpu)
@@ -133,9 +131,9 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
     """Return one GPU with all that NVML tells of it."""
     notes: list[str] = []
-    name = _ask(notes, "name", lambda: nvml_text(nvml.nvmlDeviceGetName(handle)))
+    name = _ask(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
-    gpu.uuid = _ask(notes, "UUID", lambda: nvml_text(nvml.nvmlDeviceGetUUID(handle)))
+    gpu.uuid = _ask(notes, "UUID", lambda: str(nvml.nvmlDeviceGetUUID(handle)))
     pci = _ask(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
     gpu.pci = None if pci is None else (int(pci.domain), int(pci.bus), int(pci.device))
     memory = _ask(notes, "memory", lambda: memory_by_nvml(nvml, handle))

@@ -7,7 +7,7 @@ step can hope for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -77,21 +77,16 @@ def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits:
     count = 1
     run()
     while len(found) < _RUNS:
-        taken_s = _timed(run, count, devices, waits=waits)
+        for device in devices:
+            synchronize(device)
+        start_s = time.perf_counter()
+        for _ in range(count):
+            run()
+        for device in devices if waits else ():
+            synchronize(device)
+        taken_s = time.perf_counter() - start_s
         if taken_s < _LEAST_S and count < 2**12:
             count *= 2
             continue
         found.append(taken_s / count)
     return min(found)
-
-
-def _timed(run: Callable[[], Tensor | None], count: int, devices: Sequence[torch.device], *, waits: bool) -> float:
-    for device in devices:
-        synchronize(device)
-    start_s = time.perf_counter()
-    for _ in range(count):
-        run()
-    if waits:
-        for device in devices:
-            synchronize(device)
-    return time.perf_counter() - start_s

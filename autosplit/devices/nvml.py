@@ -18,8 +18,7 @@ def is_mig(name: str) -> bool:
 def mig_count(names: Iterable[str]) -> int:
     """Count the MIG instances that this process is meant to use: CUDA gives it one, and silently loses the others.
 
-    Returns:
-        The instances that ``CUDA_VISIBLE_DEVICES`` or CUDA's `names` tell of, whichever are more.
+    They are those that ``CUDA_VISIBLE_DEVICES`` or CUDA's `names` tell of, whichever are more.
     """
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))
@@ -41,7 +40,7 @@ def started_nvml() -> tuple[Any, str]:
 
 
 def _nvml_start_problem(error: Exception) -> str:
-    """Return the note for an NVML that doesn't start, by the error's class, which old and new bindings name alike."""
+    """Return the note for an NVML that doesn't start."""
     reasons = {
         "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here",
         "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed but not loaded; load it, or reboot",
@@ -50,11 +49,6 @@ def _nvml_start_problem(error: Exception) -> str:
     }
     reason = reasons.get(type(error).__name__, f"NVML does not start ({first_line(error)})")
     return f"{reason}; use, temperature and power are unknown"
-
-
-def nvml_text(value: str | bytes) -> str:
-    """Return a text of NVML's as str; old bindings give bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:
@@ -71,13 +65,13 @@ def memory_by_nvml(nvml: Any, handle: Any) -> Any:
     """Ask NVML for a card's memory: in its second version, which keeps the driver's own share apart, else the first."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except Exception:  # noqa: BLE001 (old bindings lack it, some drivers answer "unknown error": the first one decides)
+    except Exception:  # noqa: BLE001 (some drivers answer "unknown error": the first one decides)
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def driver_version(nvml: Any) -> str | None:
     """Return the driver's version by NVML, None where it doesn't tell."""
     try:
-        return None if nvml is None else nvml_text(nvml.nvmlSystemGetDriverVersion())
+        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
     except Exception:  # noqa: BLE001 (the same: a plan needs no driver version)
         return None

@@ -34,10 +34,7 @@ def list_devices() -> tuple[Device, ...]:
     Warns:
         DeviceWarning: One can't be asked for its memory, and is left out.
     """
-    found = accelerator_at()
-    return (
-        (_plain_cpu(),) if found.module is None else devices_of(found, range(found.module.device_count()), all_of=True)
-    )
+    return parse_devices()
 
 
 def parse_devices(

@@ -9,7 +9,7 @@ Outside a placement all CPU devices share one set of weights and nothing has to 
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -33,22 +33,13 @@ class Placement(Protocol):
         """Return the device a tensor is on, `HOST` where it was never adopted."""
 
 
-_active: ContextVar[Placement | None] = ContextVar("autosplit_placement", default=None)
+ACTIVE: ContextVar[Placement | None] = ContextVar("autosplit_placement", default=None)
+"""What follows the running step; None outside of one."""
 
 
 def active_placement() -> Placement | None:
     """Return the placement that follows the running step, or None outside of one."""
-    return _active.get()
-
-
-def activate_placement(placement: Placement | None) -> Token[Placement | None]:
-    """Make a placement the active one; hand the token to `deactivate_placement`."""
-    return _active.set(placement)
-
-
-def deactivate_placement(token: Token[Placement | None]) -> None:
-    """Undo `activate_placement`."""
-    _active.reset(token)
+    return ACTIVE.get()
 
 
 @torch.library.custom_op("autosplit::transfer", mutates_args=())

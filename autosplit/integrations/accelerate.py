@@ -49,10 +49,11 @@ from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarn
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.parallel.oom_cuts import CutWarning, OnOom
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
+from autosplit.probe.loss_mean import RULES, SUM, UnevenLossWarning
 from autosplit.text import printable
 
 __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
@@ -362,7 +363,7 @@ class Accelerator(accelerate.Accelerator):
             return
         labels = "labels[:, 1:]" if found == "shifted labels" else "labels"
         labels = labels.replace("labels", 'batch["labels"]')
-        cure = f"pass count=lambda batch: int(({labels} != {IGNORED}).sum()) to the Accelerator"
+        cure = f"pass count=lambda batch: int(({labels} != {IGNORED_LABEL}).sum()) to the Accelerator"
         raise InputError(
             f"the model's loss is a {'sum' if found == SUM else 'mean over ' + RULES[found]}, and micro-batches are "
             "weighted by their samples; expected the same of both; "

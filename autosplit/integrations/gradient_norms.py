@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.ddp.rank_gradient_norms import refuse_hook, sums_over_ranks
+from autosplit.ddp.loader_steps import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms

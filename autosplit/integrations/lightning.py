@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loader_steps import gathered
+from autosplit.ddp.loader_steps import total_over_ranks
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
@@ -149,7 +149,7 @@ class SharesLoader:
     def _over_processes(self, number: int) -> int:
         if self._share.num_processes == 1:
             return number
-        return sum(part for (part,) in gathered((number,), torch.device(accelerator_kind() or "cpu")))
+        return total_over_ranks(number, torch.device(accelerator_kind() or "cpu"))
 
 
 class Shares(lightning.pytorch.Callback):

@@ -37,11 +37,11 @@ from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
+from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
-    IGNORED,
     MOST_SAMPLES,
     RULES,
     SUM,
@@ -447,7 +447,7 @@ def _loss_by(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> torch.
 
 def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose labels are all left out by the loss."""
-    labels = {name: torch.full_like(batch[name], IGNORED) for name in ("labels", "shift_labels") if name in batch}
+    labels = {name: torch.full_like(batch[name], IGNORED_LABEL) for name in ("labels", "shift_labels") if name in batch}
     return {**batch, **labels}
 
 

@@ -88,12 +88,8 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
     # Any: nn.DataParallel declares an index where it keeps whatever it was given.
     if given is None:
         return first
-    if not isinstance(given, int):
-        place = _indexed(_device_named(given))
-    elif given >= 0:
-        place = torch.device(accelerator_kind() or "cuda", given)
-    else:
-        place = torch.device("cpu")  # what nn.DataParallel means by -1
+    # What nn.DataParallel means by -1 is the processor.
+    place = _indexed(_device_named("cpu" if isinstance(given, int) and given < 0 else given))
     if place.type != first.type:
         raise DeviceError(
             f"output_device is {given!r}; expected a device of the kind of {first}, where the loss is computed; "

@@ -33,7 +33,7 @@ from autosplit.parallel.gather import Gathering, Link, PlacedLink
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
 from autosplit.parallel.persistent_replicas import KeptReplicas
-from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
+from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.solve.split import (
     cap_split,
     even_split,
@@ -308,7 +308,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
         """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`."""
-        self._kept = KeptReplicas(PlacedCopies())
+        self._kept = KeptReplicas(Copies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -410,7 +410,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         placed = active_placement() is not None
         if self._kept is None and not last and (placed or self.devices[0].type != "cpu") and not self._has_hooks():
             # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
-            self._kept = KeptReplicas(PlacedCopies() if placed else GpuCopies(self.devices))
+            self._kept = KeptReplicas(Copies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:
             walk.join(self)
         return self._kept, last

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from autosplit.errors import InputError
 from autosplit.solve.split import whole_number
+from autosplit.workload.batch import children_of
 
 
 def check_loader(loader: Any) -> None:
@@ -47,10 +46,5 @@ def _first_size(part: Any) -> int | None:
         return int(part.size(0)) if part.dim() else None
     if isinstance(part, PackedSequence):
         return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
-    if isinstance(part, (Mapping, UserDict)):
-        part = part.values()
-    elif dataclasses.is_dataclass(part):
-        part = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
-    elif not isinstance(part, (tuple, list)):
-        return None
-    return next((size for size in map(_first_size, part) if size is not None), None)
+    found = (_first_size(item) for _, item in children_of(part) or ())
+    return next((size for size in found if size is not None), None)

@@ -43,27 +43,10 @@ class RankSlice:
         rank: From 0.
         batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
             the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
-
-    Raises:
-        InputError: `rank` has no batch size, or the sizes are not whole numbers, or all 0.
     """
 
     rank: int
     batch_sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        for rank, size in enumerate(self.batch_sizes):
-            whole_number(f"the batch size of rank {rank}", size)
-        if whole_number("rank", self.rank) >= len(self.batch_sizes):
-            raise InputError(
-                f"rank is {self.rank}, but there are batch sizes for {len(self.batch_sizes)} ranks; expected a rank "
-                "below that; pass a batch size for each rank"
-            )
-        if not any(self.batch_sizes):
-            raise InputError(
-                f"the ranks' batch sizes are {self.batch_sizes}; expected at least one above 0; pass the samples of "
-                "each rank"
-            )
 
     @property
     def num_ranks(self) -> int:
@@ -100,9 +83,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     it to a ``DataLoader`` as `batch_sampler`.
 
     Args:
-        num_samples: Samples in the dataset, 1 or more.
-        batch_size: Samples per forward over all devices, 1 or more.
-        effective_batch_size: Samples per optimizer step, 1 or more.
+        batch_size: Samples per forward over all devices.
         shuffle: Whether to draw a new order for each epoch, which `steps` counts unless `set_epoch` chooses it;
             otherwise the dataset's own order.
         seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
@@ -118,7 +99,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         unlike_lengths: Whether as many samples may take another memory in another micro-batch.
 
     Raises:
-        InputError: A number is not whole or below its minimum, or the slice is of another batch size.
+        InputError: A number is not whole or below its minimum.
     """
 
     unlike_lengths = False
@@ -143,11 +124,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self._draw = order
         self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
-        if self.rank_slice.batch_size != self.batch_size:
-            raise InputError(
-                f"batch_size is {self.batch_size}, but the ranks' batch sizes {self.rank_slice.batch_sizes} add up to "
-                f"{self.rank_slice.batch_size}; expected the same; pass their sum"
-            )
         self.epoch = 0
         self._is_chosen = False
         self.samples_consumed = 0
@@ -175,9 +151,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Args:
             split: Samples per device, or rank, in a full forward.
             least: The fewest that the model trains on: 2 where a BatchNorm sees one value per sample.
-
-        Raises:
-            InputError: A short last forward can't be split so that each device has none or as many.
         """
         for step in (*self.schedule[:1], *self.schedule[-1:]):
             last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
@@ -254,11 +227,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.resume(state["samples_consumed"])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make sure that a state can be loaded, and load nothing.
-
-        Raises:
-            InputError: The state is of another order of samples, or ends within an optimizer step.
-        """
+        """Make sure that a state can be loaded, and load nothing."""
         facts = self._order_facts()
         lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in state]
         if lacks:

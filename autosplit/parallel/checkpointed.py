@@ -15,11 +15,7 @@ from autosplit.workload.checkpointing import is_transformers_layer
 
 
 def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoint a plan's layers of a model; those that are already stay so.
-
-    Raises:
-        PlanError: The model lacks one.
-    """
+    """Checkpoint a plan's layers of a model; those that are already stay so."""
     layers = dict(model.named_modules())
     lacking = [name for name in names if name not in layers]
     if lacking:
@@ -43,7 +39,7 @@ def checkpoint_layer(layer: nn.Module) -> Callable[[], None]:
     attribute of the instance would run the first replica's layer in all of them.
     """
     if _is_checkpointed(layer):
-        return _nothing
+        return lambda: None
     if is_transformers_layer(layer):
         settings: dict[str, Any] = {
             "gradient_checkpointing": True,
@@ -58,10 +54,6 @@ def checkpoint_layer(layer: nn.Module) -> Callable[[], None]:
 
 def _is_checkpointed(layer: nn.Module) -> bool:
     return hasattr(type(layer), "_checkpointed_class") or "_gradient_checkpointing_func" in vars(layer)
-
-
-def _nothing() -> None:
-    """Undo nothing."""
 
 
 def _forget(layer: nn.Module, settings: Iterable[str]) -> None:

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import enum
 import numbers
-from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
-from autosplit.workload.batch import is_namedtuple, rebuilt
+from autosplit.workload.batch import children_of, with_children
 
 
 class _GatherPlaced(torch.autograd.Function):
@@ -64,10 +63,6 @@ class PlacedLink:
         device = self.devices[position]
         return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
 
-    def bring_weight(self, weight: Tensor) -> Tensor:
-        """Leave a weight on the host, where it was counted; a scalar multiplies what is anywhere."""
-        return weight
-
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the first device."""
         if self.devices == (0,):
@@ -85,10 +80,6 @@ class Link:
     def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
         """Bring a replica's scalar to the output device."""
         return tensor.to(self.output_device)
-
-    def bring_weight(self, weight: Tensor) -> Tensor:
-        """Bring a weight to the output device, without waiting for it."""
-        return weight.to(self.output_device, non_blocking=True)
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the output device."""
@@ -126,27 +117,20 @@ class Gathering:
             raise _cannot_join("types", [type(output).__name__ for output in outputs])
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, place)
-        if isinstance(first, (Mapping, UserDict)):
-            return self._join_keyed(first, [dict(output.items()) for output in outputs], place)
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            names = [field.name for field in dataclasses.fields(first)]
-            keyed = [{name: getattr(output, name) for name in names} for output in outputs]
-            return self._join_keyed(first, keyed, place)
         if _is_cache(type(first)):
             return self._join_caches(outputs)
-        if isinstance(first, (tuple, list)):
-            if len({len(output) for output in outputs}) != 1:
-                raise _cannot_join("lengths", [len(output) for output in outputs])
-            columns = enumerate(zip(*outputs, strict=True))
-            items = [self.join(list(column), f"{place}[{index}]") for index, column in columns]
-            return type(first)(*items) if is_namedtuple(first) else type(first)(items)
-        return self._join_plain(outputs)
+        if children_of(first) is None:
+            return self._join_plain(outputs)
+        return self._join_children(outputs, lambda column, key: self.join(column, place + key))
 
-    def _join_keyed(self, first: Any, outputs: list[dict[Any, Any]], place: str) -> Any:
-        if any(output.keys() != outputs[0].keys() for output in outputs):
+    def _join_children(self, outputs: list[Any], join: Callable[[list[Any], str], Any]) -> Any:
+        first = outputs[0]
+        parts = [dict(children_of(output) or ()) for output in outputs]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            if isinstance(first, (tuple, list)):
+                raise _cannot_join("lengths", [len(output) for output in outputs])
             raise _cannot_join("keys", [list(output) for output in outputs])
-        joined = {key: self.join([output[key] for output in outputs], f"{place}[{key!r}]") for key in outputs[0]}
-        return rebuilt(first, joined)
+        return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:
@@ -180,7 +164,7 @@ class Gathering:
         # of the graph, too, where that can be known without waiting for a GPU: a mean of the module's own divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
-        here = self.link.bring_weight(weight)
+        here = weight.to(tensor.device, non_blocking=True)
         return (tensor * here).masked_fill(here == 0, 0.0)
 
     def _say_doubts(self) -> None:
@@ -224,33 +208,24 @@ class Gathering:
             )
         return self._join_state(caches)
 
-    def _join_state(self, values: list[Any]) -> Any:
+    def _join_state(self, values: list[Any], key: str = "") -> Any:
         first = values[0]
+        if key == "['batch_size']":
+            return sum(values)
         if any(type(value) is not type(first) for value in values):
             raise _cannot_join("types", [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
             # The batch comes first, whatever the wrapper's dim; counters, and what is not filled yet, have none.
             return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
-        if isinstance(first, (list, tuple)):
-            if len({len(value) for value in values}) != 1:
-                raise _cannot_join("lengths", [len(value) for value in values])
-            return type(first)([self._join_state(list(column)) for column in zip(*values, strict=True)])
-        if isinstance(first, dict):
-            return rebuilt(first, dict(self._joined_states([dict(value) for value in values])))
+        if children_of(first) is not None:
+            return self._join_children(values, self._join_state)
         if any(kind.__module__.startswith("transformers.") for kind in type(first).__mro__):
             new = copy.copy(first)
-            new.__dict__.update(self._joined_states([vars(value) for value in values]))
+            new.__dict__.update(self._join_children([vars(value) for value in values], self._join_state))
             return new
         if isinstance(first, (bool, int, float, str)) and any(value != first for value in values):
             raise _cannot_join("values", values)
         return first
-
-    def _joined_states(self, states: list[dict[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        if any(state.keys() != states[0].keys() for state in states):
-            raise _cannot_join("keys", [list(state) for state in states])
-        for name in states[0]:
-            column = [state[name] for state in states]
-            yield name, sum(column) if name == "batch_size" else self._join_state(column)
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -38,12 +38,7 @@ class ReduceWarning(UserWarning):
 
 
 class DoubtfulWeights(list["float | Tensor"]):
-    """Weights that were guessed: whoever combines a loss with them calls `say`.
-
-    Args:
-        kind: The class of the module, of which it is said once.
-        doubt: What is not known, what was done about it, and what settles it.
-    """
+    """Weights that were guessed: whoever combines a loss with them calls `say`."""
 
     def __init__(self, weights: Sequence[float | Tensor], kind: type[nn.Module], doubt: str) -> None:
         super().__init__(weights)
@@ -87,9 +82,6 @@ def weights_of(
     Returns:
         Plain numbers, or, where labels are counted, scalar tensors on the labels' device, so that nothing waits for it;
         `DoubtfulWeights` where they were guessed.
-
-    Raises:
-        WorkloadError: Tokens are to be counted, and a call has no tensor named `labels`.
     """
     if callable(reduce):
         amounts = [float(reduce(call)) for call in chunks]
@@ -143,9 +135,6 @@ def is_integer(value: object) -> TypeIs[Tensor]:
     return isinstance(value, Tensor) and not (
         value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
     )
-
-
-# Where nobody says it
 
 
 def _by_samples_with_doubts(

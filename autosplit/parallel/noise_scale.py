@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -144,15 +144,7 @@ class StepNorms:
 
     @contextmanager
     def recorded(self, scaled: Tensor, size: int, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
-        """Take the norm of a micro-batch's mean gradient in the backward within.
-
-        Args:
-            scaled: What the backward begins at: the mean loss times `weight` and `scale`.
-            size: What the micro-batch counts for.
-
-        Raises:
-            InputError: Reentrant checkpointing hides parameters.
-        """
+        """Take the norm of a micro-batch's mean gradient; the backward within begins at `scaled`, the scaled loss."""
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(
@@ -162,12 +154,10 @@ class StepNorms:
         norms: list[Tensor] = []
         leaves = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
         del graph
-        handles = [leaf.register_hook(lambda grad: norms.append(_squared_norm(grad))) for leaf in leaves]
-        try:
+        with ExitStack() as hooks:
+            for leaf in leaves:
+                hooks.enter_context(leaf.register_hook(lambda grad: norms.append(_squared_norm(grad))))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         self._leaves.update((id(leaf), leaf) for leaf in leaves)
         self._found.append((size / weight**2, norms))
         self._scale = scale

@@ -17,8 +17,8 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -60,11 +60,11 @@ class Part:
     added: tuple[Tensor, ...] = ()
 
 
+@dataclass(eq=False, kw_only=True)
 class Cuts:
     """The cuts of a run: how micro-batches are cut, and from which size on they are cut before they run.
 
     Args:
-        dim: The batch dimension.
         least: The fewest samples that a part may have.
         count: What a part counts for; by default its samples.
         note: Told once, in a sentence, when micro-batches begin to be cut before they run.
@@ -76,20 +76,15 @@ class Cuts:
         count_cut: Micro-batches and parts of them that ran out of memory.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: int = 0,
-        least: int = 1,
-        count: Callable[[Any], int] | None = None,
-        note: Callable[[str], None] | None = None,
-        lowers: bool = True,
-    ) -> None:
-        self.dim, self.least, self.count, self.note, self.lowers = dim, least, count, note, lowers
-        self.most_samples: int | None = None
-        self.count_cut = 0
-        self._runs: Counter[int] = Counter()
-        self._failures: Counter[int] = Counter()
+    dim: int = 0
+    least: int = 1
+    count: Callable[[Any], int] | None = None
+    note: Callable[[str], None] | None = None
+    lowers: bool = True
+    most_samples: int | None = field(default=None, init=False)
+    count_cut: int = field(default=0, init=False)
+    _runs: Counter[int] = field(default_factory=Counter, init=False)
+    _failures: Counter[int] = field(default_factory=Counter, init=False)
 
     def parts_of(self, batch: Any, size: int) -> list[Part]:
         """Return a micro-batch as it is, or cut where as many samples are known to run out."""
@@ -160,14 +155,7 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 
 
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
-    """Return the cuts of a loader's run, which go on from one epoch to the next; None where errors are to be raised.
-
-    Args:
-        **arguments: Of `Cuts`.
-
-    Raises:
-        InputError: `on_oom` is neither ``"raise"`` nor ``"cut"``.
-    """
+    """Return the `Cuts` of a loader's run, which go on from epoch to epoch; None where errors are to be raised."""
     if on_oom not in ("raise", "cut"):
         raise InputError(f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts")
     if on_oom == "raise":
@@ -221,15 +209,15 @@ class Attempt:
         self.has_backward = True
 
     def _fail(self, error: Exception) -> None:
+        samples, advice = self._cuts.samples_of(self.part), ""
         if self.has_backward:
-            advise(error, "the backward had run before, so that no smaller micro-batch helps")
-            raise error
-        samples = self._cuts.samples_of(self.part)
-        if samples < 2 * self._cuts.least:
-            advise(error, f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further")
-            raise error
-        if self._hides:
-            advise(error, "with reentrant checkpointing a micro-batch can't be cut: pass use_reentrant=False")
+            advice = "the backward had run before, so that no smaller micro-batch helps"
+        elif samples < 2 * self._cuts.least:
+            advice = f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further"
+        elif self._hides:
+            advice = "with reentrant checkpointing a micro-batch can't be cut: pass use_reentrant=False"
+        if advice:
+            advise(error, advice)
             raise error
         self._why = scarcity()
         self.has_failed = True
@@ -245,10 +233,7 @@ class Attempt:
 
 
 class AddedGradients:
-    """The gradients that a backward may add to, as they were before it.
-
-    Args:
-        loss: What the backward begins at.
+    """The gradients that the backward of a loss may add to, as they were before it.
 
     Attributes:
         hides: Whether parts of the graph are made only in the backward (reentrant checkpointing), so that not all
@@ -303,12 +288,10 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Leave tensors' gradients as they are in the backwards within."""
-    handles = [tensor.register_hook(torch.zeros_like) for tensor in tensors]
-    try:
+    with ExitStack() as hooks:
+        for tensor in tensors:
+            hooks.enter_context(tensor.register_hook(torch.zeros_like))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run_in_parts(cuts: Cuts, batch: Any, size: int, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:

@@ -36,9 +36,7 @@ class OptimizerStep:
     their number.
 
     Args:
-        batches: The step's micro-batches, drawn as they are needed.
         sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
-        index: The number of this step within the loop, for messages.
         num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
         samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
@@ -225,11 +223,7 @@ class OptimizerStep:
                 self.norms.spoil()
 
     def check_finished(self) -> None:
-        """Make sure that every micro-batch of the step had its backward.
-
-        Raises:
-            InputError: One had none, so that the gradient lacks its part.
-        """
+        """Make sure that every micro-batch of the step had its backward."""
         self._check_backward()
         if self._drawn < len(self):
             raise InputError(
@@ -305,38 +299,19 @@ def steps(
     noise_scale: NoiseScale | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Walk one epoch of a loader, an optimizer step at a time.
-
-        for step in steps(loader, batch_size=32, effective_batch_size=512):
-            for inputs, targets in step:
-                step.backward(loss_fn(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+    """Walk one epoch of a loader, an optimizer step at a time; as `Plan.steps`.
 
     A loader with a `ScheduledBatchSampler` is followed by its schedule and no batch is looked into. Of any other, one
     optimizer step's micro-batches are held back until their samples reach `effective_batch_size` (or the loader ends),
-    since the weights depend on their sum; a batch that goes beyond it belongs to the step whole.
+    since the weights depend on their sum; a batch that goes beyond it belongs to the step whole. With `count` a step is
+    ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of such a loader.
 
     Args:
-        loader: A ``DataLoader``, or any iterable of batches.
-        batch_size: Samples per forward, 1 or more.
-        effective_batch_size: Samples per optimizer step, 1 or more.
-        count: What a batch's mean loss averages over, for a loss that isn't a mean over samples, such as the number
-            of labels that aren't padding: each micro-batch is then weighted by that, and an optimizer step is
-            ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of a loader without a schedule. By
-            default the samples, which are the first dimension of the first tensor in the batch.
         over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
             with one rank's slice.
         cuts: How micro-batches that run out of memory are cut; None where they are not.
         noise_scale: Estimated from the steps; None where it is not wanted.
         sums_over_ranks: Puts the ranks' sums of gradient norms together; None for a lone process.
-
-    Returns:
-        The optimizer steps, each to be iterated to its end before the next is taken.
-
-    Raises:
-        InputError: The loader is a data set, or no iterable; a number is below 1 or not whole; the loader's sampler was
-            made for other sizes; while iterating: a batch holds no tensor to count, or a step was left unfinished.
     """
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -391,30 +366,23 @@ def _scheduled_steps(
     sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
     batches = iter(loader)
     for index, step in enumerate(schedule[start_step:], start_step):
-        if count is None:
-            made = OptimizerStep(
-                batches,
-                step.micro_batch_sizes,
-                index=index,
-                num_samples=step.num_samples,
-                num_ranks=sampler.rank_slice.num_ranks,
-                splits=step.splits,
-            )
-        else:
+        drawn, sizes, total = batches, [*step.micro_batch_sizes], step.num_samples
+        if count is not None:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
             # A rank without a share gets a sample to run that counts for nothing.
             parts = zip(held, step.micro_batch_sizes, strict=False)
             sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
             sizes += [0] * (len(step.micro_batch_sizes) - len(held))
-            made = OptimizerStep(
-                _let_go(held),
-                sizes,
-                index=index,
-                num_samples=over_ranks(sum(sizes)),
-                num_ranks=sampler.rank_slice.num_ranks,
-                samples=step.micro_batch_sizes,
-                splits=step.splits,
-            )
+            drawn, total = _let_go(held), over_ranks(sum(sizes))
+        made = OptimizerStep(
+            drawn,
+            sizes,
+            index=index,
+            num_samples=total,
+            num_ranks=sampler.rank_slice.num_ranks,
+            samples=step.micro_batch_sizes,
+            splits=step.splits,
+        )
         made.on_end = partial(sampler.consume, step.num_samples)
         yield made
     # Drawing past the end lets a loader's workers finish in order.

@@ -18,8 +18,8 @@ from autosplit.devices.transfer import Placement, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
-from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
-from autosplit.workload.batch import batch_size_of, map_tensors
+from autosplit.parallel.tensor_copies import Copies, GpuCopies
+from autosplit.workload.batch import batch_size_of, map_tensors, placed_on
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
@@ -41,19 +41,14 @@ def run_placed(
 ) -> list[Any]:
     """Scatter all, replicate, run all: on devices that are there for the placement only."""
     adopt_module(placement, module, 0)
-    placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
+    placed = [placed_on(index, call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
         return [module(*placed[0][0], **placed[0][1])]
-    replicas = replicate(module, active, PlacedCopies()) if kept is None else kept.replicas(module, active)
+    replicas = replicate(module, active, Copies()) if kept is None else kept.replicas(module, active)
     outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
     return outputs
-
-
-def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
-    source = placement.device_of(tensor)
-    return tensor if source == device else transfer(tensor, source, device, "input")
 
 
 def run_on_gpus(
@@ -64,13 +59,7 @@ def run_on_gpus(
     kept: KeptReplicas | None,
     dim: int,
 ) -> list[Any]:
-    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples.
-
-    Args:
-        active: Positions of the devices that have samples.
-        chunks: A call for each of them.
-        kept: Replicas that outlive this forward; None for such as don't.
-    """
+    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples."""
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)
     except RuntimeError as error:

@@ -9,18 +9,19 @@ them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autosplit.devices.transfer import transfer_into
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
-from autosplit.parallel.tensor_copies import Copies
+from autosplit.parallel.tensor_copies import Copies, GpuCopies
 
 
 @dataclass
@@ -51,7 +52,9 @@ class _Master:
         if self.noted is None:
             return False
         grad, version = self.noted
-        return self.tensor.grad is None or (grad._version != version and not bool(_dense(grad).any()))
+        return self.tensor.grad is None or (
+            grad._version != version and not bool((grad._values() if grad.is_sparse else grad).any())
+        )
 
     @property
     def is_changed(self) -> bool:
@@ -123,13 +126,13 @@ class KeptReplicas:
         Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
-        kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
+        kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
         self._follow(kept)
         if not self.needed:
             self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
-        if self._copies.together:
+        if isinstance(self._copies, GpuCopies):
             for device in devices:
-                self._renew(kept, device)
+                self._renew(self._copies, kept, device)
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
         # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
@@ -156,7 +159,7 @@ class KeptReplicas:
         self._last = last
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(_in_backward, weakref.ref(self)))
+                tensor.register_hook(_weakly(self.begin_backward))
                 self._has_graph = True
 
     def begin_backward(self) -> None:
@@ -165,7 +168,7 @@ class KeptReplicas:
         if task != self._task:
             self._task = task
             self.settle()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_after_backward, weakref.ref(self)))
+            torch.autograd.Variable._execution_engine.queue_callback(_weakly(self.end_backward))
 
     def end_backward(self) -> None:
         """Bring the gradients home after the last micro-step's backward; note what waits after another."""
@@ -178,9 +181,9 @@ class KeptReplicas:
     def bring_home(self) -> None:
         """Add all gradients that wait to the module's own; refuse those that have a graph (``create_graph=True``)."""
         self._has_graph = False
-        if self._copies.together:
+        if isinstance(self._copies, GpuCopies):
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
-                self._bring_from(device)
+                self._bring_from(self._copies, device)
         for master in self._masters.values():
             self._bring(master)
 
@@ -195,7 +198,8 @@ class KeptReplicas:
             if master.tensor.grad is None:
                 master.tensor.grad = self._zeros_for(master)
             master.note()
-        _guard(self)
+        _guard_updates()  # of any optimizer: one that has these parameters must not run on half a gradient
+        _guarded.add(self)
 
     def settle(self) -> None:
         """Forget what waits for parameters whose own gradient was cleared meanwhile.
@@ -244,7 +248,7 @@ class KeptReplicas:
             if master.noted is None:
                 master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
 
-    def _renew(self, kept: list[Tensor], device: int) -> None:
+    def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
         """Copy to a device, together, the values that it has from before."""
         stale = []
         for tensor in kept:
@@ -255,7 +259,7 @@ class KeptReplicas:
                 stale.append(master)
         with torch.no_grad():
             leaves = [master.leaves[device].detach() for master in stale]
-            self._copies.copy_all_into(leaves, [master.tensor for master in stale], device)
+            copies.copy_all_into(leaves, [master.tensor for master in stale], device)
         for master in stale:
             master.stamps[device] = (self._round, *_stamp(master.tensor))
 
@@ -269,14 +273,14 @@ class KeptReplicas:
             leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
             if may_have_gradient(tensor):
                 # Also while the tensor is frozen: a backward of before may be still to come.
-                leaf.requires_grad_().register_hook(partial(_in_backward, weakref.ref(self)))
-        elif master.stamps[device] != stamp:
+                leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
+        elif master.stamps[device] != stamp:  # within a placement; between GPUs `_renew` was before
             with torch.no_grad():
-                self._copies.copy_into(leaf.detach(), tensor, device)
+                transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
         return leaf if tensor.requires_grad else leaf.detach()
 
-    def _bring_from(self, device: int) -> None:
+    def _bring_from(self, copies: GpuCopies, device: int) -> None:
         """Bring a device's dense gradients home together."""
         waiting, grads = [], []
         for master in self._masters.values():
@@ -286,7 +290,7 @@ class KeptReplicas:
                 waiting.append((master, leaf))
                 grads.append(leaf.grad)
         with torch.no_grad():
-            for position, grad in self._copies.bring_all(grads, device):
+            for position, grad in copies.bring_all(grads, device):
                 master, leaf = waiting[position]
                 _add_to(master.tensor, grad)
                 leaf.grad = None  # not before, as in `_bring`
@@ -312,16 +316,16 @@ _NO_TASK = -1
 """Torch's number for the backward that runs where none does."""
 
 
-def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
-    kept = known()
-    if kept is not None:
-        kept.begin_backward()
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method as long as what it is of lives."""
+    known = weakref.WeakMethod(method)
 
+    def hook(*_: Any) -> None:
+        bound = known()
+        if bound is not None:
+            bound()
 
-def _after_backward(known: weakref.ref[KeptReplicas]) -> None:
-    kept = known()
-    if kept is not None:
-        kept.end_backward()
+    return hook
 
 
 def _changed_error() -> InputError:
@@ -330,10 +334,6 @@ def _changed_error() -> InputError:
         "the other devices; expected them to be left alone until the last micro-step's backward; call synchronize() "
         "on the wrapper first"
     )
-
-
-def _can_be_kept(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
@@ -359,23 +359,14 @@ def _add_to(tensor: Tensor, grad: Tensor) -> None:
         tensor.grad += grad
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
-
-
 _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 """Replicas whose gradients wait, or did."""
 
 
-def _guard(kept: KeptReplicas) -> None:
-    """Look at every optimizer's step from now on: one that has these parameters must not run on half a gradient."""
-    if not _guard_hooks:
-        # Once and for good: torch walks through its hooks while it runs them, so none may come or go meanwhile.
-        _guard_hooks.append(register_optimizer_step_pre_hook(_before_update))
-    _guarded.add(kept)
-
-
-_guard_hooks: list[Any] = []
+@cache
+def _guard_updates() -> None:
+    """Look at every optimizer's step from now on: torch walks through its hooks, so none may come or go meanwhile."""
+    register_optimizer_step_pre_hook(_before_update)
 
 
 def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -102,29 +102,21 @@ def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
     """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = unique((*module.parameters(), *module.buffers()))
-    moving = [tensor for tensor in spread if tensor.requires_grad]
-    fixed = [tensor for tensor in spread if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+    tensors = unique((*module.parameters(), *module.buffers()))
+    moving = [tensor for tensor in tensors if tensor.requires_grad]
+    fixed = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
     flat = _Broadcast.apply(copies, tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
-    tables: list[dict[int, Tensor]] = [{} for _ in devices]
-    for i, tensor in enumerate(moving):
-        for position, table in enumerate(tables):
-            table[id(tensor)] = flat[i * len(devices) + position]
-    for tensor, own in zip(fixed, copies.spread(fixed, devices), strict=True):
-        for table, copy in zip(tables, own, strict=True):
-            table[id(tensor)] = copy
-    for tensor in spread:
-        for table, device in zip(tables, devices, strict=True) if id(tensor) not in tables[0] else ():
-            table[id(tensor)] = tensor if device == 0 else copies.copy(tensor.detach(), device, "buffer")
-    return [replica_of(module, table) for table in tables]
+    count = len(devices)
+    spread: dict[int, Sequence[Tensor]] = {id(t): flat[i * count : (i + 1) * count] for i, t in enumerate(moving)}
+    spread.update(zip(map(id, fixed), copies.spread(fixed, devices), strict=True))
+    for buffer in (tensor for tensor in tensors if id(tensor) not in spread):
+        own = (buffer if device == 0 else copies.copy(buffer.detach(), device, "buffer") for device in devices)
+        spread[id(buffer)] = [*own]
+    return [replica_of(module, {key: own[place] for key, own in spread.items()}) for place in range(count)]
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure around tensors that are given, tied ones staying tied.
-
-    Args:
-        table: For the `id` of each of its parameters and buffers, what takes its place.
-    """
+    """Copy a module's structure around tensors given by the `id` of its own, tied ones staying tied."""
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
         twin = twins[id(part)]
@@ -153,11 +145,7 @@ def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 class BufferCopies:
-    """Copies of buffers, in their place while a chunk runs, so that only the first chunk moves the module's own.
-
-    Args:
-        slots: From `moving_buffers`; copied at once, before any chunk moves them.
-    """
+    """Copies of `moving_buffers`, in their place while a chunk runs: only the first moves the module's own."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._slots = slots

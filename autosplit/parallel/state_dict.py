@@ -14,7 +14,6 @@ _WRAPPED = "module"
 """Name of the module inside nn.DataParallel, DistributedDataParallel and BalancedDataParallel."""
 _COMPILED = "_orig_mod"
 """Name of the module inside torch.compile's. Nobody gives a layer this name, while `module` is quite usual."""
-_EXTRA_STATE = "_extra_state"
 
 
 def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +74,6 @@ def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Calla
     return result
 
 
-# Names
-
-
 def _bare(name: str) -> str:
     """Return a name without what torch.compile put into it."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
@@ -117,9 +113,6 @@ def _compiled(name: str, places: Mapping[str, str]) -> str:
     raise AssertionError("the module itself has the path ''")
 
 
-# Refusing what is no state dict
-
-
 def _check(module: nn.Module, state: Mapping[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise InputError(
@@ -139,19 +132,19 @@ def _check(module: nn.Module, state: Mapping[str, Any]) -> None:
             f"state has the keys {shown(list(state))}; expected names of parameters; it is a whole checkpoint: "
             f"pass state[{inside[0]!r}], the state dict in it"
         )
-    if state and not any(isinstance(value, Tensor) or _is_extra(name) for name, value in state.items()):
+    if state and not any(isinstance(value, Tensor) or is_extra(name) for name, value in state.items()):
         raise InputError(
             f"state has the keys {shown(list(state))} and no tensor; expected names of parameters with their tensors; "
             "pass what model.state_dict() returned"
         )
 
 
-def _is_extra(name: str) -> bool:
+def is_extra(name: str) -> bool:
     """Tell whether a name is a layer's own extra state, which may be anything."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_nested_state(name: str, value: Any) -> bool:
-    if _is_extra(name) or not isinstance(value, Mapping):
+    if is_extra(name) or not isinstance(value, Mapping):
         return False
     return any(isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items())

@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch._utils import _take_tensors
 from torch.nn.parallel import comm
 
-from autosplit.devices.transfer import transfer, transfer_into
+from autosplit.devices.transfer import transfer
 
 Grads = Sequence["Tensor | None"]
 
 BUCKET_BYTES = 10 * 2**20
-"""Size of what travels as one: that of torch's own broadcast of a module's parameters (10 MiB)."""
+"""Size of what travels as one, where a copy for each would cost a launch for each: that of torch's own broadcast."""
 
 
-class Copies(ABC):
-    """The copies of tensors, one after the other. Devices are positions in the wrapper's list.
+class Copies:
+    """The copies within a placement, each tensor by itself. Devices are positions in the wrapper's list."""
 
-    Attributes:
-        together: Many small tensors go to and from a device as one.
-    """
-
-    together: ClassVar[bool] = False
-
-    @abstractmethod
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
+        return f"device {device}"
 
-    @abstractmethod
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
         """Copy a tensor of the first device to another one, differentiably."""
+        return transfer(tensor, 0, device, purpose)
 
-    @abstractmethod
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-
-    @abstractmethod
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
-
-    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors of the first device into such as are on another already."""
-        for block, tensor in zip(blocks, tensors, strict=True):
-            self.copy_into(block, tensor, device)
-
-    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
-        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
-        for position, tensor in enumerate(tensors):
-            yield position, self.bring(tensor, device)
+        return transfer(tensor, device, 0, "gradient")
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
@@ -83,32 +62,11 @@ class Copies(ABC):
         return total
 
 
-class PlacedCopies(Copies):
-    """Between the devices of a placement: each tensor is accounted by itself."""
-
-    def name_of(self, device: int) -> str:
-        """Name a device for a message."""
-        return f"device {device}"
-
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
-        """Copy a tensor of the first device to another one, differentiably."""
-        return transfer(tensor, 0, device, purpose)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-        transfer_into(block, tensor.detach(), 0, device, "parameter")
-
-    def bring(self, tensor: Tensor, device: int) -> Tensor:
-        """Copy a gradient of a device to the first."""
-        return transfer(tensor, device, 0, "gradient")
-
-
 @dataclass(frozen=True)
 class GpuCopies(Copies):
     """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own."""
 
     devices: tuple[torch.device, ...]
-    together: ClassVar[bool] = True
 
     @property
     def _in_one_go(self) -> bool:
@@ -123,24 +81,22 @@ class GpuCopies(Copies):
         """Copy a tensor of the first device to another one, differentiably."""
         return tensor.to(self.devices[device], non_blocking=True, copy=True)
 
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:  # noqa: ARG002  # the block is there
-        """Copy a tensor of the first device into one that is on another already."""
-        block.copy_(tensor.detach(), non_blocking=True)
-
     def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
         """Copy a gradient of a device to the first."""
         return tensor.to(self.devices[0], non_blocking=True)
 
     def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
         """Copy tensors of the first device into such as are on another already, small ones together."""
-        for bucket in _buckets(tensors):
-            arrived = _moved([tensors[i].detach() for i in bucket], self.devices[device])
-            torch._foreach_copy_([blocks[i] for i in bucket], arrived)
+        block_of = dict(zip(map(id, tensors), blocks, strict=True))
+        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+            arrived = _moved([tensor.detach() for tensor in bucket], self.devices[device])
+            torch._foreach_copy_([block_of[id(tensor)] for tensor in bucket], arrived)
 
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
-        """Copy dense gradients of a device to the first, small ones together."""
-        for bucket in _buckets(tensors):
-            yield from zip(bucket, _moved([tensors[i] for i in bucket], self.devices[0]), strict=True)
+        """Copy dense gradients to the first device, small ones together; yield each with its position when there."""
+        place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
+        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+            yield from zip([place_of[id(one)] for one in bucket], _moved(bucket, self.devices[0]), strict=True)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
@@ -171,23 +127,6 @@ class GpuCopies(Copies):
         for i in set(range(len(grads))) - set(together):
             totals[i] = self._sum_on_first(grads[i], devices)
         return totals
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the positions of tensors of one dtype that travel as one: a copy for each would cost a launch for each."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(position)
-    for positions in by_dtype.values():
-        bucket: list[int] = []
-        num_bytes = 0
-        for position in positions:
-            if bucket and num_bytes + tensors[position].nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append(position)
-            num_bytes += tensors[position].nbytes
-        yield bucket
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -23,13 +23,9 @@ class TokenBatchSampler(ScheduledBatchSampler):
     their samples in that order.
 
     Args:
-        plan: What was found out about lengths.
         lengths: Of each sample of the data set, in what the plan's lengths are counted in.
         split: Samples of the longest length that each device, or each rank, gets in a full forward.
-        effective_batch_size: As of `ScheduledBatchSampler`.
         keeps_effective: Every step has exactly `effective_batch_size` samples; otherwise every batch is a step.
-        shuffle: Draw a new order for each epoch, as `ScheduledBatchSampler`.
-        seed: Of that order.
         rank: Whose part of every batch to hand out; None for all of it.
 
     Raises:
@@ -108,11 +104,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return batch[ends[rank] : ends[rank + 1]] or batch[-1:]  # which is run, and counts for nothing
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:  # noqa: ARG002
-        """Refuse models that train on no single sample: batches of like length are of any size.
-
-        Raises:
-            InputError: `least` is above 1.
-        """
+        """Refuse models that train on no single sample: batches of like length are of any size."""
         if least > 1:
             raise InputError(
                 f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "

@@ -64,7 +64,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
             refusal = one_line(error)
             continue
         closing.callback(copy.close)
-        return Begun(copy, whole, norms, refusal)
+        return Begun(copy, whole, [*norms.values()], refusal)
     raise AssertionError("float32 either ran or raised")
 
 
@@ -155,7 +155,7 @@ class Comparison:
         """
         with watching_draws([model for _, model in named_models(self.copy.trainee.models)]) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
-        return drawn if draws.inside or self.workload.step is None else 0.0
+        return drawn if any(draws) or self.workload.step is None else 0.0
 
     def _differences(self, whole: Gradients) -> _Differences:
         split = relative(self.copy.split(self.reduce), whole)
@@ -358,5 +358,4 @@ def _finite(error: float | None) -> float | None:
 
 
 def _is_finite(gradients: Gradients) -> bool:
-    parts = (part for gradient in gradients.values() for part in gradient if part is not None)
-    return all(bool(part.to_dense().isfinite().all()) for part in parts)
+    return all(bool(gradient.isfinite().all()) for gradient in gradients.values())

@@ -7,11 +7,12 @@ updated, so that what a later optimizer sees is not a consequence of what an ear
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,8 +29,8 @@ from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import chunk, map_leaves, map_tensors
 from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
 
-Gradients = dict[str, tuple[Tensor | None, ...]]
-"""The gradients that each optimizer sees at each of its steps, in order; of a plain workload only `GRADIENT`."""
+Gradients = dict[str, Tensor]
+"""The gradient that each optimizer sees at each of its steps, as one row; of a plain workload only `GRADIENT`."""
 
 GRADIENT = "gradient"
 
@@ -58,9 +59,9 @@ class _Quiet(TorchFunctionMode):
             raise TooDearError
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in _DROPOUTS or name == "native_dropout":
+        if _DROPOUT.fullmatch(name) or name == "native_dropout":
             given = args[0] if args else named["input"]
-            return given if name in _DROPOUTS else (given, torch.ones_like(given, dtype=torch.bool))
+            return (given, torch.ones_like(given, dtype=torch.bool)) if name == "native_dropout" else given
         if name in _RECURRENT:  # its dropout is the only float among positional arguments
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif name in _WITH_DROPOUT:
@@ -72,11 +73,7 @@ class _Quiet(TorchFunctionMode):
         return func(*args, **named)
 
 
-_DROPOUTS = {
-    f"{kind}{suffix}"
-    for kind in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
-    for suffix in ("", "_")
-} | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+_DROPOUT = re.compile("(feature_)?(alpha_)?dropout([123]d)?_?")
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of `dropout_p` among the positional arguments."""
@@ -86,10 +83,7 @@ _DROPPING = re.compile("drop|stochasticdepth", re.IGNORECASE)
 
 
 class QuietCopy:
-    """A copy of a workload on the processor, and one batch of at least two samples.
-
-    Args:
-        shares: Samples on each of two devices; they add up to the batch.
+    """A copy of a workload on the processor, and one batch, whose samples are shared out over two devices.
 
     Attributes:
         saved_bytes: What autograd held for the backward of the last run of the whole batch.
@@ -159,18 +153,18 @@ class QuietCopy:
 
         with self._alike():
             found = self._run(self.trainee.models, map_leaves(flipped, self.batch), scale=_SCALE)
-        if self.workload.step is not None:
-            return found
-        return {GRADIENT: tuple(None if part is None else part / _SCALE for part in found[GRADIENT])}
+        return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:
-        """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it.
+        """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it."""
 
-        Args:
-            reduce: How scalar outputs are combined. Default: by samples, or of a sum added up.
-        """
+        def wrapped(module: nn.Module) -> nn.Module:
+            wrapper = wrapper_for(self.workload, self.shares)(module)
+            wrapper.reduce = reduce or wrapper.reduce
+            return wrapper
+
         with self._alike():
-            return self._run(self.trainee.wrapped(self._wrapper(reduce)), self.batch)
+            return self._run(self.trainee.wrapped(wrapped), self.batch)
 
     def parts(self, *, put_back: bool = False) -> list[Gradients]:
         """Return the gradient of each of two micro-batches, not weighted yet.
@@ -216,7 +210,7 @@ class QuietCopy:
             (workload.loss(models, batch) * scale).backward()
         else:
             workload.step(models, self.trainee.optimizers, on_first_device(batch, models))
-        found = self._seen or {GRADIENT: tuple(parameter.grad for parameter in self._parameters)}
+        found = self._seen or {GRADIENT: _gradient_of(self._parameters)}
         for parameter in self._parameters:
             parameter.grad = None
         return found
@@ -248,14 +242,6 @@ class QuietCopy:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def _wrapper(self, reduce: Reduce | None) -> Callable[[nn.Module], nn.Module]:
-        def wrapped(module: nn.Module) -> nn.Module:
-            wrapper = wrapper_for(self.workload, self.shares)(module)
-            wrapper.reduce = reduce or wrapper.reduce
-            return wrapper
-
-        return wrapped
-
     def _record(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer's step look at its gradients instead of using them."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -269,7 +255,7 @@ class QuietCopy:
                     loss = closure()
             steps = 1 if name not in self._seen else steps + 1
             subject = name if steps == 1 else f"{name}, step {steps}"
-            self._seen[subject] = tuple(None if p.grad is None else p.grad.detach().clone() for p in parameters)
+            self._seen[subject] = _gradient_of(parameters)
             return loss
 
         optimizer.step = step  # type: ignore[method-assign]  # a twin, thrown away after the check
@@ -297,6 +283,13 @@ def named_models(models: Any) -> list[tuple[str, nn.Module]]:
     return [(str(position), model) for position, model in enumerate(models)]
 
 
+def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the gradients of parameters in a row; those that have none count as zeros."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
+    real = (torch.view_as_real(part) if part.is_complex() else part for part in parts)
+    return torch.cat([part.reshape(-1).double() for part in real])
+
+
 def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
     """Return ``|found - whole| / |whole|`` for each gradient.
 
@@ -305,22 +298,13 @@ def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
     errors = {}
     for subject, gradient in whole.items():
         other = found.get(subject)
-        if other is None or len(other) != len(gradient):
-            errors[subject] = float("inf")
+        if other is None or other.shape != gradient.shape:
+            errors[subject] = math.inf
             continue
-        difference = sum(_square(a, b) for a, b in zip(other, gradient, strict=True))
-        size = sum(_square(a, None) for a in gradient) or sum(_square(a, None) for a in other)
-        error = (difference / size) ** 0.5 if size else 0.0
-        errors[subject] = error if error == error else float("inf")  # noqa: PLR0124  # NaN is unlike itself
+        size = float(gradient.norm()) or float(other.norm())
+        error = float((other - gradient).norm()) / size if size else 0.0
+        errors[subject] = math.inf if math.isnan(error) else error
     return errors
-
-
-def _square(a: Tensor | None, b: Tensor | None) -> float:
-    """Return the squared length of a difference; None counts as zeros."""
-    parts = [tensor.to_dense().double() for tensor in (a, b) if tensor is not None]
-    if not parts:
-        return 0.0
-    return float((parts[0] - parts[1] if len(parts) == 2 else parts[0]).square().sum())
 
 
 def _seed(seed: int) -> None:

@@ -22,6 +22,7 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
 from autosplit.rng import kept_rng
+from autosplit.solve.split import whole_number
 from autosplit.workload.sample_batch import generators_of
 
 GAIN = 1.05
@@ -51,6 +52,10 @@ MEMORY_SHARE = 0.9
 Timer = Callable[[LoaderSettings], TimedLoader]
 
 
+class _TimeIsUpError(Exception):
+    """No other setting is tried."""
+
+
 def measure_loader(
     loader: DataLoader[Any], *, processes: int | None = None, time_limit_s: float = 60.0
 ) -> MeasuredLoader:
@@ -70,8 +75,7 @@ def measure_loader(
         UserCodeError: The data set raised.
     """
     processes = _processes() if processes is None else processes
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise InputError(f"processes is {processes!r}; expected how many of this machine load, 1 or more")
+    whole_number("processes", processes, minimum=1)
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60")
     _check(loader)
@@ -146,51 +150,45 @@ def search(
     tried: list[TimedLoader] = []
     notes: list[str] = []
 
-    def gains(settings: LoaderSettings) -> bool | None:
-        """Time settings unless they were; tell whether they beat all others by enough, None where the time is up."""
+    def gains(settings: LoaderSettings) -> bool:
+        """Time settings unless they were; tell whether they beat all others by enough."""
         if any(one.settings == settings for one in tried):
             return False
         if tried and is_over():
-            return None
+            raise _TimeIsUpError
         best = max((one.samples_per_s for one in tried), default=0.0)
         tried.append(timer(settings))
         return tried[-1].samples_per_s > GAIN * best
 
-    in_time = _time_workers(gains, most_workers, fits, notes)
-    best = fewest_of_the_fastest(tried).settings
-    if best.num_workers:
-        for prefetch in PREFETCH_FACTORS[1:]:
-            gained = gains(replace(best, prefetch_factor=prefetch))
-            in_time = in_time and gained is not None
-            if not gained:
+    try:
+        _time_workers(gains, most_workers, fits, notes)
+        best = fewest_of_the_fastest(tried).settings
+        for prefetch in PREFETCH_FACTORS[1:] if best.num_workers else ():
+            if not gains(replace(best, prefetch_factor=prefetch)):
                 break
-    if present.num_workers <= most_workers:
-        in_time = gains(present) is not None and in_time
-    if pins:
-        pinned = replace(fewest_of_the_fastest(tried).settings, pin_memory=True)
-        in_time = gains(pinned) is not None and in_time
-    if not in_time:
+        if present.num_workers <= most_workers:
+            gains(present)
+        if pins:
+            gains(replace(fewest_of_the_fastest(tried).settings, pin_memory=True))
+    except _TimeIsUpError:
         notes.append("the time was up before every setting was tried: a larger time_limit_s tries more")
     return tried, notes
 
 
 def _time_workers(
-    gains: Callable[[LoaderSettings], bool | None], most: int, fits: Callable[[int, int], bool], notes: list[str]
-) -> bool:
-    """Time more workers while they gain, with a note where memory ends that; tell whether the time sufficed."""
+    gains: Callable[[LoaderSettings], bool], most: int, fits: Callable[[int, int], bool], notes: list[str]
+) -> None:
+    """Time more workers while they gain, with a note where memory ends that."""
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
             notes.append(f"{workers} workers would take more than the host's free memory, by what {last} took")
-            return True
-        gained = gains(_settings(workers))
-        if gained is None:
-            return False
+            return
+        gained = gains(LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None))
         fruitless = 0 if gained else fruitless + 1
         if fruitless == MOST_FRUITLESS:
-            return True
+            return
         last = workers
-    return True
 
 
 def worker_counts(most: int) -> list[int]:
@@ -208,10 +206,6 @@ def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
     return min(
         near, key=lambda one: (not one.settings.pin_memory, one.settings.num_workers, one.settings.prefetch_factor or 0)
     )
-
-
-def _settings(workers: int) -> LoaderSettings:
-    return LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None)
 
 
 # ----------------------------------------------------------------------------------------------------------- timing

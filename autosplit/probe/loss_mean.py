@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autosplit.errors import WorkloadError
+from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.text import printable
 from autosplit.workload.batch import batch_size_of, map_tensors
 
@@ -24,9 +25,6 @@ from autosplit.workload.batch import batch_size_of, map_tensors
 class UnevenLossWarning(UserWarning):
     """A loss is no mean or sum over what a process can count of its own samples."""
 
-
-IGNORED = -100
-"""The label that losses leave out, unless they are told another."""
 
 MOST_SAMPLES = 8
 """Samples looked at, in search of two that the rules count differently."""
@@ -52,7 +50,7 @@ def count_by(rule: str, batch: Any) -> int:
         return batch_size_of(batch)
     if rule == "shifted labels" and "shift_labels" not in batch:
         labels = labels[..., 1:]
-    return int(labels.ne(IGNORED).sum())
+    return int(labels.ne(IGNORED_LABEL).sum())
 
 
 def labels_of(batch: Any) -> Any:
@@ -96,11 +94,7 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
 
 
 def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule of a loss as `fitting_rule` does, where other people's code makes it, which may fail untrained.
-
-    Warns:
-        UnevenLossWarning: It failed; the rule is `otherwise`.
-    """
+    """Find the rule of a loss as `fitting_rule` does; warn where other people's code makes it and fails."""
     try:
         return fitting_rule(loss_of, batch, otherwise=otherwise)
     except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer

@@ -62,9 +62,9 @@ def rule_of(
             return Rule("samples", reduction="mean")
         if workload.loss_reduction == "mean" and fits((1.0, 1.0), normed=False):
             return Rule("samples", reduction="sum")
-    for counted in _countable(micro_batches, workload):
-        if fits(counted.counts):
-            return Rule(counted.over, count=counted.expression)
+    for over, expression, counts in _countable(micro_batches, workload):
+        if fits(counts):
+            return Rule(over, count=expression)
     weights = mixing.solution()
     if weights is None or min(weights) <= 0 or abs(sum(weights) - 1) > 100 * tolerance:
         return None
@@ -85,8 +85,8 @@ class Mixing:
     def of(cls, whole: Gradients, parts: Sequence[Gradients]) -> Mixing:
         """Take the inner products."""
         g, (a, b) = whole[GRADIENT], [part[GRADIENT] for part in parts]
-        size = _inner(g, g) or 1.0
-        ga, gb, aa, ab, bb = (_inner(x, y) / size for x, y in ((g, a), (g, b), (a, a), (a, b), (b, b)))
+        size = float(g @ g) or 1.0
+        ga, gb, aa, ab, bb = (float(x @ y) / size for x, y in ((g, a), (g, b), (a, a), (a, b), (b, b)))
         return cls(ga, gb, aa, ab, bb)
 
     def error(self, weights: tuple[float, float]) -> float:
@@ -106,20 +106,10 @@ class Mixing:
         )
 
 
-def _inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
-    pairs = ((x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None)
-    return sum(float((x.to_dense().double() * y.to_dense().double()).sum()) for x, y in pairs)
-
-
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
     """Add up two micro-batches' gradients with weights, as accumulation does."""
-
-    def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
-        return sum(weighted[1:], weighted[0]) if weighted else None
-
     first, second = (part[GRADIENT] for part in parts)
-    return {GRADIENT: tuple(added(a, b) for a, b in zip(first, second, strict=True))}
+    return {GRADIENT: (first * weights[0]).add_(second, alpha=weights[1])}
 
 
 def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
@@ -164,20 +154,11 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
     return {**batch, "labels": labels}
 
 
-# What can be counted in a batch
+def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks.
 
-
-@dataclass(frozen=True)
-class _Counted:
-    """A countable of a batch: in words, as Python that counts it in `batch`, and counted in each micro-batch."""
-
-    over: str
-    expression: str
-    counts: tuple[float, float]
-
-
-def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[_Counted]:
-    """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks."""
+    Each in words, as Python that counts it in `batch`, and counted in the two micro-batches.
+    """
     loss_fn: Any = workload.loss_fn
     own = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
     ignored = [*([own] if isinstance(own, int) else []), IGNORED_LABEL, 0, -1]
@@ -188,16 +169,16 @@ def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[_Co
             continue
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
             counts = float(tensor.sum()), float(other.sum())
-            yield _Counted(f"what batch{path} marks", f"int(batch{path}.sum())", counts)
+            yield f"what batch{path} marks", f"int(batch{path}.sum())", counts
             continue
         for value in dict.fromkeys([*ignored, int(tensor.flatten().mode().values)]):  # padding is common
             over = f"the labels that are not {value}"
             counts = float((tensor != value).sum()), float((other != value).sum())
-            yield _Counted(over, f"int((batch{path} != {value}).sum())", counts)
+            yield over, f"int((batch{path} != {value}).sum())", counts
             if tensor.dim() > 1:
                 less = f"{over}, the first of each sample left out"
                 counts = float((tensor[:, 1:] != value).sum()), float((other[:, 1:] != value).sum())
-                yield _Counted(less, f"int((batch{path}[:, 1:] != {value}).sum())", counts)
+                yield less, f"int((batch{path}[:, 1:] != {value}).sum())", counts
 
 
 def _leaves(batch: Any) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from autosplit.workload.batch import tensors_of
-
-# Norms over the batch
 
 
 @dataclass
@@ -41,31 +40,25 @@ class NormSeen:
 @contextmanager
 def watching_norms(
     modules: list[tuple[str, nn.Module]], shares: tuple[int, int], micro_sizes: tuple[int, int]
-) -> Iterator[list[NormSeen]]:
-    """Yield the BatchNorms that run with the statistics of the whole batch, filled while the model runs.
+) -> Iterator[dict[str, NormSeen]]:
+    """Yield the BatchNorms that run with the statistics of the whole batch by their paths, as the model runs.
 
     Each one's output is compared with that of its input cut as the devices' shares and as the micro-batches.
     """
-    found: list[NormSeen] = []
+    found: dict[str, NormSeen] = {}
 
-    def watch(path: str, norm: _BatchNorm) -> RemovableHandle:
-        seen = NormSeen(path, norm)
-
-        def look(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-            looks_at_the_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
-            if not (args and isinstance(args[0], Tensor) and looks_at_the_batch):
-                return
-            if not any(known is seen for known in found):
-                found.append(seen)
-            seen.split_error = max(seen.split_error, _cut_error(norm, args[0].detach(), shares))
-            seen.accumulation_error = max(seen.accumulation_error, _cut_error(norm, args[0].detach(), micro_sizes))
-
-        return norm.register_forward_hook(look)
+    def look(path: str, norm: Any, args: tuple[Any, ...], _: Any) -> None:
+        looks_at_the_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+        if not (args and isinstance(args[0], Tensor) and looks_at_the_batch):
+            return
+        seen = found.setdefault(path, NormSeen(path, norm))
+        seen.split_error = max(seen.split_error, _cut_error(norm, args[0].detach(), shares))
+        seen.accumulation_error = max(seen.accumulation_error, _cut_error(norm, args[0].detach(), micro_sizes))
 
     with ExitStack() as hooks:
         for path, module in modules:
             if isinstance(module, _BatchNorm):
-                hooks.enter_context(watch(path, module))
+                hooks.enter_context(module.register_forward_hook(partial(look, path)))
         yield found
 
 
@@ -95,26 +88,17 @@ def freeze(norms: list[NormSeen]) -> None:
             norm.running_var = torch.ones(norm.num_features, dtype=like.dtype)
 
 
-# Random numbers
-
-
-@dataclass
-class Draws:
-    """Whether random numbers were drawn within the forward of a model, and not only around it."""
-
-    inside: bool = False
-
-
 @contextmanager
-def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
-    """Yield whether models that are called with the batch draw random numbers in their forwards, once they have run."""
-    draws, begun = Draws(), [_random_state()]
+def watching_draws(models: list[nn.Module]) -> Iterator[list[bool]]:
+    """Yield of each forward of a model, once it has run, whether random numbers were drawn within, not around it."""
+    draws: list[bool] = []
+    begun = [_random_state()]
 
     def before(*_: Any) -> None:
         begun[0] = _random_state()
 
     def after(*_: Any) -> None:
-        draws.inside = draws.inside or begun[0] != _random_state()
+        draws.append(begun[0] != _random_state())
 
     with ExitStack() as hooks:
         for model in models:
@@ -127,9 +111,6 @@ def _random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     of_numpy = "" if numpy is None else repr(numpy.random.get_state())
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
-
-
-# Fingerprints of what goes through each module
 
 
 @dataclass(frozen=True)
@@ -185,11 +166,7 @@ class Prints:
 
 @contextmanager
 def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], sizes: tuple[int, ...]) -> Iterator[Prints]:
-    """Yield a fingerprint of every input and output of every module, filled while the models run.
-
-    Args:
-        models: Those among them that are called with the batch, or its parts in turn.
-    """
+    """Yield a fingerprint of every input and output of every module, filled while the models run; see `Prints`."""
     prints = Prints(models, sizes)
     with ExitStack() as hooks:
         for path, module in modules:

@@ -47,9 +47,8 @@ class Observations:
 
     def points(self) -> tuple[tuple[int, int, bool], ...]:
         """Return all sizes that were looked at, in order."""
-        known = {n: (n, nbytes, False) for n, nbytes in self.predicted.items()}
-        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
-        return tuple(known[n] for n in sorted(known))
+        known = {**self.predicted, **self.ran}
+        return tuple((n, known[n], n in self.ran) for n in sorted(known))
 
 
 @dataclass
@@ -215,11 +214,7 @@ class Prober(Stopwatch):
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
 
         A peak bends where another moment of the step becomes the fullest, so the plane is laid where it is needed:
-        at the edge of what fits.
-
-        Args:
-            share: About the most that device 0 holds.
-            elsewhere: About the most that the others hold together.
+        at the edge of what fits, with about the most that device 0 holds, and the others together.
         """
         # Of one sample nothing has to be copied to lie in order: it is on no line with others.
         least = max(self.least_batch(), 2 if share > 2 else 1)
@@ -242,8 +237,6 @@ class Prober(Stopwatch):
         Args:
             traced: The plane by traces, whose shape it keeps: two steps tell by how much its slopes are off. Without
                 it three steps make the plane.
-            share: About the most that device 0 holds.
-            others: About the most that each of the others holds.
         """
         least = self.least_batch()
 

@@ -121,12 +121,7 @@ def checked_request(
     name: str | None = None,
     seed: int = 0,
 ) -> Request:
-    """Check the arguments of `tune` that do not concern the workload; see there.
-
-    Raises:
-        InputError: One that can't be used.
-        DeviceError: Devices that are unknown or absent.
-    """
+    """Check the arguments of `tune` that do not concern the workload; see there."""
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("profile", profile, PROFILES)
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
@@ -169,42 +164,27 @@ def checked_request(
 
 
 def effective_range(value: Any) -> tuple[int, int] | None:
-    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None.
-
-    Returns:
-        The least and the most samples of an optimizer step, equal for a number; None for None.
-
-    Raises:
-        InputError: It is none of these.
-    """
+    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None: both ends."""
     if value is None:
         return None
-    ends = value.split(":") if isinstance(value, str) else value
-    if isinstance(ends, (tuple, list)):
-        if len(ends) == 2:
-            least, most = (_whole_text(end) if isinstance(end, str) else end for end in ends)
-            least = whole_number("effective_batch_size", least, minimum=1)
-            name = "the end of effective_batch_size"
-            most = whole_number(name, most, minimum=1)
-            if most < least:
-                raise InputError(
-                    f"effective_batch_size is {least}:{most}; expected the smaller end first; write {most}:{least}"
-                )
-            return least, _bounded(name, most)
-        if len(ends) != 1 or not isinstance(value, str):
-            raise InputError(
-                f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
-                "pass one of these"
-            )
-        value = _whole_text(value)
-    number = whole_number("effective_batch_size", value, minimum=1)
-    return number, _bounded("effective_batch_size", number)
-
-
-def _bounded(name: str, samples: int) -> int:
-    if samples > MOST_SAMPLES:
-        raise InputError(f"{name} is {samples}; expected at most {MOST_SAMPLES}; ask for fewer")
-    return samples
+    is_range = isinstance(value, (tuple, list)) or (isinstance(value, str) and ":" in value)
+    ends = (value.split(":") if isinstance(value, str) else value) if is_range else [value]
+    if is_range and len(ends) != 2:
+        raise InputError(
+            f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
+            "pass one of these"
+        )
+    names = ("effective_batch_size", "the end of effective_batch_size")[: len(ends)]
+    numbers = (_whole_text(end) if isinstance(end, str) else end for end in ends)
+    checked = [whole_number(name, number, minimum=1) for name, number in zip(names, numbers, strict=True)]
+    least, most = checked[0], checked[-1]
+    if most < least:
+        raise InputError(
+            f"effective_batch_size is {least}:{most}; expected the smaller end first; write {most}:{least}"
+        )
+    if most > MOST_SAMPLES:
+        raise InputError(f"{names[-1]} is {most}; expected at most {MOST_SAMPLES}; ask for fewer")
+    return least, most
 
 
 def _check_name(name: object) -> None:

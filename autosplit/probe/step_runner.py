@@ -186,18 +186,8 @@ class StepRunner:
         return self._memories[shape].allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory alone, or trace it where memory is never filled.
-
-        Raises:
-            OutOfMemoryError: A device would hold more than it may.
-        """
-        return self.peaks(shape) if self.decides_by_steps else self._peaks_of(shape)
-
-    def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
-        """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
-        if self.decides_by_steps:
-            return ()  # the timed run measures them
-        if all(device.budgeted for device in self.runtime.devices):
+        """Run a step for its memory alone, or trace it where memory is never filled; either may run out of it."""
+        if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
         limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
@@ -214,11 +204,7 @@ class StepRunner:
         return peaks
 
     def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step, once for each shape; its repeats count as steps run.
-
-        Raises:
-            OutOfMemoryError: A device ran out of memory.
-        """
+        """Time a step, once for each shape; its repeats count as steps run."""
         if shape not in self._measured:
             try:
                 self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
@@ -248,16 +234,12 @@ class StepRunner:
         rest are alike.
 
         Args:
-            budget_s: For each thing that is timed.
             copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
-
-        Raises:
-            OutOfMemoryError: A device would hold more than it may.
         """
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
-        peaks = self._peaks_of(begin)
+        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # there the timed run measures them
         timed = self.measured(begin, budget_s=budget_s)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:

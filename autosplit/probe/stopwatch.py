@@ -74,11 +74,7 @@ class Stopwatch(StepRunner):
         return sorted(timed, key=lambda size: size.samples)
 
     def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
-        """Time a micro-step of one device as a DDP rank.
-
-        Raises:
-            OutOfMemoryError: It ran out of memory.
-        """
+        """Time a micro-step of one device as a DDP rank."""
         self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
@@ -91,9 +87,6 @@ class Stopwatch(StepRunner):
 
         Args:
             needed: So many samples have to run at once, whether that pays or not.
-
-        Raises:
-            DoesNotFitError: Not even one sample fits.
         """
         capacity_bytes = self.runtime.capacities_bytes[0]
         before = self.counts.steps

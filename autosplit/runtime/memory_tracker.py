@@ -31,12 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.devices.transfer import (
+    ACTIVE,
     HOST,
     TRANSFER_INTO_OP,
     TRANSFER_OP,
     Placement,
-    activate_placement,
-    deactivate_placement,
 )
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
@@ -213,14 +212,14 @@ class Tracker(TorchDispatchMode, Placement):
         return len(self.labels)
 
     def __enter__(self) -> Tracker:
-        self._token = activate_placement(self)
+        self._token = ACTIVE.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         assert self._token is not None
-        deactivate_placement(self._token)
+        ACTIVE.reset(self._token)
         self._token = None
         # A storage outlives its tracker wherever the user keeps it; its finalizer must not.
         for held in self._held.values():

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import AutosplitError, WorkloadError, advise
 
 T = TypeVar("T")
@@ -37,28 +38,35 @@ class Whole(Generic[T]):
     value: T
 
 
-def is_namedtuple(value: object) -> bool:
-    """Tell whether a value is a namedtuple, which is built from positional arguments."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+def children_of(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return what a container holds, each with its place in it, as ``[0]`` or ``.mask``; None for a leaf."""
+    if isinstance(tree, Whole):
+        return None
+    if isinstance(tree, (tuple, list)):
+        return [(f"[{index}]", item) for index, item in enumerate(tree)]
+    # Before dataclasses: a ModelOutput is one and an OrderedDict, and is built as a mapping.
+    if isinstance(tree, (Mapping, UserDict)):
+        return [(f"[{key!r}]", item) for key, item in tree.items()]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Rebuild a tree with each leaf replaced; a `Whole` is a leaf, and containers keep their types."""
-    if isinstance(tree, Whole):
+    children = children_of(tree)
+    if children is None:
         return function(tree)
-    if is_namedtuple(tree):
-        return type(tree)(*(map_leaves(function, item) for item in tree))
+    return with_children(tree, [map_leaves(function, item) for _, item in children])
+
+
+def with_children(tree: Any, items: list[Any]) -> Any:
+    """Make a container like another one, whose `children_of` are others."""
     if isinstance(tree, (tuple, list)):
-        items = [map_leaves(function, item) for item in tree]
-        return items if type(tree) is list else type(tree)(items)
-    # Before mappings in general: a ModelOutput is a dataclass and an OrderedDict, and is built as a mapping.
-    if isinstance(tree, (Mapping, UserDict)):
-        return rebuilt(tree, {key: map_leaves(function, item) for key, item in tree.items()})
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return rebuilt(
-            tree, {field.name: map_leaves(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
-        )
-    return function(tree)
+        # A namedtuple is built from positional arguments.
+        return type(tree)(*items) if hasattr(tree, "_fields") else items if type(tree) is list else type(tree)(items)
+    keys = tree if isinstance(tree, (Mapping, UserDict)) else [field.name for field in dataclasses.fields(tree)]
+    return rebuilt(tree, dict(zip(keys, items, strict=True)))
 
 
 def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
@@ -86,19 +94,11 @@ def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
 
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf."""
-    if isinstance(tree, Whole):
+    children = children_of(tree)
+    if children is None:
         yield name, tree
-    elif isinstance(tree, (tuple, list)):
-        for index, item in enumerate(tree):
-            yield from named_leaves(item, f"{name}[{index}]")
-    elif isinstance(tree, (Mapping, UserDict)):
-        for key, item in tree.items():
-            yield from named_leaves(item, f"{name}[{key!r}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from named_leaves(getattr(tree, field.name), f"{name}.{field.name}")
-    else:
-        yield name, tree
+    for place, item in children or ():
+        yield from named_leaves(item, name + place)
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -143,9 +143,6 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
 
     Args:
         may_be_empty: Return 0 for a batch without samples instead of refusing it.
-
-    Raises:
-        WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
     """
     candidates = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not candidates:
@@ -157,7 +154,8 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
         )
     counts = Counter(tensor.size(dim) for tensor in candidates)
     for size, _ in counts.most_common():
-        if all(is_batched(tensor, size, dim, _other_sizes(candidates, size, dim)) is not None for tensor in candidates):
+        others = {1, *_other_sizes(candidates, size, dim)}
+        if all(one.size(dim) in (size, 1) or all(extent in others for extent in one.shape) for one in candidates):
             if size == 0 and not may_be_empty:
                 raise WorkloadError(
                     f"the batch is empty: dimension {dim} of {_shapes(tree)} has 0 samples; "
@@ -222,16 +220,6 @@ def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
     return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 
 
-def is_batched(tensor: Tensor, size: int, dim: int, other_sizes: set[int]) -> bool | None:
-    """Tell whether a tensor holds samples (True), is shared by all of them (False), or neither fits (None)."""
-    if tensor.dim() <= dim:
-        return False
-    if tensor.size(dim) == size:
-        return True
-    shared = tensor.size(dim) == 1 or all(extent == 1 or extent in other_sizes for extent in tensor.shape)
-    return False if shared else None
-
-
 def _shapes(tree: Any) -> str:
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
     return f"shapes {shapes}" if shapes else f"a {type(tree).__name__}"
@@ -268,6 +256,18 @@ def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = No
         _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim)  # type: ignore[misc]
         for start, n in zip(starts, sizes, strict=True)
     ]
+
+
+def placed_on(device: int, tree: Any) -> Any:
+    """Move a batch to a device of the active placement, without its `Whole` marks."""
+    placement = active_placement()
+    assert placement is not None
+
+    def move(tensor: Tensor) -> Tensor:
+        source = placement.device_of(tensor)
+        return tensor if source == device else transfer(tensor, source, device, "input")
+
+    return map_tensors(move, tree)
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

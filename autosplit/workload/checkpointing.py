@@ -37,11 +37,7 @@ class Checkpointing:
         return f"{which} {'layer' if self.kinds == (AUTO,) else self._kinds_text()} checkpointed"
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse several models, and one that has no such layer.
-
-        Raises:
-            WorkloadError: That is so.
-        """
+        """Refuse several models, and one that has no such layer."""
         if len(modules) > 1:
             raise WorkloadError(
                 f"checkpointing is given for {len(modules)} models; expected one: a plan names the layers of that; "
@@ -50,11 +46,7 @@ class Checkpointing:
         self.names_in(modules[0])
 
     def names_in(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the layers' names in a model, the outermost of those that are within each other.
-
-        Raises:
-            WorkloadError: The model has none, or checkpoints some already.
-        """
+        """Return the layers' names in a model, the outermost of those that are within each other."""
         found = [*_outermost(model, self._is_one)]
         if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
             raise WorkloadError(
@@ -81,11 +73,7 @@ class Checkpointing:
 
 
 def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
-    """Read what `tune` was given: the ways of checkpointing to search; a lone None for the model as it is.
-
-    Raises:
-        WorkloadError: It is neither "auto" nor classes of layers.
-    """
+    """Read what `tune` was given: the ways of checkpointing to search; a lone None for the model as it is."""
     if value is None:
         return (None,)
     given = value.split(",") if isinstance(value, str) else value

@@ -98,7 +98,9 @@ class Describer:
         if isinstance(value, (tuple, list)):
             return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
         if isinstance(value, (set, frozenset)):
-            return [qualified_name(type(value)), len(value), _members(value)]
+            # Its order changes from process to process.
+            members = None if len(value) > _VALUES else digest_of(sorted(map(_text, value)))
+            return [qualified_name(type(value)), len(value), members]
         if isinstance(value, (Mapping, UserDict)):
             pairs = [[str(key), self.of(item, depth)] for key, item in list(value.items())[:_ITEMS]]
             return [qualified_name(type(value)), len(value), pairs]
@@ -141,8 +143,6 @@ class Describer:
             others = {name: item for name, item in others.items() if _is_plain(item)}
         return {name: self.of(item, depth) for name, item in others.items()}
 
-    # Code
-
     def _function(self, function: Any, depth: int) -> Any:
         code = function.__code__
         described = [
@@ -169,8 +169,6 @@ class Describer:
             if is_code or not key.startswith("__"):
                 members[key] = self.of(function, depth)
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
-
-    # Modules
 
     def tree(self, module: Any, depth: int = 0) -> list[Any]:
         """Return each module of a model with its class and plain attributes."""
@@ -251,11 +249,6 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return False
     items = list(value.values() if isinstance(value, Mapping) else value)[:_ITEMS]
     return all(_is_plain(item, depth + 1) for item in items)
-
-
-def _members(values: Any) -> str | None:
-    """Return a digest of a set's members, whose order changes from process to process; None of a large one."""
-    return None if len(values) > _VALUES else digest_of(sorted(map(_text, values)))
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,14 +14,7 @@ FITS = (*COPYING, "eval")
 
 
 def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return what has to fit besides the training step, in the order of `FITS`.
-
-    Args:
-        given: Names, or a text of them with commas.
-
-    Raises:
-        WorkloadError: There is no such thing.
-    """
+    """Return what has to fit besides the training step, of names or a text of them, in the order of `FITS`."""
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
     if wrong:

@@ -72,16 +72,11 @@ def load_workload(spec: str, **options: Any) -> Workload | Callable[[], Workload
 
     Args:
         spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The name's default is ``workload``.
-            Or a model's name, as for `Workload.from_name`.
-        **options: Those of `Workload.from_name`, for a model's name.
+            Or a model's name, as for `Workload.from_name`, whose options go with it.
 
     Returns:
         A `Workload`; or, where the name is a function that returns one, or a model's, what can be called for it and
         can be sent to another process, so that its caller decides where the model is built.
-
-    Raises:
-        InputError: There is no such file, module or name, or it is something else.
-        UserCodeError: The file itself raised, or is not Python.
     """
     if is_model_name(spec):
         return _by_name(spec, options)
@@ -120,10 +115,6 @@ def load_loader(spec: str) -> Any:
     """Run the file that a spec names, ``FILE[:NAME]`` as for `load_workload`, and return its DataLoader.
 
     The name's default is ``loader``; it is that of the DataLoader, or of a function that returns it.
-
-    Raises:
-        InputError: There is no such file or module, or nothing of that name in it.
-        UserCodeError: The file itself raised, or is not Python.
     """
     place, name = split_spec(spec, "loader")
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)

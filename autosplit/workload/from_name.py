@@ -62,12 +62,7 @@ class ModelParts:
 def model_by_name(
     spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
 ) -> Callable[[], ModelParts]:
-    """Return the function that builds what a name stands for; see `Workload.from_name`.
-
-    Raises:
-        InputError: There is no such model, it is not one that can be built from its configuration, or an option is
-            not for it.
-    """
+    """Return the function that builds what a name stands for; see `Workload.from_name`."""
     scheme, _, name = spec.partition(":")
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

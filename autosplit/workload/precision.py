@@ -22,14 +22,7 @@ Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 
 
 
 def precision_list(value: Any) -> tuple[str | None, ...]:
-    """Read the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``, or None.
-
-    Returns:
-        Each once, in order; a lone None for what the workload says itself.
-
-    Raises:
-        WorkloadError: One that is unknown, or none at all.
-    """
+    """Read the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``; or None."""
     if value is None:
         return (None,)
     names = value.split(",") if isinstance(value, str) else value

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.workload.batch import batch_size_of, leaves_of, map_tensors
+from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
@@ -29,9 +29,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     Args:
         loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
             with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
-
-    Raises:
-        WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(f"batches is {batches!r}; expected how many to draw from the loader, 1 or more")
@@ -104,10 +101,5 @@ def _ragged(tree: Any) -> str | None:
         return "PackedSequence"
     if isinstance(tree, Tensor):
         return "nested tensor" if tree.is_nested else None
-    if isinstance(tree, (tuple, list)):
-        items: Iterable[Any] = tree
-    elif isinstance(tree, (Mapping, UserDict)):
-        items = tree.values()
-    else:
-        return None
-    return next((kind for kind in map(_ragged, items) if kind is not None), None)
+    found = (_ragged(item) for _, item in children_of(tree) or ())
+    return next((kind for kind in found if kind is not None), None)

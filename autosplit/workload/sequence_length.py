@@ -23,10 +23,6 @@ def at_length(workload: Workload, length: int) -> Workload:
     The length of the sample batch is the first dimension beside the batch of its first tensor with one. Every other
     dimension of that size is cropped, or repeated, in all tensors: masks of length by length, too. Where that is not
     what another length is, `make_batch` takes it: ``make_batch(n, length=length)``.
-
-    Raises:
-        WorkloadError: No tensor has such a dimension, or `make_batch` takes no length, or makes nothing of it.
-        UserCodeError: `make_batch` raised.
     """
     size, dim = workload.sample_batch_size, workload.batch_dim
     if workload.make_batch is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autosplit.devices.transfer import HOST, active_placement, transfer
+from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.workload.batch import (
     COLLATED,
@@ -25,6 +25,7 @@ from autosplit.workload.batch import (
     is_list_of_samples,
     map_tensors,
     named_leaves,
+    placed_on,
     resize,
     tensors_of,
     unmarked,
@@ -431,14 +432,14 @@ def _beside(outputs: Any, targets: Any) -> Any:
     if first is not None and placement is None:
         return map_tensors(lambda tensor: tensor.to(first.device), targets)
     home = HOST if first is None or placement is None else placement.device_of(first)
-    return targets if home == HOST else _placed_on(home, targets)
+    return targets if home == HOST else placed_on(home, targets)
 
 
 def on_first_device(batch: Any, model: Any) -> Any:
     """Move a batch to the first device of a step, where a user's own code expects it, and drop its marks."""
     batch = unmarked(batch)
     if active_placement() is not None:
-        return _placed_on(0, batch)
+        return placed_on(0, batch)
     parameter = _first_parameter(model)
     return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
 
@@ -452,17 +453,6 @@ def modules_of(models: Any) -> list[nn.Module]:
     if isinstance(models, nn.Module):
         return [models]
     return list(models.values()) if isinstance(models, Mapping) else list(models)
-
-
-def _placed_on(device: int, tree: Any) -> Any:
-    placement = active_placement()
-    assert placement is not None
-
-    def move(tensor: Tensor) -> Tensor:
-        source = placement.device_of(tensor)
-        return tensor if source == device else transfer(tensor, source, device, "input")
-
-    return map_tensors(move, tree)
 
 
 def optimizers_of(values: Any) -> list[Any]:

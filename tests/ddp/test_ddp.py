@@ -124,23 +124,6 @@ class TestRankSlices:
             sampler.resume(20)
         assert [a + b for a, b in zip(*ranks, strict=True)] == list(whole)
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ((2, (2, 6)), "rank is 2, but there are batch sizes for 2 ranks; expected a rank below that"),
-            ((-1, (2, 6)), "rank is -1"),
-            ((0, (2, -6)), "the batch size of rank 1 is -6"),
-            ((0, (0, 0)), r"the ranks' batch sizes are \(0, 0\); expected at least one above 0"),
-        ],
-    )
-    def test_bad_slices(self, arguments: tuple[Any, ...], message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            RankSlice(*arguments)
-
-    def test_a_slice_of_another_batch(self) -> None:
-        with pytest.raises(InputError, match=r"batch_size is 9, but the ranks' batch sizes \(2, 6\) add up to 8"):
-            ScheduledBatchSampler(45, 9, 20, rank_slice=RankSlice(0, (2, 6)))
-
     def test_counts_of_one_rank_say_nothing_of_the_others(self) -> None:
         loader = DataLoader(range(45), batch_sampler=samplers(45, (2, 6), 20)[0])
         with pytest.raises(InputError, match="count is given, but the loader's batch sampler is one of 2 ranks'"):

@@ -16,6 +16,7 @@ from ranks import starting
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
@@ -23,11 +24,6 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
-
-try:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-except ImportError:
-    pytest.skip(f"torch {torch.__version__} has no fully_shard", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(240)  # the first test that asks for the processes waits for two or five of them
 

@@ -29,14 +29,14 @@ class FakeNvml:
     """pynvml, as far as it is asked; a card's `fails` names the functions that raise."""
 
     cards: list[FakeCard]
-    driver: str | bytes = "580.65.06"
+    driver: str = "580.65.06"
     NVML_TEMPERATURE_GPU: int = 0
     nvmlMemory_v2: int = 2
     asked_versions: list[int | None] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Callable:
         answers = {
-            "nvmlDeviceGetName": lambda card: card.name.encode(),
+            "nvmlDeviceGetName": lambda card: card.name,
             "nvmlDeviceGetUUID": lambda card: card.nvml_uuid or f"GPU-{card.uuid}",
             "nvmlDeviceGetPciInfo": lambda card: SimpleNamespace(domain=0, bus=card.bus, device=0),
             "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=37),
@@ -58,7 +58,7 @@ class FakeNvml:
 
         return call
 
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:
+    def nvmlSystemGetDriverVersion(self) -> str:
         return self.driver
 
     def nvmlDeviceGetCount(self) -> int:

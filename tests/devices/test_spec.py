@@ -326,7 +326,7 @@ def test_the_largest_spec_is_read():
 
 
 def test_cuda_specs(machine):
-    machine(FakeCuda(cards("a", "b", "c")), SimpleNamespace(nvmlSystemGetDriverVersion=lambda: b"580.1"))
+    machine(FakeCuda(cards("a", "b", "c")), SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "580.1"))
     assert [device.label for device in parse_devices("cuda")] == ["cuda:0", "cuda:1", "cuda:2"]
     assert parse_devices(None) == parse_devices("cuda") == list_devices()
     for spec in ("cuda:2,0", "cuda:2, cuda:0", ["cuda:2", torch.device("cuda", 0)], [torch.device("cuda:2"), "cuda:0"]):

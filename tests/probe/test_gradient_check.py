@@ -869,26 +869,32 @@ def test_figures_are_those_of_the_wrapper_and_of_steps():
 def test_weights_that_make_up_the_whole_are_found(weights, seed):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(2))
-    whole = {quiet.GRADIENT: (weights[0] * a + weights[1] * b,)}
-    if not float(whole[quiet.GRADIENT][0].norm()) > 1e-3:
+    whole = {quiet.GRADIENT: weights[0] * a + weights[1] * b}
+    if not float(whole[quiet.GRADIENT].norm()) > 1e-3:
         return
-    mixing = rules.Mixing.of(whole, [{quiet.GRADIENT: (a,)}, {quiet.GRADIENT: (b,)}])
+    mixing = rules.Mixing.of(whole, [{quiet.GRADIENT: a}, {quiet.GRADIENT: b}])
     assert mixing.solution() == pytest.approx(weights, abs=1e-6)
     assert mixing.error((weights[0], weights[1])) < 1e-6
     other = (weights[0] + 1.0, weights[1])
-    expected = float(a.norm() / whole[quiet.GRADIENT][0].norm())
+    expected = float(a.norm() / whole[quiet.GRADIENT].norm())
     assert mixing.error(other) == pytest.approx(expected, rel=1e-4)
 
 
 def test_relative_differences():
-    ones, none = torch.ones(4), None
-    assert quiet.relative({"a": (ones * 1.1, none)}, {"a": (ones, none)})["a"] == pytest.approx(0.1, rel=1e-5)
-    assert quiet.relative({"a": (none,)}, {"a": (ones,)}) == {"a": 1.0}
-    assert quiet.relative({"a": (none,)}, {"a": (none,)}) == {"a": 0.0}
-    assert quiet.relative({}, {"a": (ones,)}) == {"a": math.inf}
-    assert quiet.relative({"a": (ones * math.nan,)}, {"a": (ones,)}) == {"a": math.inf}
-    sparse = torch.eye(3).to_sparse()
-    assert quiet.relative({"a": (sparse,)}, {"a": (torch.eye(3),)}) == {"a": 0.0}
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    assert quiet.relative({"a": ones * 1.1}, {"a": ones})["a"] == pytest.approx(0.1, rel=1e-5)
+    assert quiet.relative({"a": zeros}, {"a": ones}) == {"a": 1.0}
+    assert quiet.relative({"a": zeros}, {"a": zeros}) == {"a": 0.0}
+    assert quiet.relative({}, {"a": ones}) == {"a": math.inf}
+    assert quiet.relative({"a": ones * math.nan}, {"a": ones}) == {"a": math.inf}
+
+
+def test_a_gradient_is_one_row():
+    dense, sparse, unused = (torch.ones(2, requires_grad=True) for _ in range(3))
+    dense.grad, sparse.grad = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0]).to_sparse()
+    turned = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+    turned.grad = torch.tensor([4 + 5j])
+    assert quiet._gradient_of([dense, sparse, unused, turned]).tolist() == [1, 2, 0, 3, 0, 0, 4, 5]
 
 
 # ------------------------------------------------------------------------------------------- plans, command line
