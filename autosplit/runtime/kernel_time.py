@@ -39,6 +39,9 @@ _TILES: Numbers = np.array(
 )[:, :, None]
 """Rows and columns that a block of threads takes on, of the kernels of cuBLAS and cuDNN."""
 
+_WARP_ROW = 1024
+"""Numbers of a row that a softmax keeps in the registers of a warp (ATen/native/cuda/SoftMax.cu)."""
+
 
 class KindRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates of a class of kernels.
@@ -81,6 +84,8 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         winograd: Times that a convolution over more than a point is faster on CUDA cores, by Winograd's algorithm.
         group_channels: Channels of a group from which on a grouped convolution is as good as it gets.
         group_exponent: By what power of its channels one of fewer reaches less.
+        long_row: Times that softmax takes longer for rows that a warp's registers do not hold: it reads them again. The
+            median of five cards' kernels at github.com/sitar-lab/NeuSight.
         fitted: What the figures were fitted to.
     """
 
@@ -92,6 +97,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     winograd: float
     group_channels: float
     group_exponent: float
+    long_row: float
     host: HostRates
     fitted: str = ""
 
@@ -136,6 +142,7 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     memory_s = numbers[1] * passes / spec.memory_bytes_per_s
     by_channel = _masks()[3][codes[0]]  # a block of threads for each channel
     memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
+    memory_s[_masks()[4][codes[0]] & (numbers[2] > _WARP_ROW)] *= rates.long_row
     seconds = np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
     limited = arithmetic_s > memory_s
     if spec.memory_power < 1.0 and limited.any():
@@ -146,7 +153,7 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
 
 @functools.cache
 def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
-    """Return which kinds are cut into tiles, which are by groups of channels, dense windows, and norms of planes."""
+    """Return which kinds are cut into tiles, are by groups of channels, dense windows, norms of planes, softmax."""
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
     tiled = ("matmul", "batched", *dense, *(f"{kind}_weight" for kind in dense))
@@ -155,6 +162,7 @@ def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
         np.array([kind.startswith("grouped") for kind in kinds]),
         np.array([kind.startswith("convolution") for kind in kinds]),
         np.array([kind in ("batch_norm", "batch_norm_backward") for kind in kinds]),
+        np.array([kind == "softmax" for kind in kinds]),
     )
 
 

@@ -28,7 +28,7 @@ class OpCost:
         flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
         rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
         product: What is multiplied: rows, columns, the dimension summed over, and how many such products; all 0 where
-            nothing is. Of an optimizer's kernel the first is the number of tensors.
+            nothing is. Of an optimizer's kernel the first is the number of tensors, of softmax the length of a row.
         part: Where its op was started from; the first kernel of an op alone has one, others cost the host nothing.
     """
 
@@ -167,12 +167,6 @@ _KIND_OF = {
     getattr(aten, name): kind for kind, names in _KINDS.items() for name in names.split() if hasattr(aten, name)
 }
 
-_SOFTMAX_ROW = 1024
-"""Numbers of a row that softmax keeps in a warp's registers (ATen/native/cuda/SoftMax.cu): a longer one is read twice.
-
-What that takes, ``softmax_long``, is the median of five cards' kernels in github.com/sitar-lab/NeuSight.
-"""
-
 _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds whose kernels are others where channels lie beside each other."""
 
@@ -251,8 +245,9 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
     kind = _KIND_OF.get(packet, "elementwise")
     if kind == "copy" and len({tensor.stride() for tensor in tensors}) == 1:
         kind = "elementwise"  # nothing changes its place
-    if kind == "softmax" and written[0].shape[next(arg for arg in args if isinstance(arg, int))] > _SOFTMAX_ROW:
-        kind = "softmax_long"
+    if kind == "softmax":
+        row = written[0].shape[next(arg for arg in args if isinstance(arg, int))]
+        return OpCost(flops, nbytes, rate, kind, (row, 0, 0, 0))
     if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
         kind += "_channels"
     if kind in ("batch_norm", "batch_norm_backward"):  # planes: a block of threads for each channel

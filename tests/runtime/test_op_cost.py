@@ -94,14 +94,6 @@ def test_images_that_are_slices_are_copied_before_they_are_convolved():
     assert backward[-1].kind == "copy"
 
 
-@pytest.mark.parametrize(("row", "kind"), [(1024, "softmax"), (1025, "softmax_long")])
-def test_a_softmax_of_long_rows_reads_them_twice(row, kind):
-    values = torch.empty(4, row, device="meta")
-    assert op_cost(aten._softmax.default, (values, -1, False), {}, values)[0].kind == kind
-    backward = op_cost(aten._log_softmax_backward_data.default, (values, values, 1, torch.float32), {}, values)
-    assert backward[0].kind == kind
-
-
 def test_a_copy_that_moves_nothing_is_elementwise():
     values = torch.randn(8, 16)
     kinds = [
