@@ -80,7 +80,7 @@ def test_steps_take_as_long(name):
 
 
 @pytest.mark.parametrize("machine", ["sim:2xRTX3090", "sim:3xRTX3090"])
-@pytest.mark.parametrize("name", ["cnn", "char_gpt"])
+@pytest.mark.parametrize("name", ["cnn", slow("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards."""
     workload = ALL[name]()
@@ -95,7 +95,18 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
         ours, theirs = told.measure(shape), followed.measure(shape)
         assert ours.peak_bytes == theirs.peak_bytes
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-3)
-    assert tracer.runs == runs
+    assert tracer.runs <= runs + 1, "of one sample by itself: does it take as long as others say?"
+
+
+def test_a_last_share_of_one_that_spares_much_is_followed():
+    """An encoder takes a third fewer ops for one sample: a step whose last shares were (0, 1, 1) was 4 % too slow."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Flatten(), nn.Linear(256, 1))
+    workload = Workload(model, (torch.randn(4, 8, 32), torch.randn(4, 1)), loss_fn=F.mse_loss)
+    devices = parse_devices("sim:3xRTX3090")
+    (tracer, _), (full, _) = (make_tracer(workload, like_gpu=True) for _ in range(2))
+    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
+    shape = StepShape(((4, 6, 6), (4, 6, 6), (0, 1, 1)))
+    assert told.measure(shape).seconds == pytest.approx(followed.measure(shape).seconds, rel=0.01)
 
 
 class Contrasting(nn.Module):
