@@ -56,6 +56,7 @@ class AffineTraces:
         self._is_curved = False
         self._held_to: dict[bool, int] = {}
         self._ones: dict[bool, bool] = {}
+        self._ones_timed: dict[bool, bool] = {}
         self._checks = False
         self._told: dict[tuple[StepShape, StepShape], Trace] = {}
 
@@ -66,7 +67,7 @@ class AffineTraces:
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:
         """Return the trace of a step, or of a further micro-step, which the first one's law tells where it will do."""
-        if first is None or (1 in shape.splits[0] and not self._times_one(shape)):
+        if first is None or (first != shape and 1 in shape.splits[0] and not self._times_one(shape)):
             first = shape
         if self._checks:
             self._check(first)
@@ -108,10 +109,15 @@ class AffineTraces:
 
     def _times_one(self, shape: StepShape) -> bool:
         """Tell whether a share of one takes as long as others say, within a hundredth on any card."""
-        one = StepShape(((1,),), "eval" if shape.arrangement == "eval" else "balanced")
-        law = self._law_of(one)
-        own = self._law_of(one, ones_apart=True) if self.fake else law
-        return law is None or own is None or np.allclose(_work_of(law.at((1,))), _work_of(own.at((1,))), rtol=0.01)
+        evaluates = shape.arrangement == "eval"
+        if evaluates not in self._ones_timed:
+            one = StepShape(((1,),), "eval" if evaluates else "balanced")
+            law = self._law_of(one)
+            own = self._law_of(one, ones_apart=True) if self.fake else law
+            self._ones_timed[evaluates] = (
+                law is None or own is None or np.allclose(_work_of(law.at((1,))), _work_of(own.at((1,))), rtol=0.01)
+            )
+        return self._ones_timed[evaluates]
 
     def _check(self, shape: StepShape) -> None:
         """Hold the law of the first share's lone step: beside others, however many, a device does as it does alone."""

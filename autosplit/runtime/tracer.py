@@ -113,6 +113,7 @@ class Tracer:
 
         Args:
             shape: A step of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
+            first: The first micro-step of its step, by which `AffineTraces` tells a further one; here each is followed.
         """
         if shape not in self._kept:
             self._settle(shape)

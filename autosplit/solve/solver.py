@@ -26,8 +26,8 @@ MOST_TEAMS = 9
 """Ways to leave devices out that are looked at together."""
 
 TEAMS_APART = 0.015
-"""Share of samples/s that a device has to bring to be taken in: with 0 and 0.01 the worst answer on the machines of
-``benchmarks/search.py`` is 5.4 % off the best, with 0.015 2.6 %, with 0.02 4.2 %."""
+"""Share of samples/s that a device has to bring to be taken in: with 0.01 the worst answer on the machines of
+``benchmarks/search.py`` is 5.4 % off the best, with 0.015 2.6 %."""
 
 _Answer = TypeVar("_Answer")
 
