@@ -69,6 +69,11 @@ class Work:
         """Return the same kernels with other numbers, in the order of `numbers` laid flat."""
         return replace(self, numbers=numbers.reshape(self.numbers.shape))
 
+    def inner(self, first: int, last: int) -> Work:
+        """Return these kernels without so many of the first and of the last."""
+        own = slice(first, len(self.labels) - last)
+        return Work(self.device, self.numbers[:, own], self.labels[own], self.codes[:, own])
+
     def seconds(self, spec: GpuSpec) -> float:
         """Return the time of all kernels on a card that never waits for the host."""
         return float(kernel_seconds(self.numbers, self.codes, spec).sum())

@@ -283,32 +283,47 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
 
 
 def _micro_step(
-    tracer: Traces, shape: StepShape, split: tuple[int, ...], first: tuple[int, ...], phase: _Played
+    tracer: Traces, shape: StepShape, split: tuple[int, ...], first: tuple[int, ...], phase: _Played, others: int
 ) -> Sequence[Event]:
-    """Return what is done in a micro-step over devices that had the first one's samples in the first."""
+    """Return what is done in a micro-step over devices that had the first one's samples in the first.
+
+    Args:
+        others: How many have samples but for device 0, also those that a stand-in stands for.
+    """
     lone = split != first and not any(split[1:])
     own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
     events = _events(tracer.trace(own, like), phase)
-    return events if lone or split == first else _without_idle(events, split, first)
+    return events if lone or split == first else _without_idle(events, split, first, others)
 
 
-def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[int, ...]) -> list[Event]:
+def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[int, ...], others: int) -> list[Event]:
     """Leave out what devices would do that had samples in the first micro-step, and have none in this one.
 
-    Device 0 keeps what is between the first output that comes and the last gradient of one that goes: the loss.
+    Device 0 keeps what is between the first output that comes and the last gradient of one that goes: the loss. Where
+    replicas take it themselves, one less is joined (see `_joining`), and a single one is not weighted.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
-    kept = [event for event in events if idle.isdisjoint(_others_of(event))]
+    kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
     if 0 not in idle:
         return kept
-    turns = [i for i, event in enumerate(kept) if isinstance(event, Move) and event.purpose in ("output", "scalar")]
-    loss = range(turns[0], turns[-1]) if turns else range(0)
-    return [event for i, event in enumerate(kept) if isinstance(event, Move) or event.device or i in loss]
+    turns = {
+        i: event.purpose
+        for i, event in enumerate(kept)
+        if isinstance(event, Move) and event.purpose in ("output", "scalar")
+    }
+    loss = range(min(turns, default=0), max(turns, default=0))
+    left = [event for i, event in enumerate(kept) if i in loss or _devices_of(event) != {0}]
+    if len(left) == len(kept) or "scalar" not in turns.values():
+        return left
+    forward, backward = (2, 1) if others > 1 else (3, 2)
+    return [event.inner(forward, backward) if isinstance(event, Work) and not event.device else event for event in left]
 
 
-def _others_of(event: Event) -> set[int]:
-    """Return the devices beside the first, and the host, that an event concerns."""
-    return ({event.device} if isinstance(event, Work) else {event.source, event.destination}) - {0, HOST}
+def _devices_of(event: Event) -> set[int]:
+    """Return the device that an event is of: of a transfer between two, the other than device 0."""
+    if isinstance(event, Work):
+        return {event.device}
+    return {event.source, event.destination} - {HOST, 0} or {0}
 
 
 class _Whole:
@@ -347,7 +362,8 @@ class _Whole:
         if self._shape.alone:
             events = _events(self._trace(split), phase)
         else:
-            events = _micro_step(self._tracer, self._shape, self._own(split), self._own(self._shape.splits[0]), phase)
+            own, first = self._own(split), self._own(self._shape.splits[0])
+            events = _micro_step(self._tracer, self._shape, own, first, phase, len(_active(split[1:])))
         _play(clocks, events, self._place)
 
     def _own(self, split: tuple[int, ...]) -> tuple[int, ...]:
@@ -404,7 +420,8 @@ class _Composed:
 
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
         short = self._short(split)
-        primary = _micro_step(self._tracer, self._shape, short, self._short(self._split), phase)
+        others = len(_active(split[1:]))
+        primary = _micro_step(self._tracer, self._shape, short, self._short(self._split), phase, others)
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return

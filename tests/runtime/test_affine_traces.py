@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -12,6 +14,7 @@ from workloads import ALL
 
 from autosplit.devices.spec import parse_devices
 from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.runtime import simulated
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape
@@ -80,9 +83,12 @@ def test_steps_take_as_long(name):
 
 
 @pytest.mark.parametrize("machine", ["sim:2xRTX3090", "sim:3xRTX3090"])
-@pytest.mark.parametrize("name", ["cnn", slow("char_gpt")])
+@pytest.mark.parametrize("name", ["cnn", "with_loss", slow("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
-    """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards."""
+    """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards.
+
+    Losses that replicas take were joined to one of device 0 that is not there: 1.1 % of a step.
+    """
     workload = ALL[name]()
     devices = parse_devices(machine)
     (tracer, _), (full, _) = (make_tracer(workload, like_gpu=True) for _ in range(2))
@@ -92,9 +98,11 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     runs = tracer.runs
     for last in ((0, 3, 3), (0, 2, 1), (0, 1, 0), (2, 0, 0), (1, 0, 0)):
         shape = StepShape((first, first, last[: len(devices)]))
-        ours, theirs = told.measure(shape), followed.measure(shape)
+        ours = told.measure(shape)
+        with mock.patch.object(simulated, "_source_of", simulated._Whole):
+            theirs = followed.measure(shape)
         assert ours.peak_bytes == theirs.peak_bytes
-        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-3)
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-6)
     assert tracer.runs <= runs + 1, "of one sample by itself: does it take as long as others say?"
 
 

@@ -534,14 +534,15 @@ def test_a_workload_that_always_dies_is_told_of(end):
 @pytest.mark.alone
 def test_hanging_steps_end_with_the_time_limit():
     """How far the probe comes until then is the machine's: a slow one ended at 5 samples, which the plan says."""
-    began = time.monotonic()
+    began, told = time.monotonic(), ""
     try:
         plan = tune(partial(deadly, "hang", 40), **ARGUMENTS, time_limit_s=20)
     except AutosplitError as error:
-        assert str(error).startswith("the time limit is over and 3 steps have hung")
+        told = str(error)
     else:
         assert any("did not answer within" in note for note in plan.notes)
-        cut_short = any("the time limit was over before the search began" in note for note in plan.notes)
         assert 0 < plan.batch_size <= plan.ceilings[0] <= 39
-        assert plan.ceilings == (39,) or cut_short
+        told = "found" if plan.ceilings == (39,) else " ".join(plan.notes)
+    ways = ("found", "the time limit is over and 3 steps have hung", "the time limit was over before the search began")
+    assert any(way in told for way in ways), told
     assert time.monotonic() - began < 40
