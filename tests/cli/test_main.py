@@ -599,7 +599,7 @@ workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimiz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["cpu:512MiB,cpu:256MiB", "sim:2xL4"])
+@pytest.mark.parametrize("devices", ["cpu:128MiB,cpu:64MiB", "sim:2xL4"])
 @pytest.mark.parametrize("text", [None, CONVOLUTIONAL], ids=["char_gpt", "convolutional"])
 def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
     """It was 40 lines and more, of which the numbers scrolled away."""

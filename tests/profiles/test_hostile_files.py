@@ -275,7 +275,7 @@ def test_nothing_comes_of_a_hostile_profile(case, shows, ground):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@examples(10_000)
+@examples(4_000)
 @given(case=CASES, shows=sometimes)
 def test_nothing_comes_of_many(case, shows, ground):
     each(case, ground, shows=shows)

@@ -15,7 +15,7 @@ from autosplit.runtime.recurrent_calls import RecurrentCalls
 from autosplit.runtime.tracer import make_tracer
 from autosplit.workload.workload import Workload
 
-PLACES = 40
+PLACES = 12
 
 
 class Reading(nn.Module):

@@ -845,17 +845,17 @@ def tune_again(case: Case, number: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("whole_collections")
 @pytest.mark.parametrize("kind", ["copied", "borrowed"])
-def test_fifty_tunings_leave_no_more_than_ten(kind, monkeypatch):
+def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     monkeypatch.setattr(cpu, "Tracker", Tracker)
     monkeypatch.setattr(tracing, "Tracker", Tracker)
     case = Case(kind)
     for number in range(10):  # what torch keeps of shapes that it saw is kept by then
         tune_again(case, number)
     before, resident = counts(), resident_bytes()
-    for number in range(50):
+    for number in range(20):
         tune_again(case, number)
     case.trap.disarm()
     case.live.watch.check()
     assert counts() == before
-    # The allocator's own room comes and goes by some MiB; fifty copies of anything that matters are more.
+    # The allocator's own room comes and goes by some MiB; twenty copies of anything that matters are more.
     assert resident_bytes() - resident < 16 * MIB
