@@ -67,11 +67,7 @@ def backend(kind: str) -> Any:
 
 @contextmanager
 def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None]:
-    """Let the allocator of a device hold no more than this, or than the user's own limit, for a while.
-
-    Args:
-        module: The device's back end.
-    """
+    """Let the allocator of a device of a back end hold no more than this, or than the user's own limit, for a while."""
     own = _own_share(module, device)
     share = most_bytes / module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(min(own, share), device)
@@ -82,11 +78,7 @@ def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None
 
 
 def own_limit_bytes(module: Any, device: torch.device) -> int:
-    """Return what the user lets the allocator of a device hold; without a limit, all of it.
-
-    Args:
-        module: The device's back end.
-    """
+    """Return what the user lets the allocator of a device of a back end hold; without a limit, all of it."""
     return int(_own_share(module, device) * module.get_device_properties(device).total_memory)
 
 

@@ -10,9 +10,9 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region
-from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.trial import Trial
 
 GIB = 2**30
 

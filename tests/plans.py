@@ -9,7 +9,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.search_space import Trial
+from autosplit.solve.trial import Trial
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from autosplit.cli.named_plan import Profile
+from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.measured_step import MeasuredStep

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
 """Way to combine scalar outputs; a callable returns what a replica's counts for from its ``(args, kwargs)``: an amount,
-such as its tokens, of which all replicas' sum is the whole.
-"""
+such as its tokens, of which all replicas' sum is the whole."""
 
 _NAMED = ("samples", "tokens", "next tokens", "sum")
 
@@ -40,21 +39,19 @@ class ReduceWarning(UserWarning):
 class DoubtfulWeights(list["float | Tensor"]):
     """Weights that were guessed: whoever combines a loss with them calls `say`."""
 
-    def __init__(self, weights: Sequence[float | Tensor], kind: type[nn.Module], doubt: str) -> None:
+    def __init__(self, weights: Sequence[float | Tensor], doubt: str) -> None:
         super().__init__(weights)
-        self.kind = kind
         self.doubt = doubt
 
     def say(self) -> None:
-        """Warn of the doubt, once per module class in a process."""
-        if self.kind not in _said:
-            _said.add(self.kind)
+        """Warn of the doubt, once."""
+        if self.doubt:
             warnings.warn(self.doubt, ReduceWarning, stacklevel=3)
+            self.doubt = ""
 
 
-# Classes of modules: those whose labels were looked at, and those whose doubt was said.
 _looked_at: set[type[nn.Module]] = set()
-_said: set[type[nn.Module]] = set()
+"""Classes whose labels were looked at: each once in a process."""
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
@@ -93,7 +90,10 @@ def weights_of(
         return [*_by_samples(sizes)]
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
-    return _shares([_count(_labels_in(kwargs, reduce)) for _, kwargs in chunks], sizes)
+    labels = (_labels_in(kwargs, reduce) for _, kwargs in chunks)
+    # A number would wait for the device, and a fake tensor has none. In double precision: a weight in single precision
+    # would be the least precise factor of a loss in double.
+    return _shares([(one != IGNORED_LABEL).sum().double() for one in labels], sizes)
 
 
 def _by_samples(sizes: Sequence[int]) -> list[float]:
@@ -105,16 +105,8 @@ def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
     total = torch.stack(counts).sum()
     # In a batch in which nothing counts, each replica gives what the module gives of nothing: weighted by samples,
     # that is what all of them give, be it NaN or 0.
-    return [
-        torch.where(total == 0, by_samples, count / total)
-        for count, by_samples in zip(counts, _by_samples(sizes), strict=True)
-    ]
-
-
-def _count(labels: Tensor) -> Tensor:
-    # Stays a tensor: a number would wait for the device, and a fake tensor has none. In double precision, since a
-    # weight in single precision would be the least precise factor of a loss in double.
-    return (labels != IGNORED_LABEL).sum().double()
+    pairs = zip(counts, _by_samples(sizes), strict=True)
+    return [torch.where(total == 0, by_samples, count / total) for count, by_samples in pairs]
 
 
 def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
@@ -132,9 +124,8 @@ def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
 
 def is_integer(value: object) -> TypeIs[Tensor]:
     """Tell whether a value is a tensor of whole numbers, as class labels are."""
-    return isinstance(value, Tensor) and not (
-        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-    )
+    own = value.dtype if isinstance(value, Tensor) else torch.bool
+    return not (own.is_floating_point or own.is_complex or own == torch.bool)
 
 
 def _by_samples_with_doubts(
@@ -144,8 +135,7 @@ def _by_samples_with_doubts(
     kind = type(module)
     if kind in _looked_at:
         return weights
-    labels = [kwargs.get("labels") for _, kwargs in chunks]
-    found = [item for item in labels if is_integer(item)]
+    found = [labels for _, kwargs in chunks if is_integer(labels := kwargs.get("labels"))]
     if not found or torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) or one.is_meta for one in found):
         return weights
     _looked_at.add(kind)  # this look waits for the labels' device, and is the only one
@@ -153,7 +143,6 @@ def _by_samples_with_doubts(
         return weights
     return DoubtfulWeights(
         weights,
-        kind,
         f"autosplit can't know whether {kind.__name__} leaves the labels of {IGNORED_LABEL} out of its loss, so the "
         "replicas' losses were weighted by their samples; pass reduce='tokens' if it does ('next tokens' if it shifts "
         "labels by one, as causal language models do), reduce='samples' if not",

@@ -15,10 +15,11 @@ from autosplit.plan.canvas import LEVELS, Canvas, Chart, check_drawing, compact,
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
+from autosplit.solve.trial import Trial
 from autosplit.text import rate_text, size_text, tuple_text, visible
 
 if TYPE_CHECKING:

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from autosplit.plan.record import PlanRecord
 
 REACH = 16
-"""Times the noise scale or the plan's batch, whichever is larger, up to which batches are looked at.
-
-Goodput is highest at the geometric mean of the noise scale and of the samples that would take a step's fixed time.
-"""
+"""Times the noise scale or the plan's batch, whichever is larger, up to which batches are looked at: goodput is highest
+at the geometric mean of the noise scale and of the samples that would take a step's fixed time."""
 
 
 @dataclass(frozen=True)
@@ -109,29 +107,22 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
     """Recommend; see `Plan.goodput`."""
     from autosplit.parallel.noise_scale import NoiseScale
 
-    if isinstance(noise_scale, NoiseScale):
-        value, ends = noise_scale.value, noise_scale.interval
-    elif isinstance(noise_scale, (int, float)):
-        value, ends = float(noise_scale), (float(noise_scale),) * 2
-    else:
+    value = noise_scale.value if isinstance(noise_scale, NoiseScale) else noise_scale
+    ends = noise_scale.interval if isinstance(noise_scale, NoiseScale) else (noise_scale, noise_scale)
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
-            f"noise_scale is {shown(noise_scale)}; expected step.noise_scale of plan.steps(loader, noise_scale=True), "
-            "or a number of samples; pass one"
-        )
-    if not 0 <= value < math.inf:
-        raise InputError(
-            f"noise_scale is {value:g}; expected a finite number of samples, 0 or more; estimate it over more steps, "
-            "with plan.steps(loader, noise_scale=True)"
+            f"noise_scale is {shown(value)}; expected step.noise_scale of plan.steps(loader, noise_scale=True), or a "
+            "finite number of samples, 0 or more; estimate it over more steps"
         )
     rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))
-    now, low, high = plan.effective_batch_size, *(_best(rates, end, plan.effective_batch_size) for end in ends)
-    best = _best(rates, value, now)
+    now = plan.effective_batch_size
+    best, low, high = (_best(rates, noise, now) for noise in (value, *ends))
     worth = {}
     for size, rate in rates.items():
         efficiency, steps = _efficiency(size, value, now), accumulation_steps(size, plan.batch_size)
         worth[size] = GoodputPoint(size, steps, rate, efficiency, rate * efficiency)
     return Goodput(
-        noise_scale=value,
+        noise_scale=float(value),
         plan_effective_batch_size=now,
         curve=tuple(worth.values()),
         effective_batch_size=best,

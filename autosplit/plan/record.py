@@ -23,9 +23,9 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
 from autosplit.solve.padded_length import LengthPlan
-from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
+from autosplit.solve.trial import Trial
 from autosplit.text import counted_text, printable
 
 if TYPE_CHECKING:

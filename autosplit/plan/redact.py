@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from autosplit.plan.record import PlanRecord
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.search_space import Trial
+from autosplit.solve.trial import Trial
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 

@@ -24,6 +24,9 @@ from autosplit.plan.record import MAX_FILE_BYTES
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
 
+NOT_REMEMBERED = "the plan is not remembered: "
+"""How the note begins that says why a plan could not be kept."""
+
 LEFT_OVER_S = 60.0
 """Writing takes milliseconds: what a writer has left half written for longer than this, it was killed in."""
 

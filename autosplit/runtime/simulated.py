@@ -306,14 +306,11 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
     if 0 not in idle:
         return kept
-    turns = {
-        i: event.purpose
-        for i, event in enumerate(kept)
-        if isinstance(event, Move) and event.purpose in ("output", "scalar")
-    }
-    loss = range(min(turns, default=0), max(turns, default=0))
+    moved = {i: event.purpose for i, event in enumerate(kept) if isinstance(event, Move)}
+    turns = [i for i, purpose in moved.items() if purpose in ("output", "scalar")]
+    loss = range(turns[0], turns[-1]) if turns else range(0)
     left = [event for i, event in enumerate(kept) if i in loss or _devices_of(event) != {0}]
-    if len(left) == len(kept) or "scalar" not in turns.values():
+    if len(left) == len(kept) or "scalar" not in moved.values():
         return left
     forward, backward = (2, 1) if others > 1 else (3, 2)
     return [event.inner(forward, backward) if isinstance(event, Work) and not event.device else event for event in left]

@@ -15,7 +15,8 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import Configuration, Space
+from autosplit.solve.trial import Trial
 
 _ANY_NUMBER = IntDistribution(0, 2**31 - 1)
 """The bounds of a proposal; those that a trial suggests within are the search space's own."""

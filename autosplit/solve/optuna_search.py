@@ -21,7 +21,8 @@ import msgspec
 from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial, configuration_of
+from autosplit.solve.search_space import Configuration, Space
+from autosplit.solve.trial import Trial, configuration_of
 from autosplit.text import rate_text, without_passwords
 
 _log = logging.getLogger(__name__)

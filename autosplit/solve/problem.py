@@ -13,10 +13,11 @@ from typing import Literal
 
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.memory import Ceiling, Region, largest_size, samples_within
-from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Space
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import MOST_STEPS, Solver, geometric, spread
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
 
 NO_LIMIT_BYTES = 2**60
 """More memory than any step takes: an exbibyte."""

@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autosplit.solve.search_space import KNEE_SHARE, Configuration, Trial, best_trial, configuration_of
+from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
+from autosplit.solve.trial import KNEE_SHARE, Trial, best_trial, configuration_of
 
 PATIENCE = 8
 """Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""

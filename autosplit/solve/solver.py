@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from autosplit.errors import InputError
 from autosplit.solve.fastest_split import fastest_split
-from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
+from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
 from autosplit.solve.step_time import StepTime
+from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE, Trial, configuration_of
 
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""

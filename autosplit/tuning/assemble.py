@@ -11,9 +11,9 @@ from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.request import Request
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.problem import Problem
-from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 

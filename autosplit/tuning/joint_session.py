@@ -20,10 +20,11 @@ from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, Region
-from autosplit.solve.search_space import LEAST_MEASURED_DIFFERENCE, Space, Trial
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import BACKWARD_SHARE, Fit, RankStepTime, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
+from autosplit.solve.trial import LEAST_MEASURED_DIFFERENCE, Trial
 from autosplit.tuning.assemble import Answer, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.peers import Failure
 from autosplit.tuning.rank_steps import RankSteps

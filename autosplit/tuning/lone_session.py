@@ -15,16 +15,11 @@ from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryParts, Role
 from autosplit.solve.proposals import PATIENCE, error_of
-from autosplit.solve.search_space import (
-    LEAST_DIFFERENCE,
-    LEAST_MEASURED_DIFFERENCE,
-    Space,
-    Trial,
-    configuration_of,
-)
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
+from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.tuning.assemble import DDP_NOTE, Answer, measured_ranks, rank_answer, residuals_of, solved_ranks
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes

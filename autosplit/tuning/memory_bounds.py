@@ -11,10 +11,11 @@ from autosplit.probe.prober import Prober
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
 from autosplit.solve.optuna_search import CeilingStore
-from autosplit.solve.search_space import Space, Trial
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.split import proportional_split
 from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.solve.trial import Trial
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.session import most_steps
 

@@ -17,6 +17,7 @@ from autosplit.profiles import store as profiles
 from autosplit.profiles.differences import nearest_told
 from autosplit.profiles.key import key_of
 from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.profiles.store import NOT_REMEMBERED
 from autosplit.profiles.tuning_lock import Turn, wait_limit_s
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.prepare import Followed, runtime_for
@@ -27,9 +28,6 @@ from autosplit.tuning.job import Job
 from autosplit.tuning.peers import Failure
 
 REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
-
-NOT_REMEMBERED = "the plan is not remembered: "
-"""How the note begins that says why a plan could not be kept."""
 
 MOST_LOOKED_AT = 200
 """Profiles, the newest first, among which the nearest is looked for."""

@@ -30,8 +30,9 @@ from autosplit.plan.record import PlanRecord
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
-from autosplit.solve.search_space import Configuration, Trial, configuration_of
+from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
+from autosplit.solve.trial import Trial, configuration_of
 
 MOST_NEW = 2
 """Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""

@@ -22,9 +22,10 @@ from autosplit.runtime.protocol import Measurement
 from autosplit.solve.memory import Ceiling, Fits
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import PATIENCE, Proposer, steadied
-from autosplit.solve.search_space import Configuration, Trial, best_trial, configuration_of
+from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes
+from autosplit.solve.trial import Trial, best_trial, configuration_of
 from autosplit.tuning.assemble import Answer, Subject, assembled
 from autosplit.tuning.job import Job
 from autosplit.tuning.progress import Progress, fraction_of, searched_share

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from autosplit.cli.commands.profiles import print_profiles
 from autosplit.cli.main import main
-from autosplit.cli.named_plan import Profile
+from autosplit.cli.stored_profile import Profile
 from autosplit.profiles.store import profile_paths, profiles_folder, store
 
 AB, CD = "ab" * 16, "cd" * 16

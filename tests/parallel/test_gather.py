@@ -62,10 +62,7 @@ class TestScalars:
         assert joined(math.nan, 3.0, weights=tensor_weights(0, 5)) == 3.0
 
     def test_doubts_are_said_by_a_loss_only(self):
-        class Module(torch.nn.Module):
-            pass
-
-        weights = DoubtfulWeights([0.5, 0.5], Module, "who knows")
+        weights = DoubtfulWeights([0.5, 0.5], "who knows")
         joined(torch.tensor(3), torch.tensor(4), weights=weights)
         joined(torch.ones(2), torch.ones(1), weights=weights)
         with pytest.warns(ReduceWarning, match="who knows"):

@@ -30,7 +30,6 @@ VOCABULARY = 40
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(reducing, "_said", set())
     monkeypatch.setattr(reducing, "_looked_at", set())
 
 

@@ -20,8 +20,8 @@ from autosplit.plan.record import DdpPlan, RankSettings
 from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
-from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.trial import Trial
 from autosplit.text import rate_text
 
 MS = 1e-3

@@ -12,8 +12,8 @@ from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import LARGEST, MOST_DEVICES, MOST_FORWARDS
 from autosplit.plan.validation import DEEPEST, unsound_part
-from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.trial import Trial
 
 CURVES = (TimeCurve(((1, 0.1), (2, 0.2))),) * 2
 TIMES = StepTime(CURVES, (0.0, 0.1), (0.0, 0.1), 0.1, adds_up=False)

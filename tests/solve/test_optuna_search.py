@@ -18,7 +18,8 @@ from autosplit.solve import optuna_search as search_module
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import Configuration, Space
+from autosplit.solve.trial import Trial
 
 REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
 SPACE = Space(REGION, (256, 256), 8)

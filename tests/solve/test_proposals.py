@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import PATIENCE, Proposer, error_of, steadied
-from autosplit.solve.search_space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.solve.trial import Trial, best_trial, configuration_of
 
 
 def line(fixed: float, per_sample: float) -> TimeCurve:

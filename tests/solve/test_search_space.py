@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.solve.memory import MemoryFit, Region
-from autosplit.solve.search_space import (
-    ERRORS_APART,
-    KNEE_SHARE,
-    LEAST_DIFFERENCE,
-    Configuration,
-    Space,
-    Trial,
-    best_trial,
-)
+from autosplit.solve.search_space import Configuration, Space
+from autosplit.solve.trial import ERRORS_APART, KNEE_SHARE, LEAST_DIFFERENCE, Trial, best_trial
 
 
 def space_of(effective: int | tuple[int, int] | None, *, largest: int = 40, max_steps: int = 8) -> Space:

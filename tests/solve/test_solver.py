@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.problem import Problem
-from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space
+from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver, geometric
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
 
 RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
 

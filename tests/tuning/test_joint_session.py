@@ -47,9 +47,10 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
-from autosplit.solve.search_space import Space, Trial
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
+from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers

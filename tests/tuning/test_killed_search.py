@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 from autosplit import tune
 from autosplit.tuning import session
-from autosplit.solve.search_space import configuration_of
+from autosplit.solve.trial import configuration_of
 sys.path.insert(0, {tests!r})
 from workloads import char_gpt
 

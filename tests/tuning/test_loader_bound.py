@@ -19,9 +19,10 @@ from autosplit.plan.plan import Plan
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
-from autosplit.solve.search_space import KNEE_SHARE, Space
+from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.solve.trial import KNEE_SHARE
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.loader_bound import bounded_by_loader
 

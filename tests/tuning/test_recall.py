@@ -34,6 +34,7 @@ from autosplit.profiles import key
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import machine_of
 from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.profiles.store import NOT_REMEMBERED
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
 from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
@@ -43,7 +44,7 @@ from autosplit.tuning import lone_session, open_session, session
 from autosplit.tuning import recall as recalling
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.job import alone
-from autosplit.tuning.recall import NOT_REMEMBERED, Recalled, Wanted
+from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 

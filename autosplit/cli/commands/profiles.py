@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autosplit.cli.named_plan import Profile, profile_at, profile_path
+from autosplit.cli.named_plan import profile_path
 from autosplit.cli.output import Manner, print_json
 from autosplit.cli.plan_report import request_text
+from autosplit.cli.stored_profile import Profile, profile_at
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_plain, short_name
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError

@@ -26,8 +26,10 @@ from autosplit.cli.workload_arguments import (
 )
 from autosplit.errors import InputError, PlanError
 from autosplit.plan.plan import Plan
+from autosplit.profiles.store import NOT_REMEMBERED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
+from autosplit.workload.from_file import is_model_name, load_loader, split_spec
 
 
 def tune(
@@ -59,7 +61,9 @@ def tune(
         plan, interrupted = _tuned(source, spec, called, tell)
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
-    _warn_if_not_remembered(plan, manner)
+    unkept = next((one for one in plan.notes if one.startswith(NOT_REMEMBERED)), None)
+    if unkept is not None:
+        note(f"warning: {unkept}", manner)  # whoever pipes the answer away does not see its notes
     saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
@@ -95,8 +99,6 @@ def _loader(spec: str | None) -> dict[str, Any]:
     """Return the loader of a file as a keyword of `autosplit.tune`; none where there is no file."""
     if spec is None:
         return {}
-    from autosplit.workload.from_file import load_loader
-
     with users_errors(spec):
         return {"loader": load_loader(spec)}
 
@@ -115,15 +117,6 @@ def _tuned(
         return best, error
 
 
-def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
-    """Say on stderr that a plan could not be kept: whoever pipes the answer away does not see its notes."""
-    from autosplit.tuning.recall import NOT_REMEMBERED
-
-    for one in plan.notes:
-        if one.startswith(NOT_REMEMBERED):
-            note(f"warning: {one}", manner)
-
-
 def _origin(
     spec: str,
     plan: Plan,
@@ -133,8 +126,6 @@ def _origin(
     saved: str | None,
 ) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    from autosplit.workload.from_file import is_model_name, split_spec
-
     if "storage" in keywords:  # these lines are shown, and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
