@@ -222,14 +222,19 @@ def tune(
             plan = _tuned_by_length(numbers, ways, make, asked, notes)
         if loads:
             plan = bounded_by_loader(plan, loads)
+    _warn_of(plan)
+    return plan
+
+
+def _warn_of(plan: Plan) -> None:
+    """Warn the caller of `tune` of times that contradict each other, and of training that splitting changes."""
     for note in plan.notes:
         if note.startswith(CONTRADICTION):
-            warnings.warn(note, DoubtfulTimesWarning, stacklevel=2)
+            warnings.warn(note, DoubtfulTimesWarning, stacklevel=3)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
     if changed:
         others = f"; {len(changed) - 1} more in plan.checks" if len(changed) > 1 else ""
-        warnings.warn(f"{changed[0]}{others}", ChangedTrainingWarning, stacklevel=2)
-    return plan
+        warnings.warn(f"{changed[0]}{others}", ChangedTrainingWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
