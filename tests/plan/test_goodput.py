@@ -46,7 +46,7 @@ def test_the_interval_is_that_of_the_noise_scale():
 
 
 def test_what_cannot_be_told_says_why():
-    with pytest.raises(InputError, match="noise_scale is inf; expected .*a finite number"):
+    with pytest.raises(InputError, match=r"noise_scale is inf; expected .*a finite number"):
         solved_plan().goodput(math.inf)
     with pytest.raises(InputError, match=r"noise_scale is '400'; expected step.noise_scale"):
         solved_plan().goodput("400")
