@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.probe.check_result import Check, error_text
+from autosplit.probe.check_result import Check, changed, error_text
 from autosplit.text import counted_text
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ def _others(subjects: Sequence[str]) -> list[str]:
 
 def dependence_line(checks: Sequence[Check]) -> str:
     """Say in one line what a split of the batch changes, and how much at most; empty where it changes nothing."""
-    subjects = [check.subject for check in checks if check.depends]
-    if not subjects:
+    found = changed(checks)
+    if not found:
         return ""
-    errors = [error for check in checks if check.depends for error in (check.split_error, check.accumulation_error)]
+    errors = [error for check in found for error in (check.split_error, check.accumulation_error)]
     most = error_text(max((error for error in errors if error is not None), default=None))
-    subjects.sort(key=lambda subject: subject == "gradient")  # what makes the gradient another comes first
+    # What makes the gradient another comes first, and where there is any it is no other beside them.
+    subjects = [check.subject for check in found if check.subject != "gradient"] or ["gradient"]
     who = " and ".join([subjects[0], *_others(subjects)])
     return f"changed by splitting: {who}, up to {most.removesuffix(' off')} (--details)"
 

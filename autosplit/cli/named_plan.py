@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from autosplit.cli.output import Manner, note
@@ -69,9 +70,9 @@ def _newest_profile() -> tuple[Path, Plan] | None:
 
 def _told(path: Path, plan: Plan) -> str:
     """Say in a few words which plan it is, where nobody named it."""
-    devices = ", ".join(dict.fromkeys(device.name for device in plan.devices))
+    devices = " + ".join(f"{count}x {name}" for name, count in Counter(one.name for one in plan.devices).items())
     name = plan.request.get("name")
-    said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], f"{len(plan.devices)}x {devices}"]
+    said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], devices]
     said += [f"name {name}"] if name else []
     said += ["simulated"] if plan.simulated else []
     said += [] if plan.complete else ["interrupted: the best so far"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,11 @@ class Check:
     reduce: Literal["samples", "tokens", "next tokens"] | None = None
     count: str | None = None
 
+    @property
+    def most(self) -> float:
+        """The larger of both differences, as far as they are known."""
+        return max(self.split_error or 0.0, self.accumulation_error or 0.0)
+
     def __str__(self) -> str:
         """Say it in one line."""
         verdict = "changes" if self.depends else "stays the same"
@@ -48,6 +54,12 @@ class Check:
         said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
         more = "; ".join(filter(None, (self.advice, self.remark)))
         return f"{said}: {more}" if more else said
+
+
+def changed(checks: Iterable[Check]) -> list[Check]:
+    """Return what splitting changes: first what there is something to do about, of it first what changes the most."""
+    found = [check for check in checks if check.depends]
+    return sorted(found, key=lambda check: (not check.advice, -check.most))
 
 
 def error_text(error: float | None) -> str:

@@ -60,7 +60,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
             if not isinstance(error, Exception) or isinstance(error, (AutosplitError, TooDearError, MemoryError)):
                 raise
             if dtype == torch.float32:
-                raise from_user_code(error, "the workload on its own sample batch") from error
+                raise from_user_code(error, workload.sample_text) from error
             refusal = one_line(error)
             continue
         closing.callback(copy.close)

@@ -336,7 +336,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         return failure, None
     if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
-    with users_errors("the workload on its own sample batch"):
+    with users_errors(workload.sample_text):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failure)}); "

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.solve.search_space import Configuration
-from autosplit.solve.solver import Solver
+from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.trial import KNEE_SHARE, Trial, best_trial, configuration_of
 
 PATIENCE = 8
@@ -29,7 +29,8 @@ KNEE_STEP = 0.1
 """Share of its batch to which the knee is looked for."""
 
 LEAST_MODEL_ERROR = 0.01
-"""Least error of the model that is assumed, as a share: steps that came nearer are few, and fitted to."""
+"""Least error of the model that is assumed, as a share: steps that came nearer are few, and fitted to. One that is no
+further off leaves nothing to a sampler: it drew batches of a sample or two, each of a kind to be followed by itself."""
 
 FITTED = 3
 """Numbers that are fitted to trials: as many trials would be met whatever they were."""
@@ -72,15 +73,16 @@ class Proposer:
         promised = self._promised(solver, trials, tried, best, top, noise)
         if promised is not None:
             return Proposal(promised, why="the model, fitted to the trials, promises more")
-        if error_of(solver, trials) <= noise:
+        error = error_of(solver, trials)
+        if error <= noise:
             return Proposal(enough=True, why="the model meets every trial, and promises nothing more")
         beside = self._beside(solver, tried, best, noise)
         rates = [trial.samples_per_s or 0.0 for trial in trials]
         before, last = rates[: -self.patience], rates[-self.patience :]
-        enough = beside is None and bool(before) and max(last) <= max(before) * (1 + noise)
-        return Proposal(
-            beside, enough, "the last trials brought nothing" if enough else "the model is off: next to the best"
-        )
+        stale = bool(before) and max(last) <= max(before) * (1 + noise)
+        if beside is None and (stale or error <= LEAST_MODEL_ERROR):
+            return Proposal(enough=True, why="the last trials brought nothing" if stale else "the model is hardly off")
+        return Proposal(beside, why="the model is off: next to the best")
 
     def _promised(
         self,
@@ -119,18 +121,16 @@ class Proposer:
         """Return an untried batch below the best that may have `KNEE_SHARE` of the top: it would be the answer.
 
         Of those that a trial has not shown to be too small: the smallest that the model believes to be enough, or else
-        the middle one, so that the smallest is found even where the model is off.
+        the middle one within its reach, so that the smallest is found even where the model is off.
         """
         rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
         enough = KNEE_SHARE * max(rates.values())
         too_small = max((n for n, rate in rates.items() if rate < enough and n < best.batch_size), default=0)
         between = [c for c in candidates if too_small < c.batch_size < best.batch_size * (1 - KNEE_STEP)]
-        if not between:
-            return None
-        between.sort(key=lambda c: c.batch_size)
         scale = (best.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(best))
-        believed = [c for c in between if scale * solver.samples_per_s(c) >= enough]
-        return believed[0] if believed else between[len(between) // 2]
+        promised = {c: scale * solver.samples_per_s(c) for c in between}
+        near = sorted((c for c in between if promised[c] >= WITHIN_REACH * enough), key=lambda c: c.batch_size)
+        return next((c for c in near if promised[c] >= enough), near[len(near) // 2] if near else None)
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
         """Return the best trial with a few samples more or less on device 0, by the model; None if tried.

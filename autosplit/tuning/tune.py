@@ -18,6 +18,7 @@ from autosplit.errors import AutosplitError, UserCodeError, from_user_code
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
+from autosplit.probe.check_result import changed
 from autosplit.probe.loader_speed import measure_loader
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
@@ -231,10 +232,10 @@ def _warn_of(plan: Plan) -> None:
     for note in plan.notes:
         if note.startswith(CONTRADICTION):
             warnings.warn(note, DoubtfulTimesWarning, stacklevel=3)
-    changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
-    if changed:
-        others = f"; {len(changed) - 1} more in plan.checks" if len(changed) > 1 else ""
-        warnings.warn(f"{changed[0]}{others}", ChangedTrainingWarning, stacklevel=3)
+    found = changed(plan.checks)
+    if found:
+        others = f"; {len(found) - 1} more in plan.checks" if len(found) > 1 else ""
+        warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

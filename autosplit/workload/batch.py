@@ -149,7 +149,7 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
         arrays = any(hasattr(leaf, "__array_interface__") for leaf in leaves_of(tree))
         advice = "make tensors of arrays with torch.from_numpy" if arrays else "pass such a batch, or batch_dim="
         raise WorkloadError(
-            f"the batch has no tensor with a dimension {dim} among {_shapes(tree)}; "
+            f"the batch has no tensor with a dimension {dim} among {shapes_text(tree)}; "
             f"expected at least one whose dimension {dim} is the batch; {advice}"
         )
     counts = Counter(tensor.size(dim) for tensor in candidates)
@@ -158,12 +158,13 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
         if all(one.size(dim) in (size, 1) or all(extent in others for extent in one.shape) for one in candidates):
             if size == 0 and not may_be_empty:
                 raise WorkloadError(
-                    f"the batch is empty: dimension {dim} of {_shapes(tree)} has 0 samples; "
+                    f"the batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples; "
                     "expected at least 1; pass a sample batch with real samples in it"
                 )
             return size
     raise WorkloadError(
-        f"the tensors of the batch disagree on the batch size: dimension {dim} of {_shapes(tree)}; expected one size; "
+        f"the tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}; expected one "
+        "size; make a batch of a single sample with sample.unsqueeze(0), "
         "mark what belongs to no sample with autosplit.Whole(tensor), or pass make_batch="
     )
 
@@ -220,7 +221,8 @@ def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
     return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 
 
-def _shapes(tree: Any) -> str:
+def shapes_text(tree: Any) -> str:
+    """Name the shapes of a batch's tensors, or what it is where there are none."""
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
     return f"shapes {shapes}" if shapes else f"a {type(tree).__name__}"
 

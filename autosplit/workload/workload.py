@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
+from autosplit.text import counted_text
 from autosplit.workload.batch import (
     COLLATED,
     batch_size_of,
@@ -27,6 +28,7 @@ from autosplit.workload.batch import (
     named_leaves,
     placed_on,
     resize,
+    shapes_text,
     tensors_of,
     unmarked,
 )
@@ -244,6 +246,12 @@ class Workload:
     def sample_batch_size(self) -> int:
         """Samples in the sample batch."""
         return batch_size_of(self.sample_batch, self.batch_dim)
+
+    @property
+    def sample_text(self) -> str:
+        """Name the step on the sample batch for an error, so that a batch dimension that was left out is seen."""
+        counted = f"{counted_text(self.sample_batch_size, 'sample')} along dimension {self.batch_dim}"
+        return f"the workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

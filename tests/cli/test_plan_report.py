@@ -18,11 +18,12 @@ from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.plan_report import Origin, paste_lines, print_plan
 from autosplit.devices.inventory import DeviceReport
+from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
-from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.memory import Fits, MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
 from autosplit.workload.batch import chunk, map_tensors
 from autosplit.workload.workload import Workload
@@ -235,7 +236,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     )
     nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
     text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
-    said = "changed by splitting: BatchNorm2d at 0 and 1 other, up to 12 % (--details)"
+    said = "changed by splitting: BatchNorm2d at 0, up to 12 % (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
     assert "notes - a - b - 3 more: --details next" in many
@@ -287,6 +288,14 @@ def test_with_one_answer_nothing_is_compared():
 
 
 # Simulated plans
+
+
+def test_what_is_copied_for_real_cards_asks_for_the_same():
+    """A plan that left room for resuming, or had tried two precisions, was shown with a command that did neither."""
+    ways = tuple(TunedWay(f"precision {one}, no layer checkpointed", 64, 100.0) for one in ("none", "bf16"))
+    plan = replace(made_plan(kind="sim"), ways=ways, fits=Fits(("resume", "eval")))
+    assert printed(plan).rstrip().endswith("--devices cuda --precision none,bf16 --fits resume,eval")
+    assert printed(made_plan(kind="sim")).rstrip().endswith("--devices cuda")
 
 
 def test_a_simulated_plan_says_so_and_shows_the_command_instead():

@@ -402,9 +402,8 @@ class TestRealTensors:
         assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.01)
 
     def test_a_model_that_fails_on_its_own_sample(self):
-        with pytest.raises(
-            UserCodeError, match="the workload on its own sample batch raised RuntimeError: mat1 and mat2"
-        ):
+        said = r"own sample batch \(4 samples along dimension 0 of shapes \(4, 8\)\) raised RuntimeError: mat1 and mat2"
+        with pytest.raises(UserCodeError, match=said):
             make_tracer(Workload(nn.Linear(3, 3), torch.rand(4, 8)), like_gpu=True)
 
 

@@ -216,7 +216,10 @@ LINEAR = nn.Linear(2, 2)
         ({"model": {"a": 3}, "step": len}, r"model is a dict of \['int'\]; expected several nn.Modules"),
         ({"loss_fn": len}, r"the sample batch is a Tensor; expected a pair \(inputs, targets\); pass such a pair"),
         ({"sample_batch": [(X[0], 1)] * 3, "loss_fn": len}, r"is a list; .*; pass .*default_collate\(samples\), or"),
-        ({"sample_batch": (X, torch.zeros(5, 7))}, "disagree on the batch size.*expected one size; mark"),
+        (
+            {"sample_batch": (X, torch.zeros(5, 7))},
+            r"disagree on the batch size.*expected one size; make.*unsqueeze.*mark",
+        ),
         ({"sample_batch": DataLoader([X])}, r"is a DataLoader; expected one batch .*; pass next\(iter\(loader\)\), or"),
         ({"sample_batch": torch.zeros(0, 2)}, "the batch is empty.*expected at least 1; pass"),
         ({"model": nn.DataParallel(nn.Linear(2, 2))}, "model is wrapped in DataParallel; .* pass model.module"),
