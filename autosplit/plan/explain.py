@@ -20,6 +20,7 @@ from autosplit.plan.explanation import (
     Change,
     Explanation,
     FitQuality,
+    Knee,
     LearningRate,
     MoreMemory,
     What,
@@ -29,6 +30,7 @@ from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
 from autosplit.solve.step_time import Fit
+from autosplit.solve.trial import KNEE_SHARE
 
 GIB = 2**30
 
@@ -55,6 +57,7 @@ def explanation_of(plan: PlanRecord) -> Explanation:
         even=_even(plan, problem, predicted) if compares else None,
         even_measured=Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None,
         fit=_fit_quality(plan),
+        knee=_knee(plan),
         learning_rate=_learning_rate(plan),
     )
 
@@ -240,6 +243,16 @@ def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory 
         return None
     rate = max(base, more.best())
     return MoreMemory(plan.devices[fullest].label, rate, rate / base)
+
+
+def _knee(plan: PlanRecord) -> Knee | None:
+    """Name the fastest batch that was tried, where the plan's is smaller because that is hardly faster."""
+    rates = [(rate, trial.batch_size) for trial in plan.trials if (rate := trial.samples_per_s) is not None]
+    if plan.request.get("effective_batch_size") is not None or not rates:
+        return None
+    rate, size = max(rates)
+    is_knee = size > plan.batch_size and plan.samples_per_s >= KNEE_SHARE * rate
+    return Knee(plan.batch_size, size, rate) if is_knee else None
 
 
 def _fit_quality(plan: PlanRecord) -> FitQuality | None:

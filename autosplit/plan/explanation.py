@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
+from autosplit.solve.trial import KNEE_SHARE
 from autosplit.text import bound_text, counted_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
@@ -73,6 +74,21 @@ class TunedWay:
     name: str
     batch_size: Annotated[int, Meta(ge=1)]
     samples_per_s: Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class Knee:
+    """The batch of a plan for which none was asked, and the fastest that was tried: it is larger, and hardly faster.
+
+    Attributes:
+        batch_size: The plan's own, the smallest tried that has `KNEE_SHARE` of the fastest's throughput.
+        fastest_batch_size: Samples per forward.
+        fastest_samples_per_s: Throughput.
+    """
+
+    batch_size: Annotated[int, Meta(ge=1)]
+    fastest_batch_size: Annotated[int, Meta(ge=1)]
+    fastest_samples_per_s: Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -200,6 +216,7 @@ class Explanation:
         ways: What each precision or choice of checkpointed layers gave, the plan's own first.
         lengths: What batches of like length bring; None where no lengths were given.
         fits: The room for other things than training steps; None where nothing was asked for.
+        knee: Why the batch is no larger; None where an effective batch was asked for, or none that was tried is faster.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -220,6 +237,7 @@ class Explanation:
     ways: tuple[TunedWay, ...] = ()
     lengths: LengthPlan | None = None
     fits: Fits | None = None
+    knee: Knee | None = None
 
     @property
     def takes_samples_per_s(self) -> float:
@@ -260,6 +278,7 @@ class Explanation:
             "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
             "fits": "" if self.fits is None else fits_text(self.fits),
+            "knee": "" if self.knee is None else _knee_text(self.knee),
             "bounds": "; ".join(self.reasons()),
             "even": _even_text(self),
             "alone": "; ".join(map(_alone_text, self.alone)),
@@ -299,6 +318,13 @@ def _loader_text(explanation: Explanation) -> str:
     if loader is None:
         return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
     return f"{bound_text(loader, devices)}: it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
+
+
+def _knee_text(knee: Knee) -> str:
+    return (
+        f"{knee.batch_size:,} is the smallest batch tried that has {100 * KNEE_SHARE:.0f} % of the throughput of the "
+        f"fastest ({knee.fastest_batch_size:,}: {rate_text(knee.fastest_samples_per_s)})"
+    )
 
 
 def _ways_text(ways: tuple[TunedWay, ...]) -> str:
