@@ -132,12 +132,22 @@ class Tracer:
         return self._followed(shape, splits, ways)
 
     def _settle(self, shape: StepShape) -> None:
-        """Follow the first step, in which the optimizer's state appears that all others have."""
+        """Follow the first step, beside the optimizer's state that all others have, too."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
             return
         self._with_gradient = []
         first = replace(shape, accumulates=False, updates=True)
-        self._kept[first] = run_until_settled(self.trainee, lambda: self._run(first))
+        has_begun = False
+        try:
+            has_begun = self.fake and self.workload.step is None and self.trainee.begin_state()
+        except Exception as error:  # noqa: BLE001  # whatever an optimizer can't do without a step: it is followed
+            _log.debug("the optimizer's state appears in a step: %s", error)
+            self.trainee.end_state(())
+        found = run_until_settled(self.trainee, lambda: self._run(first))
+        if has_begun and self._leaves_unused:  # no state appears for what gets no gradient
+            self.trainee.end_state(self._with_gradient)
+            found = run_until_settled(self.trainee, lambda: self._run(first))
+        self._kept[first] = found
         self._has_settled = True
 
     def _run(self, shape: StepShape) -> Trace:

@@ -98,7 +98,7 @@ def run_placed(
     """
     sizes = [sum(split) for split in shape.splits]
     evaluates = shape.arrangement == "eval"
-    if evaluates:
+    if evaluates and "eval" in trainee.workload.fits:  # it has to fit beside what training keeps
         trainee.begin_state()
     with_state = shape.updates and (not evaluates or "eval" in trainee.workload.fits)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -209,20 +208,31 @@ class Trainee:
         """Return what the model returns for the sample batch."""
         return call_model(self.models, self.batch(self.workload.sample_batch_size))
 
-    def begin_state(self) -> None:
-        """Let the optimizers' state appear without a step, where an evaluation has to fit beside it."""
+    def begin_state(self) -> bool:
+        """Let the optimizers' state appear without a step, that of every parameter that is trained; return whether."""
         optimizers = optimizers_of(self.optimizers)
-        if "eval" not in self.workload.fits or any(optimizer.state for optimizer in optimizers):
-            return
+        if any(optimizer.state for optimizer in optimizers):
+            return False
         with self.fake_mode or nullcontext():
             for optimizer in optimizers:
-                for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
-                    nothing = torch.zeros_like(parameter)
-                    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no dense ones
-                    parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                try:
+                    for parameter in trained:
+                        nothing = torch.zeros_like(parameter)
+                        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no dense ones
+                        parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
+                    optimizer.step()
+                finally:
+                    optimizer.zero_grad(set_to_none=True)
         self._copy_what_has_to_fit()
+        return True
+
+    def end_state(self, parameters: Collection[nn.Parameter]) -> None:
+        """Take away the state of parameters but these."""
+        kept = set(map(id, parameters))
+        for optimizer in optimizers_of(self.optimizers):
+            for parameter in [one for one in optimizer.state if id(one) not in kept]:
+                del optimizer.state[parameter]
 
     def evaluate(self, models: Any, batch: Any) -> Any:
         """Run one forward in evaluation mode without gradients, and return its outputs.

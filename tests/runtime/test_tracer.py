@@ -135,3 +135,46 @@ class TestNormsOverSamples:
         values = torch.randn(shape).flatten(1)
         tracer, _ = make_tracer(Workload(model, (values, values), loss_fn=loss), like_gpu=False)
         assert tracer.norms_over_samples == may_refuse
+
+
+class Half(nn.Module):
+    """Uses one of its layers, and trains another not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.frozen = (nn.Linear(64, 64) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.used(x))
+
+
+class Starting(torch.optim.AdamW):
+    """Refuses its first step."""
+
+    def step(self, closure=None):
+        if not self.defaults.get("has_started"):
+            self.defaults["has_started"] = True
+            raise RuntimeError("not yet")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "runs"),
+    [
+        (nn.Linear(64, 64), torch.optim.AdamW, 1),
+        (nn.Linear(64, 64), torch.optim.SGD, 1),
+        (Half(), torch.optim.AdamW, 2),
+        (nn.Linear(64, 64), Starting, 2),
+    ],
+)
+def test_the_optimizers_state_is_there_without_a_step(model, optimizer, runs):
+    """A step was followed for it alone, one of five. There is none of what gets no gradient."""
+    workload = Workload(model, torch.randn(4, 64), optimizer=lambda parameters: optimizer(parameters, lr=0.1))
+    tracer, real = Tracer(workload, fake=True, like_gpu=True), Tracer(workload, fake=False, like_gpu=True)
+    shape = StepShape(((4,),))
+    if optimizer is Starting:
+        real.trainee.optimizers.defaults["has_started"] = True
+    assert tracer.trace(shape).peak_bytes == real.trace(shape).peak_bytes
+    assert tracer.trace(shape).entries == real.trace(shape).entries
+    assert tracer.runs == runs
