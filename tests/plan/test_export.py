@@ -442,7 +442,7 @@ def test_the_newest_profile_is_the_default(capsys):
     path = profiles.store("0" * 32, even_plan())
     assert main(["export", "--to", "transformers"]) == 0
     out, err = capsys.readouterr()
-    assert err == "plan: 000000000000 (a model; 2x card 0, card 1)\n"
+    assert err == "plan: 000000000000 (a model; 1x card 0 + 1x card 1)\n"
     assert "per_device_train_batch_size=50" in out
     assert main(["export", "000000", "--to", "torchrun"]) == 0
     assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")

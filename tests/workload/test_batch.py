@@ -177,7 +177,7 @@ class TestBatchSize:
         assert batch_size_of((torch.zeros(16, 5, 3), torch.zeros(16, 5)), dim=1) == 5
 
     def test_disagreement(self):
-        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5, 7\).*expected one size; mark"):
+        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5, 7\).*expected one size; make.*unsqueeze"):
             batch_size_of((rows(4), rows(5, 7)))
 
     def test_targets_of_another_number(self):
