@@ -251,8 +251,8 @@ def _knee(plan: PlanRecord) -> Knee | None:
     if plan.request.get("effective_batch_size") is not None or not rates:
         return None
     rate, size = max(rates)
-    is_knee = size > plan.batch_size and plan.samples_per_s >= KNEE_SHARE * rate
-    return Knee(plan.batch_size, size, rate) if is_knee else None
+    smallest = min(tried for reached, tried in rates if reached >= KNEE_SHARE * rate)
+    return Knee(plan.batch_size, size, rate) if size > plan.batch_size == smallest else None
 
 
 def _fit_quality(plan: PlanRecord) -> FitQuality | None:
