@@ -858,4 +858,4 @@ def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     case.live.watch.check()
     assert counts() == before
     # The allocator's own room comes and goes by some MiB; twenty copies of anything that matters are more.
-    assert resident_bytes() - resident < 16 * MIB
+    assert resident_bytes() - resident < 6 * MIB
