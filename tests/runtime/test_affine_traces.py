@@ -117,6 +117,34 @@ def test_a_last_share_of_one_that_spares_much_is_followed():
     assert told.measure(shape).seconds == pytest.approx(followed.measure(shape).seconds, rel=0.01)
 
 
+def llama() -> Workload:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+    tokens = torch.zeros(4, 512, dtype=torch.long)
+    return Workload(model, {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize("workload", [ALL["lstm"], slow(llama)])
+def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say(workload):
+    """A tuning of 7 billion parameters on 64 cards followed two steps more: whether one sample fits beside all others.
+
+    Copies that a sample by itself does not need held 4 KiB of 400 MiB at a replica's peak, and none at others'.
+    """
+    devices = parse_devices("sim:3xH100-80GB")
+    (tracer, _), (full, _) = (make_tracer(workload(), like_gpu=True) for _ in range(2))
+    traces = AffineTraces(tracer)
+    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, source) for source in (traces, full))
+    traces.trace(StepShape(((1,),)))
+    runs = tracer.runs
+    for split in ((1, 1, 0), (1, 7, 0), (7, 1, 0), (0, 1, 1)):
+        with mock.patch.object(simulated, "_source_of", simulated._Whole):
+            ours, theirs = (runtime.measure(StepShape((split,))) for runtime in (told, followed))
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01)
+        assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1.1e-5)
+    assert tracer.runs <= runs + 2, "a step of two devices, and one that leaves device 0 idle"
+
+
 class Contrasting(nn.Module):
     """Each sample beside every other."""
 
