@@ -25,7 +25,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.prepare import build, workload_source
 from autosplit.workload.batch import batch_size_of, chunk, tensors_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     """Refuse what has too many parameters to be run here, or no memory; tell whether it has memory."""
     model: Any = workload.model
     is_made = bool(workload.modules)
-    modules = workload.modules if is_made else modules_of(built_without_memory(model, fake_mode()))
+    modules = workload.modules if is_made else (built_without_memory(model, fake_mode()),)
     tensors = [t for module in workload.modules for t in (*module.parameters(), *module.buffers())]
     is_meta = any(t.is_meta for t in (*tensors, *tensors_of(workload.sample_batch)))
     has_no_memory = is_meta or (is_made and mode_of(workload) is not None)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.probe.check_result import Check
-from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative
+from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.workload.batch import batch_size_of, marked, named_leaves
@@ -153,7 +153,7 @@ class Comparison:
 
         A step= draws its own for all samples at once, before they are split: those do not count.
         """
-        with watching_draws([model for _, model in named_models(self.copy.trainee.models)]) as draws:
+        with watching_draws(self.copy.trainee.models.modules) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
         return drawn if any(draws) or self.workload.step is None else 0.0
 
@@ -244,7 +244,7 @@ class Comparison:
     def _differing_module(self) -> str | None:
         """Name the first module whose output for a sample depends on what else is in its forward."""
         copy = self.copy
-        models = [model for _, model in named_models(copy.trainee.models)]
+        models = copy.trainee.models.modules
         with printing(copy.modules, models, (sum(copy.shares),)) as whole:
             copy.whole()
         with printing(copy.modules, models, copy.shares) as cut:

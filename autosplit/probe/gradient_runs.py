@@ -27,7 +27,8 @@ from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import chunk, map_leaves, map_tensors
-from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload, on_first_device, optimizers_of
 
 Gradients = dict[str, Tensor]
 """The gradient that each optimizer sees at each of its steps, as one row; of a plain workload only `GRADIENT`."""
@@ -101,7 +102,7 @@ class QuietCopy:
         self.saved_bytes, self.seconds = 0, 0.0
         self.trainee = training_copy(quiet, device=torch.device("cpu"))
         try:
-            for module in modules_of(self.trainee.models):
+            for module in self.trainee.models.modules:
                 _in_dtype(module, dtype)
                 for part in module.modules():
                     if _DROPPING.search(type(part).__name__) and next(part.parameters(), None) is None:
@@ -127,7 +128,7 @@ class QuietCopy:
         """Every module with its path; of several models it begins with the model's name."""
         return [
             (".".join(filter(None, (prefix, path))), module)
-            for prefix, model in named_models(self.trainee.models)
+            for prefix, model in zip(self.trainee.models.names, self.trainee.models.modules, strict=True)
             for path, module in model.named_modules()
         ]
 
@@ -202,14 +203,14 @@ class QuietCopy:
             self._run(self.trainee.models, self.batch)
             return [path for path, (part, name, old) in buffers.items() if not getattr(part, name).equal(old)]
 
-    def _run(self, models: Any, batch: Any, *, scale: float = 1.0) -> Gradients:
+    def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}
         for parameter in self._parameters:
             parameter.grad = None
         if workload.step is None:
-            (workload.loss(models, batch) * scale).backward()
+            (workload.loss(models.given, batch) * scale).backward()
         else:
-            workload.step(models, self.trainee.optimizers, on_first_device(batch, models))
+            workload.step(models.given, self.trainee.optimizers, on_first_device(batch, models))
         found = self._seen or {GRADIENT: _gradient_of(self._parameters)}
         for parameter in self._parameters:
             parameter.grad = None
@@ -221,7 +222,7 @@ class QuietCopy:
         before = torch.get_default_dtype()
         _seed(seed)
         with ExitStack() as stack:
-            for module in modules_of(self.trainee.models):
+            for module in self.trainee.models.modules:
                 stack.enter_context(BufferCopies(moving_buffers(module)))
             torch.set_default_dtype(self.dtype)  # what the forward makes itself has to go with the parameters
             stack.callback(torch.set_default_dtype, before)
@@ -266,21 +267,13 @@ class QuietCopy:
             return
         given = self.trainee.optimizers
         names = list(given) if isinstance(given, Mapping) else range(len(optimizers_of(given)))
-        models = self.trainee.models.items() if isinstance(self.trainee.models, Mapping) else ()
-        owners = {id(p): name for name, model in models for p in model.parameters()}
+        models = self.trainee.models
+        named = zip(models.names, models.modules, strict=True) if isinstance(models.given, Mapping) else ()
+        owners = {id(p): name for name, model in named for p in model.parameters()}
         for name, optimizer in zip(names, optimizers_of(given), strict=True):
             held = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
             owner = held.pop() if len(held) == 1 and not isinstance(given, Mapping) else None
             yield f"{GRADIENT} of optimizer {name}{'' if owner is None else f' ({owner})'}", optimizer
-
-
-def named_models(models: Any) -> list[tuple[str, nn.Module]]:
-    """Return a workload's models, each with its name: nothing for one alone, otherwise its key or position."""
-    if isinstance(models, nn.Module):
-        return [("", models)]
-    if isinstance(models, Mapping):
-        return [(str(name), model) for name, model in models.items()]
-    return [(str(position), model) for position, model in enumerate(models)]
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +89,7 @@ def freeze(norms: list[NormSeen]) -> None:
 
 
 @contextmanager
-def watching_draws(models: list[nn.Module]) -> Iterator[list[bool]]:
+def watching_draws(models: Sequence[nn.Module]) -> Iterator[list[bool]]:
     """Yield of each forward of a model, once it has run, whether random numbers were drawn within, not around it."""
     draws: list[bool] = []
     begun = [_random_state()]
@@ -134,7 +134,7 @@ class Prints:
         models: Those that are called with the batch, or its parts in turn.
     """
 
-    def __init__(self, models: list[nn.Module], sizes: tuple[int, ...]) -> None:
+    def __init__(self, models: Sequence[nn.Module], sizes: tuple[int, ...]) -> None:
         self.forwards: list[list[_Print]] = []
         self._sizes, self._samples = sizes, 0
         self._calls = dict.fromkeys(map(id, models), 0)
@@ -165,7 +165,9 @@ class Prints:
 
 
 @contextmanager
-def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], sizes: tuple[int, ...]) -> Iterator[Prints]:
+def printing(
+    modules: list[tuple[str, nn.Module]], models: Sequence[nn.Module], sizes: tuple[int, ...]
+) -> Iterator[Prints]:
     """Yield a fingerprint of every input and output of every module, filled while the models run; see `Prints`."""
     prints = Prints(models, sizes)
     with ExitStack() as hooks:

@@ -33,7 +33,7 @@ from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.workload.batch import map_tensors, unmarked
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ class AcceleratorRuntime:
                     with gradients_in(buckets, trainee) if views else nullcontext():  # type: ignore[arg-type]
                         trainee.step(models, batches, sizes, mark, updates=shape.updates)
                 except BaseException:
-                    for wrapper in modules_of(models):
+                    for wrapper in models.modules:
                         wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
                     raise
             self.wait()

@@ -16,7 +16,7 @@ from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrapper_for
 from autosplit.runtime.trainee import Trainee
-from autosplit.workload.workload import Workload, modules_of, optimizers_of
+from autosplit.workload.workload import Workload, optimizers_of
 
 
 class CpuRuntime:
@@ -71,7 +71,7 @@ class CpuRuntime:
             try:
                 return timed(lambda mark: trainee.step(models, batches, sizes, mark, updates=shape.updates), budget_s)
             finally:
-                for wrapper in modules_of(models):
+                for wrapper in models.modules:
                     wrapper.zero_grad(set_to_none=True)  # see run_placed
 
     def _compiled(self, shape: StepShape) -> tuple[int, ...]:

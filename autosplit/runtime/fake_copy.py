@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.workload.batch import tensors_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload
 
 
 def fake_mode() -> FakeTensorMode:
@@ -65,13 +66,13 @@ def holds_fakes(device: torch.device) -> bool:
 
 def fake_into(
     memo: dict[int, Any],
-    models: Any,
+    models: Models,
     optimizers: Sequence[torch.optim.Optimizer],
     mode: FakeTensorMode,
     device: torch.device,
 ) -> None:
     """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
-    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    tensors = [t for module in models.modules for t in (*module.parameters(), *module.buffers())]
     # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
     tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
     state = [(optimizer, [*tensors_of(list(optimizer.state.values()))]) for optimizer in optimizers]
@@ -85,9 +86,9 @@ def fake_into(
                 memo[id(tensor)] = fake_scalar(tensor, mode)
 
 
-def _tensors_aside(models: Any) -> Iterator[Tensor]:
+def _tensors_aside(models: Models) -> Iterator[Tensor]:
     """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
-    todo: list[Any] = [part for module in modules_of(models) for part in module.modules()]
+    todo: list[Any] = [part for module in models.modules for part in module.modules()]
     seen: set[int] = set()
     while todo:
         value = todo.pop()

@@ -24,7 +24,8 @@ from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
-from autosplit.workload.workload import Workload, device_type_of, map_modules, modules_of, optimizers_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload, optimizers_of
 
 
 def training_copy(
@@ -56,7 +57,7 @@ def training_copy(
     restore: Callable[[], None] = _nothing
     if mode is not None:
         fake_into(memo, models, _live_optimizers(workload), mode, device or CPU)
-        models = map_modules(with_eager_parts, copy.deepcopy(models, memo))
+        models = copy.deepcopy(models, memo).map(with_eager_parts)
     else:
         _refuse_meta(models)
         if not is_fresh:
@@ -65,8 +66,8 @@ def training_copy(
         restore = _checkpointed(workload.checkpointing, models, restore)
     try:
         if mode is None and device is not None:
-            models = map_modules(lambda module: module.to(device), models)
-        for module in modules_of(models):
+            models = models.map(lambda module: module.to(device))
+        for module in models.modules:
             module.zero_grad(set_to_none=True)  # gradients that were copied along
             if not module.training:  # the user may train with parts in evaluation mode
                 module.train()
@@ -75,7 +76,7 @@ def training_copy(
             _choose_gpu_variants(optimizers)
         scaler = None
         if workload.precision == "fp16" and mode is None and workload.step is None:
-            scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
+            scaler = torch.amp.GradScaler(models.device_type, init_scale=LOSS_SCALE)
         return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
     except BaseException:
         restore()
@@ -86,9 +87,9 @@ def _nothing() -> None:
     """Restore nothing: a copy leaves nothing behind."""
 
 
-def _checkpointed(wanted: Checkpointing, models: Any, restore: Callable[[], None]) -> Callable[[], None]:
+def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
     """Checkpoint layers of a copy; return what puts a model back that was borrowed."""
-    (module,) = modules_of(models)
+    (module,) = models.modules
     undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
 
     def put_back() -> None:
@@ -99,38 +100,38 @@ def _checkpointed(wanted: Checkpointing, models: Any, restore: Callable[[], None
     return _nothing if restore is _nothing else put_back
 
 
-def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:
+def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Models, bool]:
     """Return the workload's model or models, and whether a factory made them just now."""
-    models: Any = workload.model
-    if workload.modules:
-        return map_modules(eager_of, models), False
-    made = models() if mode is None else built_without_memory(models, mode)
+    if workload.models is not None:
+        return workload.models.map(eager_of), False
+    build: Any = workload.model
+    made = build() if mode is None else built_without_memory(build, mode)
     if not isinstance(made, nn.Module):
         raise WorkloadError(
             f"the model factory returned a {type(made).__name__}; expected an nn.Module; return the model itself"
         )
-    return made, True
+    return Models.of(made), True
 
 
-def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
+def _copied_or_borrowed(models: Models, memo: dict[int, Any]) -> tuple[Models, Callable[[], None]]:
     try:
-        return map_modules(with_eager_parts, copy.deepcopy(models, memo)), _nothing
+        return copy.deepcopy(models, memo).map(with_eager_parts), _nothing
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
         memo.clear()
         restore = _borrow(models)
         # The optimizer's twin then trains the very parameters, which hold copies of their data for now.
-        memo.update({id(p): p for module in modules_of(models) for p in module.parameters()})
+        memo.update({id(p): p for module in models.modules for p in module.parameters()})
         return models, restore
 
 
-def _borrow(models: Any) -> Callable[[], None]:
+def _borrow(models: Models) -> Callable[[], None]:
     """Give a live model copies of its data to train on, and return what puts everything back."""
-    parts = [part for module in modules_of(models) for part in module.modules()]
+    parts = [part for module in models.modules for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
-    tensors = {id(t): t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())}
+    tensors = {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}
     # How often a tensor was written to; one made in inference mode does not count it.
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
@@ -153,8 +154,8 @@ def _borrow(models: Any) -> Callable[[], None]:
     return restore
 
 
-def _refuse_unready(models: Any) -> None:
-    for module in modules_of(models):
+def _refuse_unready(models: Models) -> None:
+    for module in models.modules:
         scripted = scripted_part(module)
         if scripted is not None:
             raise WorkloadError(
@@ -169,8 +170,8 @@ def _refuse_unready(models: Any) -> None:
                 )
 
 
-def _refuse_meta(models: Any) -> None:
-    for module in modules_of(models):
+def _refuse_meta(models: Models) -> None:
+    for module in models.modules:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise WorkloadError(
@@ -183,13 +184,12 @@ def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     return [item for item in optimizers_of(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
 
 
-def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mode: FakeTensorMode | None) -> Any:
+def _copied_optimizers(workload: Workload, models: Models, memo: dict[int, Any], mode: FakeTensorMode | None) -> Any:
     given = workload.optimizer
     if given is None:
         given = torch.optim.AdamW if workload.step is None else ()
-    modules = modules_of(models)
     wanted = optimizers_of(given)
-    made = [_optimizer(item, _parameters(modules, i, len(wanted)), memo, mode) for i, item in enumerate(wanted)]
+    made = [_optimizer(item, _parameters(models.modules, i, len(wanted)), memo, mode) for i, item in enumerate(wanted)]
     for optimizer in made if workload.step is None else ():
         _refuse_closure(optimizer)
     if isinstance(given, Mapping):
@@ -197,7 +197,7 @@ def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mo
     return type(given)(made) if isinstance(given, (tuple, list)) else made[0]
 
 
-def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.Parameter]:
+def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
     """Return what the optimizer at a position trains: its own model's parameters, or those of all models."""
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}

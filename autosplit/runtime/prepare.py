@@ -33,7 +33,7 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.workload.sequence_length import at_length
-from autosplit.workload.workload import PRECISIONS, Workload, modules_of
+from autosplit.workload.workload import PRECISIONS, Workload
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Followed:
         """The names of the layers that were checkpointed for it."""
         if self.workload.checkpointing is None:
             return ()
-        (model,) = modules_of(self.tracer.trainee.models)
+        (model,) = self.tracer.trainee.models.modules
         return checkpointed_in(getattr(model, "named_by", model))  # what is trained is not what is around it
 
     @functools.cached_property

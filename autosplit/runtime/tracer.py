@@ -33,7 +33,7 @@ from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_s
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Tracer:
             # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
-            recorder.recurrent.watching(modules_of(self.trainee.models)) if self.like_gpu else nullcontext(),
+            recorder.recurrent.watching(self.trainee.models.modules) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
@@ -324,7 +324,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
         isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001  # what all of them have in common
-        for module in modules_of(tracer.trainee.models)
+        for module in tracer.trainee.models.modules
         for part in module.modules()
     )
     return tracer, (

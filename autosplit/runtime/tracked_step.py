@@ -19,7 +19,8 @@ from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
-from autosplit.workload.workload import Workload, modules_of, optimizers_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload, optimizers_of
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def bucket_bytes(trainee: Trainee) -> int:
 
 
 def _trainable(trainee: Trainee) -> list[nn.Parameter]:
-    return [p for module in modules_of(trainee.models) for p in module.parameters() if p.requires_grad]
+    return [p for module in trainee.models.modules for p in module.parameters() if p.requires_grad]
 
 
 def views_buckets(shape: StepShape) -> bool:
@@ -130,7 +131,7 @@ def run_placed(
             trainee.peak_bytes = peaks[0]
             return peaks
     finally:
-        for wrapper in modules_of(models):
+        for wrapper in models.modules:
             wrapper.zero_grad(set_to_none=True)  # an error leaves gradients behind, and what follows those elsewhere
 
 
@@ -199,9 +200,9 @@ def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
     return tracker.left_on(0)
 
 
-def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
+def _hold(models: Models, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
     """Let replicas be kept, with gradients on them, where there are others than the first."""
-    for wrapper in modules_of(models) if any(split[1:]) else []:
+    for wrapper in models.modules if any(split[1:]) else []:
         assert isinstance(wrapper, BalancedDataParallel)
         wrapper.hold_gradients(split, held)
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,15 +21,8 @@ from autosplit.rng import ExtremeDraws
 from autosplit.runtime.fake_copy import fake_like
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.workload import (
-    Workload,
-    call_model,
-    device_type_of,
-    map_modules,
-    modules_of,
-    on_first_device,
-    optimizers_of,
-)
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload, call_model, on_first_device, optimizers_of
 
 CPU = torch.device("cpu")
 
@@ -53,7 +47,7 @@ class Trainee:
     """
 
     workload: Workload
-    models: Any
+    models: Models
     optimizers: Any
     fake_mode: FakeTensorMode | None = None
     scaler: torch.amp.GradScaler | None = None
@@ -86,21 +80,21 @@ class Trainee:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the models' parameters, tied ones once."""
-        return list({id(p): p for module in modules_of(self.models) for p in module.parameters()}.values())
+        return list({id(p): p for module in self.models.modules for p in module.parameters()}.values())
 
-    def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Any:
+    def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Models:
         """Return the models, each in a wrapper."""
-        return map_modules(wrap, self.models)
+        return self.models.map(wrap)
 
-    def compiled(self) -> Any:
+    def compiled(self) -> Models:
         """Return the models, compiled as the workload's own are."""
         given: Any = self.workload.model
         is_one = isinstance(given, nn.Module) and is_compiled(given)
-        return compiled_like(given, self.models) if is_one else self.models
+        return self.models.map(partial(compiled_like, given)) if is_one else self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
         """Charge parameters, buffers and, `with_state`, what an update leaves to the first device of a step."""
-        for module in modules_of(self.models):
+        for module in self.models.modules:
             adopt_module(placement, module, 0)
         if with_state:
             for value in self.copies[0]:
@@ -125,7 +119,7 @@ class Trainee:
     def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
         """Return the tensors of the models and optimizers by kind; buffers go with the parameters."""
         parameters = self.parameters()
-        buffers = [buffer for module in modules_of(self.models) for buffer in module.buffers()]
+        buffers = [buffer for module in self.models.modules for buffer in module.buffers()]
         return {
             "parameters": [*parameters, *buffers, *self.copies[0]],
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -134,7 +128,7 @@ class Trainee:
 
     def step(
         self,
-        models: Any,
+        models: Models,
         batches: Sequence[Any],
         sizes: Sequence[int],
         mark: Callable[[str], None] = lambda _phase: None,
@@ -152,14 +146,14 @@ class Trainee:
             num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
         workload = self.workload
-        device_type = device_type_of(self.models)
+        device_type = self.models.device_type
         if updates and self._has_stepped:
             self._copy_what_has_to_fit()
         if workload.step is not None:
             assert len(batches) == 1, "a custom step can't be accumulated"
             mark("micro")
             with workload.autocast(device_type):
-                workload.step(models, self.optimizers, on_first_device(batches[0], models))
+                workload.step(models.given, self.optimizers, on_first_device(batches[0], models))
             mark("update")
         else:
             # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
@@ -169,7 +163,7 @@ class Trainee:
                 mark("micro")
                 with accumulation.running(is_last=position == len(batches) - 1):
                     with workload.autocast(device_type):
-                        loss = workload.loss(models, batch)
+                        loss = workload.loss(models.given, batch)
                     if workload.loss_reduction == "mean":  # as in `plan.steps`, whatever the weight
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
@@ -206,7 +200,7 @@ class Trainee:
 
     def outputs(self) -> Any:
         """Return what the model returns for the sample batch."""
-        return call_model(self.models, self.batch(self.workload.sample_batch_size))
+        return call_model(self.models.given, self.batch(self.workload.sample_batch_size))
 
     def begin_state(self) -> bool:
         """Let the optimizers' state appear without a step, that of every parameter that is trained; return whether."""
@@ -234,7 +228,7 @@ class Trainee:
             for parameter in [one for one in optimizer.state if id(one) not in kept]:
                 del optimizer.state[parameter]
 
-    def evaluate(self, models: Any, batch: Any) -> Any:
+    def evaluate(self, models: Models, batch: Any) -> Any:
         """Run one forward in evaluation mode without gradients, and return its outputs.
 
         Raises:
@@ -245,17 +239,17 @@ class Trainee:
                 "the workload has step=, which is a whole optimizer step; expected one model and a loss to evaluate; "
                 "pass a Workload of the model alone"
             )
-        modes = [(module, module.training) for model in modules_of(self.models) for module in model.modules()]
+        modes = [(module, module.training) for model in self.models.modules for module in model.modules()]
         inputs = batch[0] if self.workload.loss_fn is not None else batch
         for module, _ in modes:
             module.training = False
         try:
-            with torch.no_grad(), self.workload.autocast(device_type_of(self.models)):
+            with torch.no_grad(), self.workload.autocast(self.models.device_type):
                 if self.workload.evaluate is not None:  # it may call other methods than a wrapper has
-                    return self.workload.evaluate(self.models, on_first_device(batch, self.models))
+                    return self.workload.evaluate(self.models.given, on_first_device(batch, self.models))
                 if self.workload.compute_loss is not None:  # only it knows how the model is called
-                    return self.workload.compute_loss(models, on_first_device(batch, models))
-                return call_model(models, inputs)
+                    return self.workload.compute_loss(models.given, on_first_device(batch, models))
+                return call_model(models.given, inputs)
         finally:
             for module, training in modes:
                 module.training = training

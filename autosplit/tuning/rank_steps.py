@@ -34,7 +34,8 @@ from autosplit.runtime.timing import is_enough, median_error
 from autosplit.runtime.trainee import Trainee
 from autosplit.tuning.peers import Failure, Peers
 from autosplit.workload.batch import map_tensors
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload
 
 BLOCK_S = 0.1
 """Steps are timed in blocks of about so long: what the ranks tell each other between blocks is outside."""
@@ -83,7 +84,7 @@ class RankSteps:
         self._sockets: Mapping[int, str] = {}
         self._last_resort: threading.Timer | None = None
         self._trainee: Trainee | None = None
-        self._models: Any = None
+        self._models: Models | None = None
         self._batches: dict[int, Any] = {}
 
     def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
@@ -137,7 +138,7 @@ class RankSteps:
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
         self._release()  # or the peak would begin at what an earlier step has reserved
         backend(self.device.type).reset_peak_memory_stats(self.device)
-        for wrapper in _wrappers(self._models):
+        for wrapper in self._wrappers():
             wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
         for _ in range(2):  # the optimizer's state appears in the first
             self._run(sizes, meets=False)
@@ -193,6 +194,7 @@ class RankSteps:
         self, sizes: tuple[int, ...], mark: Callable[[str], None] = lambda _phase: None, *, meets: bool = True
     ) -> None:
         assert self._trainee is not None, "it is prepared"
+        assert self._models is not None, "they are wrapped then"
         # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
         here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
         there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
@@ -202,11 +204,15 @@ class RankSteps:
             nonlocal position
             if phase == "micro":
                 position += 1
-                for wrapper in _wrappers(self._models):
+                for wrapper in self._wrappers():
                     wrapper.require_backward_grad_sync = meets and position == len(sizes)
             mark(phase)
 
         self._trainee.step(self._models, [there[size] for size in sizes], sizes, marked)
+
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        modules = () if self._models is None else self._models.modules
+        return [wrapper for wrapper in modules if isinstance(wrapper, DistributedDataParallel)]
 
     def _batch(self, trainee: Trainee, size: int) -> Any:
         """Return a batch as a loader has it ready: making it is no part of a step."""
@@ -309,7 +315,3 @@ class RankSteps:
         gc.collect()
         if is_accelerator(self.device.type):
             backend(self.device.type).empty_cache()
-
-
-def _wrappers(models: Any) -> list[DistributedDataParallel]:
-    return [wrapper for wrapper in modules_of(models) if isinstance(wrapper, DistributedDataParallel)]

@@ -35,6 +35,7 @@ from autosplit.workload.batch import (
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
+from autosplit.workload.models import Models
 from autosplit.workload.sample_batch import largest_batch
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,8 +99,8 @@ class Workload:
     fits: str | Sequence[str] = ()
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
-    modules: tuple[nn.Module, ...] = field(init=False, repr=False)
-    """The model, or each of several; none where a function makes it."""
+    models: Models | None = field(init=False, repr=False)
+    """The model, or each of several; None where a function makes it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", self.precision or "none")
@@ -126,7 +127,7 @@ class Workload:
                 "evaluation is to fit beside step=, a whole optimizer step; expected one model and its loss; leave "
                 "evaluate= and fits='eval' out"
             )
-        object.__setattr__(self, "modules", self._checked_modules())
+        object.__setattr__(self, "models", self._checked_models())
         if self.checkpointing is not None and self.modules:
             self.checkpointing.check(self.modules)
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
@@ -212,22 +213,21 @@ class Workload:
         given = {"optimizer": torch.optim.AdamW, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
         return cls(parts.model, parts.sample_batch, **given)
 
-    def _checked_modules(self) -> tuple[nn.Module, ...]:
+    def _checked_models(self) -> Models | None:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise WorkloadError(
                 f"model is wrapped in {type(self.model).__name__}; expected the model itself, which the plan wraps "
                 "later; pass model.module"
             )
-        if isinstance(self.model, nn.Module):
-            return (self.model,)
-        if isinstance(self.model, (tuple, list, Mapping)):
-            parts = tuple(modules_of(self.model))
-            if self.step is None or not parts or not all(isinstance(part, nn.Module) for part in parts):
+        if isinstance(self.model, (nn.Module, tuple, list, Mapping)):
+            models = Models.of(self.model)
+            are_modules = models.modules and all(isinstance(one, nn.Module) for one in models.modules)
+            if not isinstance(self.model, nn.Module) and (self.step is None or not are_modules):
                 raise WorkloadError(
-                    f"model is a {type(self.model).__name__} of {[type(part).__name__ for part in parts]}; "
+                    f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}; "
                     "expected several nn.Modules only together with step=; pass one model, or a step"
                 )
-            return parts
+            return models
         if not callable(self.model):
             raise WorkloadError(
                 f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
@@ -235,7 +235,12 @@ class Workload:
             )
         if isinstance(self.model, type):
             _refuse_arguments_of(self.model)
-        return ()
+        return None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The model, or each of several; none where a function makes it."""
+        return () if self.models is None else self.models.modules
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -315,7 +320,7 @@ class Workload:
 
     def _loss(self, model: Any, batch: Any) -> Any:
         if self.compute_loss is not None:
-            return self.compute_loss(model, on_first_device(batch, model))
+            return self.compute_loss(model, on_first_device(batch, Models.of(model)))
         if self.loss_fn is None:
             try:
                 return _loss_of(call_model(model, batch))
@@ -443,24 +448,13 @@ def _beside(outputs: Any, targets: Any) -> Any:
     return targets if home == HOST else placed_on(home, targets)
 
 
-def on_first_device(batch: Any, model: Any) -> Any:
+def on_first_device(batch: Any, models: Models) -> Any:
     """Move a batch to the first device of a step, where a user's own code expects it, and drop its marks."""
     batch = unmarked(batch)
     if active_placement() is not None:
         return placed_on(0, batch)
-    parameter = _first_parameter(model)
+    parameter = models.first_parameter
     return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
-
-
-def _first_parameter(models: Any) -> nn.Parameter | None:
-    return next((parameter for module in modules_of(models) for parameter in module.parameters()), None)
-
-
-def modules_of(models: Any) -> list[nn.Module]:
-    """Return the modules of a workload's `model`, which is one module, or several in a sequence or mapping."""
-    if isinstance(models, nn.Module):
-        return [models]
-    return list(models.values()) if isinstance(models, Mapping) else list(models)
 
 
 def optimizers_of(values: Any) -> list[Any]:
@@ -468,18 +462,3 @@ def optimizers_of(values: Any) -> list[Any]:
     if isinstance(values, Mapping):
         return list(values.values())
     return list(values) if isinstance(values, (tuple, list)) else [values]
-
-
-def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
-    """Apply a function to one model, or to each of several, and return them as they were given."""
-    if isinstance(models, nn.Module):
-        return function(models)
-    if isinstance(models, Mapping):
-        return {name: function(model) for name, model in models.items()}
-    return type(models)(map(function, models))
-
-
-def device_type_of(models: Any) -> str:
-    """Return the type of device of the first parameter; the processor's where there is none."""
-    parameter = _first_parameter(models)
-    return "cpu" if parameter is None else parameter.device.type

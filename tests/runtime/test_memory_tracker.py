@@ -482,7 +482,7 @@ def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(make, splits):
     assert_fake_is_real(make, splits)
     tracer = Tracer(make(), fake=True, like_gpu=False)
     parts = tracer.trace(StepShape(splits)).parts[0]
-    parameters = list(tracer.trainee.models.parameters())
+    parameters = list(tracer.trainee.models.given.parameters())
     trained = [p for p in parameters if p.requires_grad]
     assert 0 < len(trained) < len(parameters)
     frozen_bytes = sum(rounded(p.nbytes) for p in parameters if not p.requires_grad)

@@ -117,6 +117,6 @@ def test_bytes_that_torchs_own_ops_update_count_as_bytes():
     fake = followed(made).tracer
     assert fake.fake
     parts = fake.trace(shape).parts[0]
-    parameters = list(fake.trainee.models.parameters())
+    parameters = list(fake.trainee.models.given.parameters())
     assert parts.optimizer_bytes == sum(rounded(p.numel()) + rounded(4) for p in parameters)
-    assert parts.parameters_bytes == sum(rounded(p.nbytes) for p in (*parameters, *fake.trainee.models.buffers()))
+    assert parts.parameters_bytes == sum(rounded(p.nbytes) for p in (*parameters, *fake.trainee.models.given.buffers()))

@@ -280,7 +280,7 @@ class TestMemory:
 
     def test_a_rank_holds_buckets_where_there_are_others(self, tracers):
         tracer = tracers("char_gpt")
-        parameters = sum(p.numel() * 4 for p in tracer.trainee.models.parameters())
+        parameters = sum(p.numel() * 4 for p in tracer.trainee.models.given.parameters())
         for micro_steps in (1, 2):
             shape = StepShape(((8,),) * micro_steps, "rank")
             alone, among = (traced_peaks(tracer, replace(shape, num_ranks=ranks))[0] for ranks in (1, 4))
@@ -347,7 +347,7 @@ class TestParts:
 
     def test_each_is_where_it_belongs(self, tracers):
         tracer = tracers("char_gpt")
-        own_bytes = sum(rounded(p.numel() * 4) for p in tracer.trainee.models.parameters())
+        own_bytes = sum(rounded(p.numel() * 4) for p in tracer.trainee.models.given.parameters())
         first, second = traced_parts(tracer, StepShape(((8, 8),)))
         assert first.parameters_bytes == own_bytes
         assert first.optimizer_bytes == pytest.approx(2 * own_bytes, rel=0.01), "AdamW"
@@ -417,7 +417,7 @@ def test_seven_billion_parameters_without_their_memory():
     tracer, reason = make_tracer(workload, like_gpu=True)
     assert reason is None
     (peak_bytes,) = traced_peaks(tracer, StepShape(((1,),)))
-    parameters = sum(p.numel() for p in tracer.trainee.models.parameters())
+    parameters = sum(p.numel() for p in tracer.trainee.models.given.parameters())
     assert parameters > 6.5e9
     assert peak_bytes > 16 * parameters
 

@@ -22,7 +22,8 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
 from autosplit.workload.batch import Whole, tensors_of
-from autosplit.workload.workload import Workload, modules_of, optimizers_of
+from autosplit.workload.models import Models
+from autosplit.workload.workload import Workload, optimizers_of
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -59,7 +60,7 @@ def bits(tensor):
 def snapshot(models, optimizers=()) -> dict:
     """Everything of live models and optimizers that may not change."""
     found: dict = {"rng": torch.get_rng_state().clone(), "python": random.getstate()}
-    for number, module in enumerate(modules_of(models)):
+    for number, module in enumerate(Models.of(models).modules):
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, tensor in tensors.items():
             key = f"{number}.{name}"
@@ -162,7 +163,7 @@ class TestNothingIsTouched:
             trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
             run_placed(trainee, StepShape(((4,),), "eval"), Tracker(["one"], [None]), lambda phase: None)
         assert same(before, snapshot(model, [optimizer]))
-        assert trainee.models.training
+        assert trainee.models.given.training
 
     def test_by_a_tracer(self):
         """An AdamW in the middle of its training could not be faked: its step counts became numbers nobody knew."""
@@ -179,7 +180,7 @@ class TestNothingIsTouched:
         before = snapshot(model, [optimizer])
         with kept_rng():
             trainee = training_copy(workload(model, optimizer=optimizer))
-            assert trainee.models is model
+            assert trainee.models.given is model
             run(trainee, (2, 4))
             assert not same(before, snapshot(model, [optimizer]))
             trainee.restore()
@@ -206,13 +207,13 @@ class TestTwins:
         model, optimizer = live(name)
         model.eval()
         trainee = training_copy(workload(model, optimizer=optimizer))
-        trainee.models.eval()
+        trainee.models.given.eval()
         real_step(trainee)
         optimizer._optimizer_step_post_hooks = {}
         optimizer.zero_grad()
         F.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
         optimizer.step()
-        for ours, theirs in zip(trainee.models.parameters(), model.parameters(), strict=True):
+        for ours, theirs in zip(trainee.models.given.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
 
     def test_keeps_options_state_and_attributes(self):
@@ -231,7 +232,7 @@ class TestTwins:
         (slot,) = optimizer.state[model[0].weight]["nested"]["slots"]
         with Tracker(["one"], [None]) as tracker:
             trainee.adopt_on(tracker)
-            state = trainee.optimizers.state[trainee.models[0].weight]
+            state = trainee.optimizers.state[trainee.models.given[0].weight]
             assert isinstance(state["nested"]["slots"][0], FakeTensor)
             assert tracker.device_of(state["nested"]["slots"][0]) == 0
         assert not isinstance(slot, FakeTensor)
@@ -325,7 +326,7 @@ class TestCustomSteps:
             peaks = [run(trainee, split) for _ in range(3)]
         assert peaks[1] == peaks[2]
         assert all(peaks[0])
-        owned = {name: {id(p) for p in model.parameters()} for name, model in trainee.models.items()}
+        owned = {name: {id(p) for p in model.parameters()} for name, model in trainee.models.given.items()}
         for name, optimizer in trainee.optimizers.items():
             assert {id(p) for p in optimizer.state} == owned[name]
         assert same(before, snapshot(given.model))
@@ -375,7 +376,7 @@ class TestCustomSteps:
         trainee = training_copy(given)
         run(trainee, (2, 2))
         run(trainee, (2, 2))
-        assert trainee.optimizers._params[0] is trainee.models.weight
+        assert trainee.optimizers._params[0] is trainee.models.given.weight
         assert same(before, snapshot(model, [optimizer]))
 
     def test_has_no_forward_of_its_own(self):
@@ -397,15 +398,15 @@ class TestEvaluation:
         trainee = training_copy(workload())
         first, second = (trainee.evaluate(trainee.models, trainee.batch(5)) for _ in range(2))
         assert torch.equal(first, second)
-        assert trainee.models[1].num_batches_tracked == 0
+        assert trainee.models.given[1].num_batches_tracked == 0
 
     def test_restores_mixed_modes(self):
         model = net()
         model[1].eval()
         trainee = training_copy(workload(model))
         trainee.evaluate(trainee.models, trainee.batch(5))
-        assert trainee.models.training
-        assert not trainee.models[1].training
+        assert trainee.models.given.training
+        assert not trainee.models.given[1].training
 
 
 class TestPrecision:
@@ -427,10 +428,11 @@ class TestPrecision:
     def test_fp16_has_a_scaler(self):
         trainee = training_copy(workload(precision="fp16"))
         assert trainee.scaler is not None
-        before = [p.clone() for p in trainee.models.parameters()]
+        parameters = trainee.parameters()
+        before = [p.clone() for p in parameters]
         real_step(trainee)
-        assert any(not torch.equal(old, new) for old, new in zip(before, trainee.models.parameters(), strict=True))
-        assert all(p.isfinite().all() for p in trainee.models.parameters())
+        assert any(not torch.equal(old, new) for old, new in zip(before, parameters, strict=True))
+        assert all(p.isfinite().all() for p in parameters)
 
     def test_peaks_agree(self):
         for precision in ("none", "bf16"):
@@ -444,8 +446,8 @@ class TestFakes:
     def test_a_fake_holds_no_memory_and_no_parameter_of_the_live_model(self):
         model = net()
         trainee = training_copy(workload(model), mode=fake_mode())
-        assert all(isinstance(p, FakeTensor) for p in trainee.models.parameters())
-        assert all(isinstance(b, FakeTensor) for b in trainee.models.buffers())
+        assert all(isinstance(p, FakeTensor) for p in trainee.models.given.parameters())
+        assert all(isinstance(b, FakeTensor) for b in trainee.models.given.buffers())
         assert not any(isinstance(p, FakeTensor) for p in model.parameters())
         assert all(isinstance(tensor, FakeTensor) for tensor in tensors_of(trainee.batch(9)))
 
@@ -471,7 +473,7 @@ class TestFakes:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
         trainee = training_copy(Workload(model, torch.randn(2, 4)), mode=fake_mode())
-        assert trainee.models[1].weight is trainee.models[0].weight
+        assert trainee.models.given[1].weight is trainee.models.given[0].weight
 
     def test_make_batch(self, mode):
         given = Workload(net(), torch.randn(6, 4), make_batch=lambda n: torch.zeros(n, 4))
@@ -528,14 +530,14 @@ def test_accumulated_steps_are_one_step(reduction):
         whole = trainee.batch(6)
         batches = [whole] if len(splits) == 1 else [tuple(t[:4] for t in whole), tuple(t[4:] for t in whole)]
         trainee.step(trainee.models, batches, [sum(split) for split in splits])
-        results.append(trainee.models.weight)
+        results.append(trainee.models.given.weight)
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 def test_gradients_do_not_outlive_a_step():
     trainee = training_copy(workload())
     run(trainee, (2, 4))
-    assert all(p.grad is None for p in trainee.models.parameters())
+    assert all(p.grad is None for p in trainee.models.given.parameters())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

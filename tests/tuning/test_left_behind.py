@@ -49,7 +49,7 @@ from autosplit.solve.memory import Ceiling
 from autosplit.tuning import lone_session
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 MIB = 2**20
 
@@ -233,7 +233,7 @@ class Live:
     """
 
     def __init__(self, workload: Workload, make_optimizer: Any) -> None:
-        (model,) = modules_of(workload.model)
+        (model,) = workload.modules
         self.model = model
         self.optimizer = make_optimizer(model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
