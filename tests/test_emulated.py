@@ -14,9 +14,19 @@ import pytest
 from folders import TESTS
 
 MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
-FILES = sorted(
-    str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if MARKED.search(path.read_text(encoding="utf-8"))
+
+CORE = (
+    "test_emulated_devices.py::TestAllocator",  # first: nothing is cached yet
+    "runtime/test_accelerator.py::TestOneDevice::test_the_full_device_is_named_and_the_next_step_runs",
+    "runtime/test_accelerator.py::TestOneDevice::test_a_measured_step",
+    "parallel/test_balanced_gpus.py",
+    "parallel/test_persistent_replicas.py",
+    "devices/test_peer_copy_check.py",
 )
+"""What is used of two devices in every training: a process that loads torch for each file would take a minute."""
+
+MARKED_FILES = (p for p in TESTS.rglob("test_*.py") if MARKED.search(p.read_text(encoding="utf-8")))
+FILES = sorted({str(path.relative_to(TESTS)) for path in MARKED_FILES} - set(CORE))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,20 +41,9 @@ def _library():
 pytestmark = pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already")
 
 
-CORE = (
-    "test_emulated_devices.py::TestAllocator",  # first: nothing is cached yet
-    "runtime/test_accelerator.py::TestOneDevice::test_the_full_device_is_named_and_the_next_step_runs",
-    "runtime/test_accelerator.py::TestOneDevice::test_a_measured_step",
-    "parallel/test_balanced_gpus.py",
-    "parallel/test_persistent_replicas.py",
-    "devices/test_peer_copy_check.py",
-)
-"""What is used of two devices in every training: a process that loads torch for each file would take a minute."""
-
-
 @pytest.mark.timeout(600)
 def test_the_core_on_two_emulated_devices(tmp_path):
-    run_on_two(CORE, "gpu and not slow", tmp_path)
+    run_on_two(CORE, "gpu", tmp_path)
 
 
 @pytest.mark.slow

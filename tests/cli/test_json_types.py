@@ -12,6 +12,7 @@ import pytest
 import typer.main
 from folders import ROOT
 from handmade import CARD, examined, made_ceiling, made_plan
+from marks import slow
 
 import autosplit.devices.inventory
 from autosplit.cli.json_types import ANSWERS, ProbedCeiling
@@ -122,7 +123,7 @@ def test_every_command_has_a_line_here():
     assert set(LINES) == set(ANSWERS)
 
 
-@pytest.mark.parametrize("command", LINES)
+@pytest.mark.parametrize("command", [slow(line) if line == "loader" else line for line in LINES])
 def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
     """Neither more keys nor fewer, each of its type: read as that type and written again, it is the same."""
     if command == "report":

@@ -178,7 +178,9 @@ def examples():
 
 
 # These take seconds: a model is built, and traced or run.
-LONG = tuple(f"autosplit {command} " for command in ("doctor", "tune", "compare", "measure", "probe", "check"))
+LONG = tuple(
+    f"autosplit {command} " for command in ("doctor", "tune", "compare", "measure", "probe", "check", "loader")
+)
 
 
 @pytest.mark.parametrize(
@@ -599,8 +601,7 @@ workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimiz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["cpu:128MiB,cpu:64MiB", "sim:2xL4"])
-@pytest.mark.parametrize("text", [None, CONVOLUTIONAL], ids=["char_gpt", "convolutional"])
+@pytest.mark.parametrize(("text", "devices"), [(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
 def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
     """It was 40 lines and more, of which the numbers scrolled away."""
     words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]

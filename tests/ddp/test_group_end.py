@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 SCRIPT = """
 import atexit
@@ -43,7 +44,7 @@ for _ in range(2):
         ("raise ValueError('an own error')", "group: True"),  # other ranks see connections close
     ],
 )
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "cpu:gloo"])
 def test_the_group_ends_with_the_script(backend: str, end: str, expected: str) -> None:
     """Every eighth job of a tool died at its very end: "terminate called without an active exception".
 

@@ -437,7 +437,7 @@ def assert_fake_is_real(make, splits):
 
 
 @pytest.mark.usefixtures("_onednn")
-@pytest.mark.parametrize("make", [char_gpt, mlp, lstm])
+@pytest.mark.parametrize("make", [slow(char_gpt), mlp, lstm])
 @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((0, 5, 2),), ((3, 4), (3, 4))], ids=str)
 def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
     assert_fake_is_real(make, splits)
