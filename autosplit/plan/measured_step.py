@@ -10,7 +10,7 @@ from autosplit.errors import InputError
 from autosplit.plan.explanation import BINDING_SHARE, Bound, What, time_text
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import limits_of
-from autosplit.text import counted_text, ms_text, rate_text
+from autosplit.text import counted_text, listed, ms_text, rate_text
 
 Without = tuple[What, "str | None", float]
 """What a step is without, of which device (None for all together), and the seconds that it then takes."""
@@ -85,14 +85,15 @@ class MeasuredStep:
         )
 
 
-def checked_split(split: int | Sequence[int], num_devices: int) -> tuple[int, ...]:
+def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
     """Return the samples that each device is given; a number is the share of a single one.
 
     Raises:
         InputError: Not a whole number of 0 or more for each device, or nothing but zeros.
     """
     given = split if isinstance(split, Iterable) else [split]  # an array has an `__index__`, too
-    shares = tuple(limits_of("split", given, num_devices))
+    advice = f"as many, or name other devices than {listed(labels, 4)}"
+    shares = tuple(limits_of("split", given, len(labels), advice))
     if not any(shares):
         raise InputError(f"split is {shares}; expected at least one share above 0; give the devices samples")
     return shares

@@ -63,7 +63,7 @@ class SplitComparison:
 
 def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_steps: SupportsIndex) -> SplitComparison:
     """Compare; see `Plan.compare_with`."""
-    shares = checked_split(split, len(plan.devices))
+    shares = checked_split(split, [device.label for device in plan.devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     problem = required_problem(plan)
     least = plan.ddp.least_batch if problem.ranks else problem.region.least_share

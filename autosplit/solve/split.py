@@ -203,13 +203,13 @@ def _wholes(name: str, values: Sequence[int]) -> list[int]:
     return numbers
 
 
-def limits_of(name: str, values: Sequence[int], num_devices: int) -> list[int]:
+def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = "as many") -> list[int]:
     """Return one limit for each device, checked."""
     limits = _wholes(name, values)
     if len(limits) != num_devices:
         raise InputError(
             f"{name} is {tuple(limits)}; expected one whole number per device, of which there are {num_devices}; pass "
-            "as many"
+            f"{advice}"
         )
     return limits
 

@@ -203,7 +203,7 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     devices = job.whole.devices
     if split is None:
         split = even_split(workload.sample_batch_size, len(devices))
-    shares = checked_split(split, len(devices))
+    shares = checked_split(split, [device.label for device in devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     if steps > MOST_FORWARDS:
         raise InputError(f"accumulation_steps is {steps}; expected at most {MOST_FORWARDS}; ask for fewer")

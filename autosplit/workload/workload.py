@@ -338,7 +338,12 @@ class Workload:
                     "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
                 )
             raise
-        return self.loss_fn(outputs, _beside(outputs, targets))
+        try:
+            return self.loss_fn(outputs, _beside(outputs, targets))
+        except TypeError as error:
+            if "positional argument" in str(error):
+                advise(error, "loss_fn is called as loss_fn(outputs, targets), of one forward")
+            raise
 
     def _refuse_unlike_arguments(self) -> None:
         """Refuse a batch of more or fewer parts than the model takes: the targets are among them, mostly."""

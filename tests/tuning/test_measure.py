@@ -130,7 +130,7 @@ class TestReal:
 WRONG = {
     "length": (
         {"split": (4, 4, 4)},
-        r"split is \(4, 4, 4\); expected one whole number per device",
+        r"split is \(4, 4, 4\); expected one whole number per device, .* as many, or name other devices than ",
     ),
     "one for two": ({"split": 8}, r"split is \(8,\); expected one whole number per device"),
     "nothing": ({"split": (0, 0)}, "expected at least one share above 0"),
@@ -169,6 +169,10 @@ class TestWrong:
 
         with pytest.raises(UserCodeError, match="ValueError: boom"):
             measure(Workload(net(), net_batch(), compute_loss=only_small), devices=TWO, split=(5, 2))
+
+    def test_a_loss_that_takes_other_arguments_is_told_how_it_is_called(self):
+        with pytest.raises(UserCodeError, match=r"takes 1 positional argument.*called as loss_fn\(outputs, targets\)"):
+            measure(Workload(net(), net_batch(), loss_fn=lambda outputs: outputs.mean()), devices=TWO, split=(5, 2))
 
 
 def test_all_devices_are_one_bound_where_none_by_itself_is():
