@@ -15,17 +15,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
-from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.kernel_time import Part, kernel_rates
+from autosplit.runtime.clocks import Clocks
+from autosplit.runtime.kernel_time import Part
 from autosplit.runtime.memory_tracker import rounded
-from autosplit.runtime.op_cost import Load, Move, OpCost, Work, loads_of
+from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.op_recorder import Event
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.tracer import Phase, Trace, Tracer
@@ -40,91 +41,6 @@ _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 
 _Played = Phase | Literal["first"]
 """What of a step is played at once; ``first`` is the first micro-step with the broadcast in it."""
-
-
-@dataclass
-class _Clocks:
-    """The time on each card and on the host that feeds it, and how long each card worked; what is `free` takes none.
-
-    The host runs ahead of a card until it is the slower one: an op begins when it was started and what was before it
-    is done. Parameters and gradients go over all links at once, as NCCL's rings send them; other copies keep both
-    their ends.
-    """
-
-    specs: Sequence[GpuSpec]
-    free: frozenset[str] = frozenset()
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        self.now_s = [0.0] * len(self.specs)
-        self.busy_s = [0.0] * len(self.specs)
-        self._host_s = [0.0] * len(self.specs)
-        self._links_s = [0.0] * len(self.specs)  # each to the first device
-        self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
-        self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
-
-    def foresee(self, card: int, works: Iterator[Work]) -> None:
-        """Tell the loads of a card's works at once, before they are played; those of another micro-step are known."""
-        loads = self._loads[card]
-        first = next(works, None)
-        if first is not None and first not in loads:
-            new = [first, *(work for work in works if work not in loads)]
-            loads.update(zip(new, loads_of(new, self.specs[card], self.replicas), strict=True))
-
-    def work(self, device: int, work: Work) -> None:
-        self.foresee(device, iter([work]))
-        load = self._loads[device][work]
-        self._wait(device)
-        self.now_s[device] = max(self.now_s[device] + load.busy_s, self._host_s[device] + load.end_s)
-        self._host_s[device] += load.host_s
-        self.busy_s[device] += load.busy_s
-
-    def take_back(self, device: int, work: Work) -> None:
-        """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
-        load = loads_of([work], self.specs[device], self.replicas)[0]
-        is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
-        self.now_s[device] -= max(load.busy_s, load.host_s) if is_behind else load.busy_s
-        self.busy_s[device] -= load.busy_s
-        self._host_s[device] -= load.host_s
-
-    def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        ends = [device for device in (source, destination) if device != HOST]
-        link = min(self.specs[device].link_bytes_per_s for device in ends) if len(ends) > 1 else _HOST_BYTES_PER_S
-        launch_s = max(self.specs[device].launch_s for device in ends)
-        is_free = purpose in self.free
-        if purpose in _TOGETHER and len(ends) == 2:
-            host_s = max(self._host_s[device] for device in ends) + launch_s * kernel_rates().host.replicated
-            at = max(ends)
-            start_s = max(*(self.now_s[device] for device in ends), self._links_s[at], 0.0 if is_free else host_s)
-            self._links_s[at] = start_s + (0.0 if is_free else nbytes / link)
-            for device in ends:
-                self._arrived_s[device] = max(self._arrived_s[device], self._links_s[at])
-                self._host_s[device] = max(self._host_s[device], 0.0 if is_free else host_s)
-            return
-        for device in ends:
-            self._wait(device)
-        takes_s = 0.0 if is_free else launch_s + nbytes / link
-        end_s = max(self.now_s[device] for device in ends) + takes_s
-        for device in ends:
-            self.now_s[device] = end_s
-        # What is done with a copy is started after what was copied: one interpreter starts both.
-        self._host_s[ends[-1]] = max(self._host_s[device] for device in ends)
-
-    def _wait(self, device: int) -> None:
-        self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
-
-    def meet(self) -> float:
-        """Let all devices wait for the slowest, and return that time."""
-        end_s = max(*self.now_s, *self._arrived_s)
-        self.now_s = [end_s] * len(self.now_s)
-        return end_s
-
-
-_HOST_BYTES_PER_S = 12.6e9
-"""Of copies from the host: PCI Express 3.0 x16 at four fifths of its line rate, an assumption for all cards."""
-
-_TOGETHER = ("parameter", "gradient")
-"""What NCCL's broadcast and reduce carry: in as many rings as there are links, whatever the number of devices."""
 
 
 class SimulatedRuntime:
@@ -174,11 +90,12 @@ class SimulatedRuntime:
         if peaks:
             self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
-        clocks = _Clocks(self._specs, self.free, replicas)
-        for number, split in enumerate(shape.splits):
-            source.play(clocks, split, "micro" if number else "first")
-            if number == 0 and len(shape.splits) > 1:
-                self._begin_gradients(clocks, shape)
+        clocks = Clocks(self._specs, self.free, replicas)
+        source.play(clocks, shape.splits[0], "first")
+        if len(shape.splits) > 1:
+            self._begin_gradients(clocks, shape)
+        for split, alike in itertools.groupby(shape.splits[1:]):
+            clocks.repeat(partial(source.play, clocks, split, "micro"), len(list(alike)))
         source.play(clocks, shape.splits[0], "reduce")
         before_s = clocks.meet()
         if shape.updates:
@@ -186,7 +103,7 @@ class SimulatedRuntime:
         seconds = clocks.meet()
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
-    def _begin_gradients(self, clocks: _Clocks, shape: StepShape) -> None:
+    def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
         """Correct the first micro-step: each was traced as one that adds to earlier gradients."""
         for device in _active(shape.splits[0]):
             clocks.take_back(device, Work.of(device, self.tracer.accumulation_costs()))
@@ -270,7 +187,7 @@ def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
     return (event for event in events if isinstance(event, Work) and event.device == device)
 
 
-def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
+def _play(clocks: Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
     """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
     for device, card in enumerate(place):
         clocks.foresee(card, _works(events, device))
@@ -355,7 +272,7 @@ class _Whole:
             found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)
         return tuple(found)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+    def play(self, clocks: Clocks, split: tuple[int, ...], phase: _Played) -> None:
         if self._shape.alone:
             events = _events(self._trace(split), phase)
         else:
@@ -415,7 +332,7 @@ class _Composed:
         others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in self._split[1:]]
         return (self._primary().parts[0], *others)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+    def play(self, clocks: Clocks, split: tuple[int, ...], phase: _Played) -> None:
         short = self._short(split)
         others = len(_active(split[1:]))
         primary = _micro_step(self._tracer, self._shape, short, self._short(self._split), phase, others)
@@ -463,7 +380,7 @@ class _Composed:
         return self._tracer.trace(own, own if samples in others else first)
 
 
-def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
+def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
     """Play a transfer between device 0 and a stand-in: with one device, and at the last stand-in's with all the rest.
 
     A loss is added to the sum before the next one comes; the last one's joining was traced.
@@ -485,7 +402,7 @@ def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]],
             clocks.work(0, _joining(arrives, nbytes))
 
 
-def _played(clocks: _Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
+def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
     """Play the work of a device up to each of its transfers in turn."""
     for event in events:
         if isinstance(event, Work):

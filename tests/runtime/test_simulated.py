@@ -19,11 +19,12 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import simulated
+from autosplit.runtime.clocks import Clocks
 from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, _reduced, _Whole, traced_parts, traced_peaks
+from autosplit.runtime.simulated import SimulatedRuntime, _play, _reduced, _Whole, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.workload.workload import Workload
 
@@ -151,7 +152,7 @@ class TestKeptReplicas:
         machine = runtime(tracer, "sim:1xRTX3090+2xRTX2080Ti")
         shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
         followed = tracer._run(shape)
-        clocks = _Clocks(machine._specs, replicas=sum(map(bool, split)))
+        clocks = Clocks(machine._specs, replicas=sum(map(bool, split)))
         _play(clocks, _reduced(followed.micro), (0, 1, 2))
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))

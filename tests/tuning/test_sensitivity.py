@@ -16,7 +16,7 @@ from autosplit.devices.catalog import GPUS_VARIABLE, GpuSpec, gpu_catalog
 from autosplit.errors import PlanError
 from autosplit.plan.explanation import Change
 from autosplit.plan.plan import Plan
-from autosplit.runtime import simulated
+from autosplit.runtime.clocks import Clocks
 
 GIB = 2**30
 NEAR = 0.05
@@ -123,16 +123,16 @@ def test_figures_are_those_of_a_machine_that_is_really_changed(make, kinds, effe
     assert_told(plan, "alone", "sim:0", tuned(make, machine[:1], effective))
     assert_told(plan, "link", None, tuned(make, [linked(card) for card in machine], effective))
     assert_told(plan, "effective_batch_size", None, tuned(make, machine, 2 * effective))
-    plain = simulated._Clocks.move
+    plain = Clocks.move
     for what, free in (("copies", {"parameter", "buffer", "gradient"}), ("gather", {"output", "scalar"})):
 
         def move(clocks, source, destination, nbytes, purpose, free=free):
             clocks.free = frozenset(free)
             plain(clocks, source, destination, nbytes, purpose)
 
-        monkeypatch.setattr(simulated._Clocks, "move", move)
+        monkeypatch.setattr(Clocks, "move", move)
         really = tuned(make, machine, effective)
-        monkeypatch.setattr(simulated._Clocks, "move", plain)
+        monkeypatch.setattr(Clocks, "move", plain)
         assert_told(plan, what, None, really)
 
 

@@ -1,0 +1,133 @@
+"""The clocks of simulated cards and of the host that feeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autosplit.devices.catalog import GpuSpec
+from autosplit.devices.transfer import HOST
+from autosplit.runtime.kernel_time import kernel_rates
+from autosplit.runtime.op_cost import Load, Work, loads_of
+
+_HOST_BYTES_PER_S = 12.6e9
+"""Of copies from the host: PCI Express 3.0 x16 at four fifths of its line rate, an assumption for all cards."""
+
+_TOGETHER = ("parameter", "gradient")
+"""What NCCL's broadcast and reduce carry: in as many rings as there are links, whatever the number of devices."""
+
+_STEADY = 1e-9
+"""Share by which one repetition may differ from the next."""
+
+
+@dataclass
+class Clocks:
+    """The time on each card and on the host that feeds it, and how long each card worked; what is `free` takes none.
+
+    The host runs ahead of a card until it is the slower one: an op begins when it was started and what was before it
+    is done. Parameters and gradients go over all links at once, as NCCL's rings send them; other copies keep both
+    their ends.
+    """
+
+    specs: Sequence[GpuSpec]
+    free: frozenset[str] = frozenset()
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        self.now_s = [0.0] * len(self.specs)
+        self.busy_s = [0.0] * len(self.specs)
+        self._host_s = [0.0] * len(self.specs)
+        self._links_s = [0.0] * len(self.specs)  # each to the first device
+        self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
+        self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
+
+    def foresee(self, card: int, works: Iterator[Work]) -> None:
+        """Tell the loads of a card's works at once, before they are played; those of another micro-step are known."""
+        loads = self._loads[card]
+        first = next(works, None)
+        if first is not None and first not in loads:
+            new = [first, *(work for work in works if work not in loads)]
+            loads.update(zip(new, loads_of(new, self.specs[card], self.replicas), strict=True))
+
+    def work(self, device: int, work: Work) -> None:
+        """Let a card do its work once it is there, and the host has started it."""
+        self.foresee(device, iter([work]))
+        load = self._loads[device][work]
+        self._wait(device)
+        self.now_s[device] = max(self.now_s[device] + load.busy_s, self._host_s[device] + load.end_s)
+        self._host_s[device] += load.host_s
+        self.busy_s[device] += load.busy_s
+
+    def take_back(self, device: int, work: Work) -> None:
+        """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
+        load = loads_of([work], self.specs[device], self.replicas)[0]
+        is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
+        self.now_s[device] -= max(load.busy_s, load.host_s) if is_behind else load.busy_s
+        self.busy_s[device] -= load.busy_s
+        self._host_s[device] -= load.host_s
+
+    def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """Send bytes over a link: once both ends are free, or beside what they do, as a broadcast or a reduce."""
+        ends = [device for device in (source, destination) if device != HOST]
+        link = min(self.specs[device].link_bytes_per_s for device in ends) if len(ends) > 1 else _HOST_BYTES_PER_S
+        launch_s = max(self.specs[device].launch_s for device in ends)
+        is_free = purpose in self.free
+        if purpose in _TOGETHER and len(ends) == 2:
+            host_s = max(self._host_s[device] for device in ends) + launch_s * kernel_rates().host.replicated
+            at = max(ends)
+            start_s = max(*(self.now_s[device] for device in ends), self._links_s[at], 0.0 if is_free else host_s)
+            self._links_s[at] = start_s + (0.0 if is_free else nbytes / link)
+            for device in ends:
+                self._arrived_s[device] = max(self._arrived_s[device], self._links_s[at])
+                self._host_s[device] = max(self._host_s[device], 0.0 if is_free else host_s)
+            return
+        for device in ends:
+            self._wait(device)
+        takes_s = 0.0 if is_free else launch_s + nbytes / link
+        end_s = max(self.now_s[device] for device in ends) + takes_s
+        for device in ends:
+            self.now_s[device] = end_s
+        # What is done with a copy is started after what was copied: one interpreter starts both.
+        self._host_s[ends[-1]] = max(self._host_s[device] for device in ends)
+
+    def _wait(self, device: int) -> None:
+        self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
+
+    def meet(self) -> float:
+        """Let all devices wait for the slowest, and return that time."""
+        end_s = max(*self.now_s, *self._arrived_s)
+        self.now_s = [end_s] * len(self.now_s)
+        return end_s
+
+    def repeat(self, play: Callable[[], None], times: int) -> None:
+        """Play the same so many times; once each takes what the last one took, all the rest at once."""
+        before, last = self._read(), None
+        for played in range(1, times + 1):
+            play()
+            after = self._read()
+            pace = [end_s - begin_s for begin_s, end_s in zip(before, after, strict=True)]
+            if last is not None and self._is_steady(pace, last):
+                self._set([now_s + (times - played) * each_s for now_s, each_s in zip(after, pace, strict=True)])
+                return
+            before, last = after, pace
+
+    def _read(self) -> list[float]:
+        return [*self.now_s, *self._host_s, *self._links_s, *self._arrived_s, *self.busy_s]
+
+    def _set(self, times_s: list[float]) -> None:
+        count = len(self.specs)
+        parts = (times_s[start : start + count] for start in range(0, len(times_s), count))
+        self.now_s, self._host_s, self._links_s, self._arrived_s, self.busy_s = parts
+
+    def _is_steady(self, pace: list[float], last: list[float]) -> bool:
+        """Tell whether all that follow take as long: what is waited for is at nobody's pace but his who waits.
+
+        A host that is behind a card, and slower than it, would catch up with it.
+        """
+        count = len(self.specs)
+        cards, hosts = (list(filter(None, pace[start : start + count])) for start in (0, count))
+        least_s, most_s = min(cards, default=0.0), max(cards, default=0.0)
+        error_s = _STEADY * most_s
+        alike = all(abs(one_s - other_s) <= error_s for one_s, other_s in zip(pace, last, strict=True))
+        are_hosts_alike = max(hosts, default=0.0) - min(hosts, default=0.0) <= error_s
+        return alike and most_s - least_s <= error_s and are_hosts_alike and max(hosts, default=0.0) <= most_s + error_s
