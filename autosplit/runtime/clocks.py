@@ -69,26 +69,31 @@ class Clocks:
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Send bytes over a link: once both ends are free, or beside what they do, as a broadcast or a reduce."""
         ends = [device for device in (source, destination) if device != HOST]
-        link = min(self.specs[device].link_bytes_per_s for device in ends) if len(ends) > 1 else _HOST_BYTES_PER_S
-        launch_s = max(self.specs[device].launch_s for device in ends)
         is_free = purpose in self.free
         if purpose in _TOGETHER and len(ends) == 2:
-            host_s = max(self._host_s[device] for device in ends) + launch_s * kernel_rates().host.replicated
-            at = max(ends)
-            start_s = max(*(self.now_s[device] for device in ends), self._links_s[at], 0.0 if is_free else host_s)
-            self._links_s[at] = start_s + (0.0 if is_free else nbytes / link)
-            for device in ends:
-                self._arrived_s[device] = max(self._arrived_s[device], self._links_s[at])
-                self._host_s[device] = max(self._host_s[device], 0.0 if is_free else host_s)
+            self._move_beside(source, destination, nbytes, is_free=is_free)
             return
+        link = min(self.specs[device].link_bytes_per_s for device in ends) if len(ends) > 1 else _HOST_BYTES_PER_S
         for device in ends:
             self._wait(device)
-        takes_s = 0.0 if is_free else launch_s + nbytes / link
+        takes_s = 0.0 if is_free else max(self.specs[device].launch_s for device in ends) + nbytes / link
         end_s = max(self.now_s[device] for device in ends) + takes_s
         for device in ends:
             self.now_s[device] = end_s
         # What is done with a copy is started after what was copied: one interpreter starts both.
         self._host_s[ends[-1]] = max(self._host_s[device] for device in ends)
+
+    def _move_beside(self, one: int, other: int, nbytes: int, *, is_free: bool) -> None:
+        first, second, at = self.specs[one], self.specs[other], max(one, other)  # for each parameter of each replica
+        end_s = max(self.now_s[one], self.now_s[other], self._links_s[at])
+        if not is_free:
+            launch_s = max(first.launch_s, second.launch_s) * kernel_rates().host.replicated
+            host_s = max(self._host_s[one], self._host_s[other]) + launch_s
+            self._host_s[one] = self._host_s[other] = host_s
+            end_s = max(end_s, host_s) + nbytes / min(first.link_bytes_per_s, second.link_bytes_per_s)
+        self._links_s[at] = end_s
+        self._arrived_s[one] = max(self._arrived_s[one], end_s)
+        self._arrived_s[other] = max(self._arrived_s[other], end_s)
 
     def _wait(self, device: int) -> None:
         self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
