@@ -28,7 +28,7 @@ from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.parallel.token_sampler import TokenBatchSampler
-from autosplit.plan.other_model import warn_of_other_model
+from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
@@ -79,9 +79,9 @@ class Context:
             The wrapper; `wrapper.module` is the model.
 
         Raises:
-            InputError: An option that this version of DistributedDataParallel does not have, SyncBatchNorm on a
-                processor, running statistics that are rank 0's where that has no samples, or an optimizer's parameters
-                that moving the model has replaced.
+            InputError: No module, or one that is wrapped already, an option that this version of
+                DistributedDataParallel does not have, SyncBatchNorm on a processor, running statistics that are rank
+                0's where that has no samples, or an optimizer's parameters that moving the model has replaced.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -89,6 +89,7 @@ class Context:
             OtherModelWarning: The plan was made for a model of another size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
+        refuse_wrapped(model)
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2)
         if sync_batchnorm:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from autosplit.errors import PlanError
-from autosplit.files import read_bounded, replace_file
+from autosplit.files import read_bounded, replace_file, what_stands_at
 from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
@@ -380,13 +380,17 @@ class PlanRecord:
         """Write the plan as JSON, by atomic replacement.
 
         Args:
-            path: The file; its folder is made where it is missing.
+            path: The file; its folder is made where it is missing, and a link leads to the file that is written.
 
         Raises:
             PlanError: It can't be written there.
         """
         target = Path(path)
         try:
+            target = target.resolve() if target.is_symlink() else target
+            stands = what_stands_at(target)
+            if stands is not None:
+                raise OSError(f"{stands} is there")
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, self.to_json() + "\n", mode=0o666)  # as any file: plans are handed to others
         except (OSError, ValueError) as error:  # a name with a null character is no OSError

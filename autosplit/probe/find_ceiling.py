@@ -14,6 +14,7 @@ from autosplit.probe.does_not_fit import does_not_fit
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
+from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.workload.fits import COPYING
@@ -73,7 +74,9 @@ def find_ceiling(
         isolated = None
         if isolate:
             isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
-        followed = follow(build(source, devices), devices, closing, isolated)
+        built = build(source, devices)
+        closing.enter_context(untouched(built.workload))
+        followed = follow(built, devices, closing, isolated)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(
             runtime,

@@ -23,6 +23,7 @@ from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
 from autosplit.rng import kept_rng
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
+from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
 from autosplit.workload.batch import batch_size_of, chunk, tensors_of
 from autosplit.workload.workload import Workload
@@ -72,7 +73,8 @@ def check(workload: Any) -> tuple[Check, ...]:
             )
         workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
         built = _with_model(workload)
-        found = Comparison(built, _batch_of(built)).checks()
+        with untouched(built):
+            found = Comparison(built, _batch_of(built)).checks()
     for one in found:
         _log.info("%s", one)
     return found

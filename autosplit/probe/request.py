@@ -129,7 +129,8 @@ def checked_request(
             f"max_batch_size is {max_batch_size}; expected at most {MOST_SAMPLES}; leave it out for no bound"
         )
     whole_number("n_trials", n_trials, minimum=1)
-    whole_number("seed", seed, minimum=0)
+    if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy's, which Optuna draws by
+        raise InputError(f"seed is {seed}; expected a whole number below {2**32}; take a smaller one")
     is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if time_limit_s is not None and not (is_number and time_limit_s > 0):
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")

@@ -221,6 +221,12 @@ def _optimizer(
         raise WorkloadError(
             f"the optimizer factory returned a {type(made).__name__}; expected a torch.optim.Optimizer; return one"
         )
+    given_ids = set(map(id, parameters))
+    if any(id(p) not in given_ids for group in made.param_groups for p in group["params"]):
+        raise WorkloadError(
+            "the optimizer factory's optimizer holds other parameters than those that it was given; expected these, "
+            "which are a copy's; build it from its argument: lambda parameters: torch.optim.AdamW(parameters)"
+        )
     return made
 
 

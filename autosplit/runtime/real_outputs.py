@@ -1,4 +1,4 @@
-"""The memory of real ops' outputs, where fake ones return less: oneDNN's fused LSTM layer, and four losses.
+"""Differences of real ops from fake ones: the memory of an LSTM layer's outputs and of four losses, a refused dtype.
 
 The layer's workspace for the backward has a size that only the library knows, and torch's fake op returns an empty
 one: a traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its
@@ -7,6 +7,8 @@ _meta_registrations.py, meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.c
 
 The losses make what they return as large as their input, and then a number of it, which keeps the memory of all
 elements for as long as it lives (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+
+A product of unlike dtypes, of float64 that came from numpy for instance, is an error of real ops alone.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ _SECOND_BIAS = 4
 
 
 _aten = torch.ops.aten
+_PRODUCTS = {_aten.mm, _aten.addmm}
 _KEEPING_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss}
 
 
 def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
-    """Return an op's outputs with the memory of real ones; only fake outputs of these ops are replaced."""
+    """Return an op's outputs with the memory of real ones; only fake outputs of these ops are replaced.
+
+    Raises:
+        RuntimeError: Torch's own, of a product of unlike dtypes.
+    """
     packet = getattr(func, "_overloadpacket", None)
+    if packet in _PRODUCTS and args[-1].dtype != args[-2].dtype:
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {args[-2].dtype} and {args[-1].dtype}")
     if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:
         return outputs.new_empty(args[0].numel()).as_strided((), ())
     if packet is None or packet not in (_RNN_LAYER, _RNN_LAYER_BACKWARD) or not isinstance(outputs[0], FakeTensor):

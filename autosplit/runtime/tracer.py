@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autosplit.errors import AutosplitError, from_user_code, users_errors
+from autosplit.errors import AutosplitError, WorkloadError, from_user_code, users_errors
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
@@ -147,6 +147,11 @@ class Tracer:
         if has_begun and self._leaves_unused:  # no state appears for what gets no gradient
             self.trainee.end_state(self._with_gradient)
             found = run_until_settled(self.trainee, lambda: self._run(first))
+        if self.workload.step is None and not self._with_gradient:
+            raise WorkloadError(
+                "no parameter of the model gets a gradient: the loss comes from something else than the model that it "
+                "is given; expected its outputs; call the model that compute_loss is passed, not one outside"
+            )
         self._kept[first] = found
         self._has_settled = True
 

@@ -167,6 +167,16 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         found = run()
         if trainee.grown_bytes <= 0:
             return found
+    stepped = {
+        id(p) for one in optimizers_of(trainee.optimizers) for group in one.param_groups for p in group["params"]
+    }
+    left_out = [p for p in _trainable(trainee) if id(p) not in stepped]
+    if trainee.workload.step is None and left_out:
+        raise WorkloadError(
+            f"the optimizer has not {len(left_out)} of the parameters that get a gradient, the first of shape "
+            f"{tuple(left_out[0].shape)}, and nobody clears it; expected all of them, or the others frozen; give the "
+            "optimizer model.parameters(), or call requires_grad_(False) on what is not to be trained"
+        )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
         names = " and ".join(type(optimizer).__name__ for optimizer in optimizers_of(trainee.optimizers))
         whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"

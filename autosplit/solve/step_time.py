@@ -21,7 +21,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, islice
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class StepTime:
     gather_s_per_sample: tuple[float, ...]
     update_s: float
     adds_up: bool
-    contention: float = 1.0
+    contention: Annotated[float, Meta(gt=0)] = 1.0
     keeps: bool = True
     host_s: float = 0.0
     lead_s: float = 0.0

@@ -17,6 +17,7 @@ from autosplit.plan.record import DdpOptions
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
+from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Source, build, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -116,6 +117,7 @@ def _measured(
     """Measure as one process of a job; all of them return the same."""
     with kept_rng(), ExitStack() as closing:
         built = job.peers.each_run(lambda: build(source, job.own.devices))
+        closing.enter_context(untouched(built.workload))
         asked = job.peers.each_run(lambda: _checked(split, accumulation_steps, job, built.workload))
         most = sum(asked.split)
         job = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))

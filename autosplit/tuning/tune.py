@@ -24,6 +24,7 @@ from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
+from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
@@ -406,6 +407,7 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
     job = replace(job, own=replace(job.own, deadline_s=deadline_s), whole=replace(job.whole, deadline_s=deadline_s))
     with kept_rng(), ExitStack() as closing:
         built = peers.each_run(lambda: build(source, job.own.devices))
+        closing.enter_context(untouched(built.workload))
         described = job.agreed("the workload", workload_of(built.workload))
         wanted = Wanted(job.whole, job.machine, described, job.whole.facts(asked.reserve), measured=job.several)
         turn = closing.enter_context(wanted.turn(asked.tell_waiting)) if peers.rank == 0 else None

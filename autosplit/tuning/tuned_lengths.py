@@ -18,6 +18,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.prober import Prober
 from autosplit.rng import kept_rng
+from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Source, build
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import largest_fitting
@@ -106,6 +107,7 @@ def _points(
         told(Progress("lengths", "building the model", 0.0))
         with kept_rng(), ExitStack() as closing:
             built = job.peers.each_run(functools.partial(build, source_of(length), job.own.devices))
+            closing.enter_context(untouched(built.workload))
             try:
                 session = open_session(limited, built, closing, told, isolate=isolate)
                 steps = _Steps(plan, limited, session.prober)

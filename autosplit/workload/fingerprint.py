@@ -154,8 +154,7 @@ class Describer:
         ]
         if _is_installed(str(function.__module__)):
             return described
-        known = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
-        return [*described, {name: self.of(item, depth) for name, item in known.items()}]
+        return [*described, {name: self.of(item, depth) for name, item in _globals_of(function).items()}]
 
     def _class(self, kind: type, depth: int) -> Any:
         """Describe a class by the code of its own methods and of the user's classes that it inherits from."""
@@ -177,6 +176,8 @@ class Describer:
             self._seen.setdefault(id(part), (len(self._seen), part))
             line = [name, qualified_name(type(part)), self.of(type(part), depth + 1), _plain_attributes(part)]
             others = self._others_of_module(part, depth + 1)
+            if module.training and not part.training:  # frozen: otherwise all of it is trained
+                others["training"] = False
             lines.append([*line, others] if others else line)
             config = getattr(part, "config", None)  # where models of the Hugging Face kind keep what they are
             if config is not None:
@@ -230,7 +231,7 @@ def _extends_library(kind: type) -> bool:
 def _plain_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that are numbers, switches or texts.
 
-    Left out are `training`, which is set by whoever runs the model, and what is another in each process: hashes, which
+    Left out are `training`, which `tree` has where it counts, and what is another in each process: hashes, which
     transformers keep, and the number that torch's compiler gives a module.
     """
     describer = Describer()
@@ -282,6 +283,18 @@ def _names(code: CodeType) -> set[str]:
     """Return the names that code and the functions in it look up."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    """Return the globals that a function, or one within it, looks up."""
+    known = function.__globals__
+    return {name: known[name] for name in sorted(_names(function.__code__)) if name in known}
+
+
+def named_by(function: Any) -> list[Any]:
+    """Return what a function's code refers to: its defaults, what it closes over, and globals where it is a user's."""
+    own = () if _is_installed(str(function.__module__)) else _globals_of(function).values()
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function), *own]
 
 
 def _cells(function: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import os
 from dataclasses import fields, replace
 
 import pytest
@@ -202,6 +203,18 @@ class TestFiles:
         (tmp_path / "file").write_text("")
         with pytest.raises(PlanError, match=r"can't be written to .*file"):
             PLAN.save(tmp_path / "file" / "plan.json")
+
+    def test_a_link_is_followed_and_what_is_no_file_stays(self, tmp_path):
+        """A device in its place was a file from then on."""
+        link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+        link.symlink_to(tmp_path / "plan.json")
+        PLAN.save(link)
+        assert link.is_symlink()
+        assert Plan.load(tmp_path / "plan.json") == PLAN
+        os.mkfifo(pipe)
+        with pytest.raises(PlanError, match="no regular file is there"):
+            PLAN.save(pipe)
+        assert pipe.is_fifo()
 
     def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(PlanError, match=r"nowhere\.json can't be read .*; expected .*; check the path"):

@@ -72,6 +72,7 @@ def test_a_sound_plan():
             replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), failure="x", failed_device=2),)),
             "failed on device 2",
         ),
+        (with_times(contention=0.0), r"`float` > 0.0 - at `\$.fit.step_time.contention`"),
         (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries; expected 2"),
         (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries; expected 2"),
         (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is of another number"),

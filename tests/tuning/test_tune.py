@@ -1000,6 +1000,28 @@ class Failing(nn.Module):
 
 
 SIM = "sim:2xRTX3090"
+
+
+def small_of_float64() -> Workload:
+    """As a batch comes from numpy; fake products took it, and simulated cards had a plan."""
+    inputs, targets = net_batch()
+    return Workload(net(), (inputs.double(), targets), loss_fn=F.cross_entropy)
+
+
+def headed() -> Workload:
+    """Trains a part, and does not freeze the rest: it was told that the model grows."""
+    model = net()
+    optimizer = torch.optim.AdamW(model[-1].parameters())
+    return Workload(model, net_batch(), loss_fn=F.cross_entropy, optimizer=optimizer)
+
+
+def straying() -> Workload:
+    model = net()
+    return Workload(
+        model, net_batch(), loss_fn=F.cross_entropy, optimizer=lambda _: torch.optim.AdamW(model.parameters())
+    )
+
+
 BAD = {
     "effective batch of 0": (
         InputError,
@@ -1019,6 +1041,14 @@ BAD = {
     ),
     "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
+    "a seed beyond numpy's": (
+        InputError,
+        "seed is 4294967296; expected .* below",
+        lambda: quick(small(), SIM, seed=2**32),
+    ),
+    "float64 on fakes": (UserCodeError, "must have the same dtype", lambda: quick(small_of_float64(), SIM)),
+    "an optimizer of a part": (WorkloadError, r"has not 4 of .* requires_grad_\(False\)", lambda: quick(headed(), SIM)),
+    "an optimizer of live ones": (WorkloadError, "holds other parameters than those", lambda: quick(straying(), SIM)),
     "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
     "unknown profile": (InputError, "profile is 'maybe'", lambda: quick(small(), SIM, profile="maybe")),
     "no trials": (InputError, "n_trials is 0", lambda: quick(small(), SIM, n_trials=0)),

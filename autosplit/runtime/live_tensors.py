@@ -1,0 +1,78 @@
+"""The live tensors that a workload's own code reaches beside the copy that is trained: left as they were.
+
+A loss with a penalty on the model's own parameters, with weights or a teacher of its own, names what is live: a
+backward of the copy reaches it, too, and would leave it gradients, fake ones among them, and moved buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autosplit.parallel.replicate import moving_buffers
+from autosplit.runtime.interrupts import held_interrupts
+from autosplit.workload.fingerprint import named_by
+from autosplit.workload.workload import Workload
+
+MOST_LOOKED_AT = 10_000
+"""Values that are looked at: a list of a million samples beside a function is no model."""
+
+
+@contextmanager
+def untouched(workload: Workload) -> Iterator[None]:
+    """Put back gradients and buffers that a step may change beside its copy: the live model's, and what functions name.
+
+    Gradients are taken away for so long, since a backward adds to them in place.
+    """
+    reached = list(_reached(workload))
+    modules = [one for one in reached if isinstance(one, nn.Module)]
+    tensors: list[Tensor] = [p for module in (*workload.modules, *modules) for p in module.parameters()]
+    tensors += [one for one in reached if isinstance(one, Tensor) and one.is_leaf]
+    kept = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
+    moving = [buffer for module in modules for _, _, buffer in moving_buffers(module)]
+    buffers = [(one, one.clone()) for one in moving if not one.is_meta and not isinstance(one, FakeTensor)]
+    for tensor, gradient in kept.values():
+        if gradient is not None:
+            tensor.grad = None
+    try:
+        yield
+    finally:
+        with held_interrupts(), torch.no_grad():
+            for tensor, gradient in kept.values():
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _reached(workload: Workload) -> Iterator[Any]:
+    """Yield the modules and tensors that the workload's functions name, hold or are bound to."""
+    todo: list[Any] = [workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch]
+    seen: set[int] = set()
+    while todo and len(seen) < MOST_LOOKED_AT:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (nn.Module, Tensor)):
+            yield value
+        elif isinstance(value, functools.partial):
+            todo += (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, MethodType):
+            todo += (value.__func__, value.__self__)
+        elif isinstance(value, FunctionType):
+            todo += named_by(value)
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (tuple, list, set)):
+            todo += value
+        elif not isinstance(value, type) and callable(value):
+            todo += getattr(value, "__dict__", {}).values()

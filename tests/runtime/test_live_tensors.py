@@ -1,0 +1,104 @@
+"""What a workload's own code names beside its model is as it was: a penalty, a teacher, weights of a loss."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.errors import WorkloadError
+from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.probe.gradient_check import check
+from autosplit.tuning.measure import measure
+from autosplit.tuning.tune import tune
+from autosplit.workload.workload import Workload
+
+DEVICES = ["cpu", "sim:2xRTX3090"]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 16), torch.randint(4, (8,))
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs * self.weight, targets)
+
+
+def penalty(model: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def everything_of(module: nn.Module) -> dict[str, object]:
+    held = {name: (id(p), p.grad, None if p.grad is None else p.grad.clone()) for name, p in module.named_parameters()}
+    return {**held, **{name: (id(b), None, b.clone()) for name, b in module.named_buffers()}}
+
+
+def assert_untouched(before: dict[str, object], module: nn.Module) -> None:
+    after = everything_of(module)
+    assert after.keys() == before.keys()
+    for name, (identity, gradient, value) in after.items():
+        assert (identity, gradient is before[name][1]) == (before[name][0], True), name
+        assert value is None or torch.equal(value, before[name][2]), name
+
+
+def run_all(devices: str, workload: Workload) -> None:
+    options = {"max_batch_size": 16, "profile": "off"}
+    tune(workload, devices=devices, **options)
+    measure(workload, devices=devices, split=(4, 4) if "2x" in devices else 8)
+    find_ceiling(workload, "cpu" if devices == "cpu" else "sim:RTX3090", max_batch_size=16)
+    check(workload)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_penalty_on_the_live_parameters(devices, has_gradients):
+    """Fake gradients were left in them: the first step of the training clipped by a norm without a number, for good."""
+    model = net()
+    if has_gradients:
+        model(batch()[0]).sum().backward()
+    before = everything_of(model)
+    run_all(devices, Workload(model, batch(), loss_fn=functools.partial(penalty, model)))
+    assert_untouched(before, model)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_teacher_in_training_mode(devices):
+    """Its running statistics moved."""
+    teacher = nn.Sequential(nn.Linear(16, 20), nn.BatchNorm1d(20), nn.Linear(20, 4))
+
+    def distilled(model, inputs):
+        return F.mse_loss(model(inputs[0]), teacher(inputs[0]))
+
+    before = everything_of(teacher)
+    run_all(devices, Workload(net(), batch(), compute_loss=distilled))
+    assert_untouched(before, teacher)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_loss_with_weights_of_its_own(devices):
+    loss = Weighted()
+    before = everything_of(loss)
+    run_all(devices, Workload(net(), batch(), loss_fn=loss))
+    assert_untouched(before, loss)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(devices):
+    """It was planned for without a word, though the copy was never trained."""
+    model = net()
+    before = everything_of(model)
+    with pytest.raises(WorkloadError, match="no parameter of the model gets a gradient"):
+        tune(model, batch(), compute_loss=lambda _, one: F.cross_entropy(model(one[0]), one[1]), devices=devices)
+    assert_untouched(before, model)
