@@ -104,6 +104,7 @@ class Tracer:
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
+        self._is_trained = False
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
@@ -147,7 +148,7 @@ class Tracer:
         if has_begun and self._leaves_unused:  # no state appears for what gets no gradient
             self.trainee.end_state(self._with_gradient)
             found = run_until_settled(self.trainee, lambda: self._run(first))
-        if self.workload.step is None and not self._with_gradient:
+        if self.workload.step is None and not self._is_trained:
             raise WorkloadError(
                 "no parameter of the model gets a gradient: the loss comes from something else than the model that it "
                 "is given; expected its outputs; call the model that compute_loss is passed, not one outside"
@@ -223,6 +224,7 @@ class Tracer:
     def _note_gradients(self) -> None:
         """Note which parameters have a gradient, in the step that leaves out the fewest layers."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
+        self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
             raise NotImplementedError("how many rows a sparse gradient has depends on the data")
         found = [p for p, grad in grads if grad is not None and not grad.is_sparse]
