@@ -17,6 +17,9 @@ from pathlib import Path
 OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
 """Names the file in which rank 0 leaves its exit code for who started it."""
 
+STARTER_VARIABLE = "AUTOSPLIT_STARTER"
+"""The id of the process that started the ranks."""
+
 
 def reported(exit_code: int) -> int:
     """Return what to exit with: among several processes 0, for torchrun; rank 0 leaves its exit code in a file."""
@@ -35,6 +38,8 @@ def end_with_parent() -> None:
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.environ.get(STARTER_VARIABLE) not in (None, str(os.getppid())):
+            os._exit(1)  # it was killed while this process was imported: nobody waits for it any more
 
 
 _SET_DEATH_SIGNAL = 1

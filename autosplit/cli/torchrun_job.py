@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autosplit.cli.exit_code import OUTCOME_VARIABLE
+from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
 from autosplit.ddp.find_plan import described, plan_for_job
 from autosplit.errors import RankFailedError
 from autosplit.plan.torchrun import Command, command_for
@@ -60,7 +60,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
-        os.environ[OUTCOME_VARIABLE] = str(outcome)
+        os.environ |= {OUTCOME_VARIABLE: str(outcome), STARTER_VARIABLE: str(os.getpid())}
         lost: ChildFailedError | None = None
         signalled: SignalException | None = None
         options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", folder]
@@ -72,7 +72,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         except ChildFailedError as error:
             lost = error
         finally:
-            del os.environ[OUTCOME_VARIABLE]
+            del os.environ[OUTCOME_VARIABLE], os.environ[STARTER_VARIABLE]
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # torchrun leaves its own: a later Ctrl-C would be a `SignalException`
         text = outcome.read_text() if outcome.exists() else ""

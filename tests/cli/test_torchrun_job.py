@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from ddp_jobs import make_plan
 
 from autosplit.cli import torchrun_job
+from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
 from autosplit.cli.main import main
 from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import InputError, PlanError
@@ -154,3 +156,15 @@ def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
     """torchrun knows whole seconds: the others, which stop at once, were blamed now and then."""
     failures = {rank: SimpleNamespace(exitcode=code, timestamp=at_s) for rank, (code, at_s) in ended.items()}
     assert torchrun_job._first_failure(failures)[0] == first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system ends it on Linux alone")
+@pytest.mark.parametrize(("starter", "code"), [(os.getpid(), 0), (2**22 - 1, 1)], ids=["there", "gone"])
+def test_a_rank_whose_starter_was_killed_ends_before_it_waits_for_others(tmp_path, starter, code):
+    """Ranks were left that slept for ever: the system tells of a death from when it is asked to."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from autosplit.cli.exit_code import end_with_parent; end_with_parent()"],
+        env={**os.environ, OUTCOME_VARIABLE: str(tmp_path / "outcome"), STARTER_VARIABLE: str(starter)},
+        check=False,
+    )
+    assert done.returncode == code
