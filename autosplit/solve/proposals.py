@@ -32,10 +32,6 @@ LEAST_MODEL_ERROR = 0.01
 """Least error of the model that is assumed, as a share: steps that came nearer are few, and fitted to. One that is no
 further off leaves nothing to a sampler: it drew batches of a sample or two, each of a kind to be followed by itself."""
 
-HOPELESS_SHARE = 0.05
-"""Part of the best rate that a first trial has to be short of, by a model that foretold every exact trial before any
-was fitted to, for it to be left out: it is there to teach what the model has wrong."""
-
 FITTED = 3
 """Numbers that are fitted to trials: as many trials would be met whatever they were."""
 
@@ -64,9 +60,8 @@ class Proposer:
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
         """Propose the next trial after these, in the order in which they were made."""
         tried = {configuration_of(trial) for trial in trials}
-        least = self._least_that_teaches(trials)
         for configuration in self.first:
-            if configuration not in tried and (not least or self.solver.samples_per_s(configuration) >= least):
+            if configuration not in tried:
                 return Proposal(configuration, why="the solver's answer, and what is beside it")
         solver = self.solver.refitted(trials)
         best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
@@ -88,13 +83,6 @@ class Proposer:
         if beside is None and (stale or error <= LEAST_MODEL_ERROR):
             return Proposal(enough=True, why="the last trials brought nothing" if stale else "the model is hardly off")
         return Proposal(beside, why="the model is off: next to the best")
-
-    def _least_that_teaches(self, trials: Sequence[Trial]) -> float:
-        """Return the samples/s that a first trial has to promise, now that these were made; 0 for any."""
-        exact = all(trial.failure is None and trial.error_share <= LEAST_GAIN for trial in trials)
-        if not trials or not exact or error_of(self.solver, trials) > LEAST_MODEL_ERROR:
-            return 0.0
-        return (1 - HOPELESS_SHARE) * max(trial.samples_per_s or 0.0 for trial in trials)
 
     def _promised(
         self,

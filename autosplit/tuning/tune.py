@@ -199,31 +199,15 @@ def tune(
         seed=seed,
     )
     numbers = None if lengths is None else checked_lengths(lengths)
-    described = {
-        "loss_fn": loss_fn,
-        "compute_loss": compute_loss,
-        "optimizer": optimizer,
-        "make_batch": make_batch,
-        "batch_dim": batch_dim or None,
-        "fits": None if fits is None else checked_fits(fits),
-    }
+    described = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer, "make_batch": make_batch}
+    described |= {"batch_dim": batch_dim or None, "fits": None if fits is None else checked_fits(fits)}
+
+    def source(**way: Any) -> Source:
+        return workload_source(model_or_workload, sample_batch, {**described, **way})
+
     with job_for(request) as job, heard_by(progress) as heard:
-        wanted = precision_list(precision)
-        lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
-        precisions, notes = native_ones(wanted, lacking)
-        ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
-
-        def make(way: Way, length: int | None = None if numbers is None else max(numbers)) -> Source:
-            return workload_source(model_or_workload, sample_batch, {**described, **vars(way), "length": length})
-
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
-        loads = [] if loader is None else job.peers.all_run(lambda: measure_loader(loader))
-        if numbers is None:
-            plan = without_lengths(_fastest_of(ways, make, asked, notes)[0])
-        else:
-            plan = _tuned_by_length(numbers, ways, make, asked, notes)
-        if loads:
-            plan = bounded_by_loader(plan, loads)
+        plan = _tuned_ways(asked, source, precision, checkpointing, numbers, loader)
     _warn_of(plan)
     return plan
 
@@ -283,6 +267,31 @@ class Way:
 
     precision: str | None
     checkpointing: Checkpointing | None
+
+
+def _tuned_ways(
+    asked: _Asked,
+    source: Callable[..., Source],
+    precision: str | Sequence[str] | None,
+    checkpointing: Any,
+    lengths: Sequence[int] | None,
+    loader: DataLoader[Any] | None,
+) -> Plan:
+    """Tune for each way to train that is asked for, for all lengths, and beside the loader that was measured first."""
+    peers, wanted = asked.job.peers, precision_list(precision)
+    lacking = [*itertools.chain(*peers.all_run(lambda: without_bf16(wanted, asked.job.own.devices)))]
+    precisions, notes = native_ones(wanted, lacking)
+    ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
+
+    def make(way: Way, length: int | None = None if lengths is None else max(lengths)) -> Source:
+        return source(**vars(way), length=length)
+
+    loads = [] if loader is None else peers.all_run(lambda: measure_loader(loader))
+    if lengths is None:
+        plan = without_lengths(_fastest_of(ways, make, asked, notes)[0])
+    else:
+        plan = _tuned_by_length(lengths, ways, make, asked, notes)
+    return bounded_by_loader(plan, loads) if loads else plan
 
 
 def _tuned_by_length(
