@@ -87,6 +87,14 @@ def _own_share(module: Any, device: torch.device) -> float:
     return min(1.0, float(module.get_per_process_memory_fraction(device)))
 
 
+def checked_module(module: Any) -> nn.Module:
+    """Return a module; raise InputError of anything else."""
+    if isinstance(module, type) or not hasattr(module, "named_parameters"):
+        raise InputError(f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for")
+    found: nn.Module = module
+    return found
+
+
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module to where it is trained, and return it.
 
@@ -96,9 +104,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
         InputError: It is no module; or it has new parameters, and something holds the old ones, which an optimizer
             would train.
     """
-    if isinstance(module, type) or not hasattr(module, "named_parameters"):
-        raise InputError(f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for")
-    before = dict(module.named_parameters())
+    before = dict(checked_module(module).named_parameters())
     module.to(device)
     after = dict(module.named_parameters())
     old = {name: weakref.ref(parameter) for name, parameter in before.items() if parameter is not after[name]}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from autosplit.errors import InputError, shown
+from autosplit.accelerators import checked_module
+from autosplit.errors import InputError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
@@ -26,9 +27,7 @@ def refuse_wrapped(model: Any) -> None:
     """Refuse what is no model, or one in a wrapper already, which would cut each share again; raise InputError."""
     from torch import nn
 
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {shown(model)}; expected an nn.Module; pass the model that was tuned for")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(checked_module(model), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"model is in a {type(model).__name__} already; expected the model within; pass model.module, or use the "
             "wrapper that it has"

@@ -7,6 +7,7 @@ backward of the copy reaches it, too, and would leave it gradients, fake ones am
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -55,10 +56,11 @@ def untouched(workload: Workload) -> Iterator[None]:
 
 def _reached(workload: Workload) -> Iterator[Any]:
     """Yield the modules and tensors that the workload's functions name, hold or are bound to."""
-    todo: list[Any] = [workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch]
+    functions = (workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch)
+    todo: deque[Any] = deque(functions)  # what is near comes first
     seen: set[int] = set()
     while todo and len(seen) < MOST_LOOKED_AT:
-        value = todo.pop()
+        value = todo.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -67,7 +69,7 @@ def _reached(workload: Workload) -> Iterator[Any]:
         elif isinstance(value, functools.partial):
             todo += (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
-            todo += (value.__func__, value.__self__)
+            todo += (value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values())
         elif isinstance(value, FunctionType):
             todo += named_by(value)
         elif isinstance(value, Mapping):

@@ -30,7 +30,7 @@ _SECOND_BIAS = 4
 
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm, _aten.addmm}
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 _KEEPING_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss}
 
 
@@ -41,7 +41,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
         RuntimeError: Torch's own, of a product of unlike dtypes.
     """
     packet = getattr(func, "_overloadpacket", None)
-    if packet in _PRODUCTS and args[-1].dtype != args[-2].dtype:
+    if func in _PRODUCTS and args[-1].dtype != args[-2].dtype:
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {args[-2].dtype} and {args[-1].dtype}")
     if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:
         return outputs.new_empty(args[0].numel()).as_strided((), ())

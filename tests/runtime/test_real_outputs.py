@@ -82,3 +82,9 @@ def test_other_ops_return_what_they_return():
     factors = torch.ones(2, 2), torch.ones(2, 2)
     outputs = torch.ops.aten.mm.default(*factors)
     assert workspaces.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
+    assert workspaces.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
+
+
+def test_a_product_of_unlike_dtypes_is_refused():
+    with pytest.raises(RuntimeError, match=r"must have the same dtype, but got torch\.float64 and torch\.float32"):
+        workspaces.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)
