@@ -221,9 +221,9 @@ def check_learns(printed: str) -> None:
     assert losses[-1] < losses[0], printed
 
 
-def fork_workers() -> None:
-    """Start a loader's workers as in a script: a rank of a test would have each import everything again."""
-    torch.multiprocessing.set_start_method("fork", force=True)
+def clean_workers() -> None:
+    """Start a loader's workers where the ranks come from: forked from a rank, beside gloo's threads, one stood still."""
+    torch.multiprocessing.set_start_method("forkserver", force=True)
 
 
 def folder_of_job(name: str) -> Path:

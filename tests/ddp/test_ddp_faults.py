@@ -368,12 +368,14 @@ class TestRaising:
         assert "the reason (" + str(Path(__file__)) in found[0].said.replace(".pyc", ".py")
         assert "in raised: raise error)" in found[0].said
 
-    @pytest.mark.parametrize("how", ["runs out of memory", slow("is interrupted"), slow("exits")])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", ["runs out of memory", "is interrupted", "exits"])
     def test_whatever_it_is(self, tmp_path: Path, how: str) -> None:
         found = job(tmp_path, in_a_step, 2, 1, how)
         assert_others_ended(found, 1, how)
         assert found[1].code == (3 if how == "exits" else 1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, slow(1)])
     def test_and_living_on_with_the_group_in_its_hands(self, tmp_path: Path, victim: int) -> None:
         """Nothing closes gloo's connections then: the others would wait for half an hour."""
@@ -436,6 +438,7 @@ class TestWaiting:
         found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
         assert told in found[1 - victim].said
 
+    @pytest.mark.slow
     def test_for_the_others_in_what_all_have_to_call(self, tmp_path: Path) -> None:
         told = "rank 0 has waited 15 s for the other ranks in load_checkpoint; expected every rank to call it"
         assert told in job(tmp_path, loads_on_rank_0_only, 2, 0, "raises", until_said=told)[0].said
@@ -468,7 +471,8 @@ class TestNoFailure:
         found = job(tmp_path, ends_well, 2, 0, "ends well")
         assert [ended.code for ended in found] == [0, 0], found
 
-    @pytest.mark.parametrize("victim", [0, slow(1), slow(2)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("victim", [0, 1, 2])
     def test_leaving_before_the_others(self, tmp_path: Path, victim: int) -> None:
         """With rank 0 go the store and the middle of the line."""
         found = job(tmp_path, leaves_before_the_others, 3, victim, "ends well")
@@ -721,6 +725,7 @@ class TestWatch:
         with ddp.setup(make_plan((4,))):
             assert not any(thread.name == "autosplit-watch" for thread in threading.enumerate())
 
+    @pytest.mark.slow
     def test_errors_that_all_ranks_raise_together_stay_what_they_are(self) -> None:
         watch = faults.Watch(1, 2)
         watch._failed = Word("failed", 0, "ValueError: the reason")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards
+from marks import slow
 from torch import distributed as dist
 
 from autosplit import ddp
@@ -157,10 +158,11 @@ class TestRounds:
             time.sleep(0.2)  # so that it has looked before the next one comes; not needed for the outcome
         return meeting.agreed()
 
-    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+    @pytest.mark.parametrize("order", [slow((0, 1, 2)), (2, 1, 0), slow((1, 0, 2))])
     def test_restarted_ranks_agree_on_a_new_one_whoever_comes_first(self, agents_store, order):
         assert len({self.met(agents_store, *order) for _ in range(3)}) == 3
 
+    @pytest.mark.slow
     def test_one_that_nobody_came_to_is_left(self, agents_store):
         """Rank 0 was killed while it waited, and again when one of the others had come."""
         for greeted in ((), (1,)):

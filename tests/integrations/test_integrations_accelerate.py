@@ -135,7 +135,7 @@ def trained(
     plan_of: Any = shared.shares_plan,
 ) -> dict[str, Any]:
     """Train 50 steps; then from the state that was saved in the middle of an epoch to the end."""
-    shared.fork_workers()
+    shared.clean_workers()
     plan = plan_of(sizes, effective)
     options = {"plan": plan, "count": COUNT[kind], "cls": cls, "cpu": plan.devices[0].kind == "cpu"}
     folder = shared.folder_of_job(f"{kind} {sizes} {effective}") if resumes else None

@@ -102,7 +102,7 @@ def trained(
     **place: str,
 ) -> dict[str, Any]:
     """Train 50 steps; then from the checkpoint of the middle of an epoch to the end."""
-    shared.fork_workers()
+    shared.clean_workers()
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
     plan = plan_of(sizes, effective)
     folder = shared.folder_of_job(f"{kind} {sizes} {effective}")

@@ -114,7 +114,7 @@ def trained(
     plan_of: Any = shared.shares_plan,
 ) -> dict[str, Any]:
     """Train 50 steps, with evaluation in between; then from its checkpoint in the middle of an epoch to the end."""
-    shared.fork_workers()
+    shared.clean_workers()
     plan = plan_of(sizes, effective)
     place = {"use_cpu": plan.devices[0].kind == "cpu"}
     saves = {"save_strategy": "steps", "save_steps": STOPS_AT} if resumes else {}

@@ -21,10 +21,11 @@ from balanced_models import (
     tracked,
     wrap,
 )
+from marks import slow
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
-UNEVEN = [(2, 1, 3), (1, 5), (0, 4, 2), (6, 0)]
+UNEVEN = [(2, 1, 3), slow((1, 5)), (0, 4, 2), slow((6, 0))]
 
 
 @pytest.fixture(params=RUNS)

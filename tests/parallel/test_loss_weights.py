@@ -362,6 +362,7 @@ def test_the_check_finds_what_a_head_averages_over(transformers, name):
         assert_as_the_whole(model, call, split, reduce=gradient.reduce)
 
 
+@pytest.mark.slow
 def test_a_plan_passes_on_what_its_check_found(transformers, tmp_path):
     model, call = model_and_call(transformers, "gpt2", torch.float32)
     sample = {**call, "labels": call["labels"].clamp(min=0)}

@@ -372,7 +372,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
     assert Plan.from_json(plan.to_json()).explain() == plan.explain()
 
@@ -472,6 +472,7 @@ def problem_of(plan: Plan) -> Problem:
     )
 
 
+@pytest.mark.slow
 @given(plans(), st.booleans())
 @settings(max_examples=40)
 def test_without_a_bound_the_rate_is_never_lower(plan, ranks):

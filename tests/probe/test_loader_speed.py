@@ -149,6 +149,7 @@ def test_workers_that_wait_side_by_side_are_found_and_nothing_changes(monkeypatc
     assert made.num_workers == 2
 
 
+@pytest.mark.slow
 def test_a_cold_cache_is_told_from_a_slow_loader(monkeypatch):
     monkeypatch.setattr(loader_speed, "_cores", lambda: 1)
     cold = autosplit.measure_loader(DataLoader(Cached(), batch_size=4))

@@ -82,8 +82,8 @@ def test_steps_take_as_long(name):
         assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("machine", ["sim:2xRTX3090", "sim:3xRTX3090"])
-@pytest.mark.parametrize("name", ["cnn", "with_loss", slow("char_gpt")])
+@pytest.mark.parametrize("machine", [slow("sim:2xRTX3090"), "sim:3xRTX3090"])
+@pytest.mark.parametrize("name", ["cnn", slow("with_loss"), slow("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards.
 
@@ -106,6 +106,7 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     assert tracer.runs <= runs + 1, "of one sample by itself: does it take as long as others say?"
 
 
+@pytest.mark.slow
 def test_a_last_share_of_one_that_spares_much_is_followed():
     """An encoder takes a third fewer ops for one sample: a step whose last shares were (0, 1, 1) was 4 % too slow."""
     model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Flatten(), nn.Linear(256, 1))
@@ -237,7 +238,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", [slow(name) if name == "in pieces" else name for name in ODD])
 @pytest.mark.parametrize("devices", ["sim:L4", pytest.param("sim:2xL4", marks=pytest.mark.slow)])
 def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     """Told by lines, a loss over the batch was planned for a twentieth of its memory over two cards."""
@@ -376,7 +377,7 @@ def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
     assert tracer.runs - first <= 2, "the optimizer's state appears in one more"
 
 
-@pytest.mark.parametrize("batch", [1024, (64, 4096)])
+@pytest.mark.parametrize("batch", [1024, slow((64, 4096))])
 def test_a_tuning_follows_few_steps(batch, monkeypatch):
     """A hundred were followed; then each kind of step by itself, and the largest of each kind."""
     followed = []

@@ -41,7 +41,7 @@ def started(found):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
-@pytest.mark.parametrize("split", [(64,), (48, 64)])
+@pytest.mark.parametrize("split", [(64,), slow((48, 64))])
 def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     """Each of its ops at each place was started by the host, a hundred times too slow where that is all there is."""
     trace, found = works(kind, split)

@@ -108,7 +108,7 @@ MACHINES = {
 
 
 class TestComposition:
-    @pytest.mark.parametrize("name", ["cnn", "mlp", slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("name", ["cnn", slow("mlp"), slow("char_gpt"), slow("with_loss")])
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
         """It was held against itself, and sums of gradients waited for copies in one of the two alone."""

@@ -62,6 +62,7 @@ def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
         assert len(there.notes) == 1
 
 
+@pytest.mark.slow
 def test_errors_arrive_as_what_they_are(start, capfd):
     runtime = start(partial(deadly, "raise", 100))
     with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; mend it") as raised:

@@ -104,6 +104,7 @@ def test_ranks_get_a_smaller_batch_too():
     assert found.ddp.samples_per_s == found.samples_per_s >= 0.2 * plan.samples_per_s
 
 
+@pytest.mark.slow
 @given(
     times=st.lists(st.floats(1e-6, 1e-3), min_size=2, max_size=3),
     fixed_s=st.floats(1e-4, 1e-1),

@@ -207,6 +207,7 @@ class TestGradientsThatWait:
         assert plan.accumulation_steps > 1
         assert not [trial for trial in plan.trials if trial.failure]
 
+    @pytest.mark.slow
     def test_leave_no_room_at_all(self):
         with pytest.raises(DoesNotFitError, match="the gradients that wait for a second micro-step leave no room"):
             quick(wide(), self.machine(512, 700), effective_batch_size=2000)
@@ -319,6 +320,7 @@ class TestBatchNorms:
         assert plan.split[0] <= plan.ceilings[0]
 
 
+@pytest.mark.slow
 def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
     """It holds no gradient buckets, so no rank; its time was made up then: a second for each sample."""
     tracer, _ = make_tracer(wide(), like_gpu=True)
@@ -609,6 +611,7 @@ class TestInterrupted:
         assert again.complete
         assert any("interrupted" in note for note in again.notes)
 
+    @pytest.mark.slow
     def test_a_refresh_that_is_interrupted_leaves_the_remembered_plan(self, monkeypatch):
         def stop(progress):
             if progress.stage == "search" and progress.best_samples_per_s is not None:
@@ -712,7 +715,7 @@ class TestProfiles:
             slow({"reserve": "1GiB"}),
             slow({"max_batch_size": 32}),
             slow({"name": "another"}),
-            {"model": "wider"},
+            slow({"model": "wider"}),
         ],
         ids=str,
     )
@@ -734,7 +737,7 @@ class TestPrecision:
     """`precision` beside a Workload or a function takes the place of its own, as the command line's flag does."""
 
     @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
-    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
     @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
     def test_it_replaces_the_workloads_own(self, devices, precision, source):
         plan = quick(source, devices, precision=precision, max_batch_size=8)
@@ -818,6 +821,7 @@ class TestSeveralPrecisions:
         assert not caught.value.plan.complete
         assert caught.value.path is None
 
+    @pytest.mark.slow
     def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
         """It was of the precision that was being tuned for, whichever was the faster."""
 
@@ -963,7 +967,7 @@ SINGLE = {"step": gan, "loss_scope": lambda: small(loss_scope="batch")}
 
 @pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
 class TestSingleForward:
-    @pytest.mark.parametrize("devices", [*DEVICES, "cpu:1MiB"])
+    @pytest.mark.parametrize("devices", [*map(slow, DEVICES), "cpu:1MiB"])
     def test_the_whole_step_is_one_forward(self, make, devices):
         plan = quick(make(), devices, effective_batch_size=64, n_trials=6)
         check_sums(plan, 64)
@@ -972,7 +976,7 @@ class TestSingleForward:
         assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
 
     @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", "sim:2xRTX3090@128KiB"])
-    @pytest.mark.parametrize("strategy", ["auto", "ddp"])
+    @pytest.mark.parametrize("strategy", [slow("auto"), "ddp"])
     def test_what_does_not_fit_one_forward_is_refused(self, make, devices, strategy):
         with pytest.raises(DoesNotFitError, match=r"can't be accumulated|can't hold|loss_scope") as caught:
             quick(make(), devices, effective_batch_size=4096, strategy=strategy)
@@ -1203,6 +1207,7 @@ class TestErrors:
         assert resumed.trials == again.trials
         assert not any("cut off" in note for note in again.notes), "it had come to its end"
 
+    @pytest.mark.slow
     def test_a_tuning_that_was_killed_behind_its_search_does_not_run_its_trials_again(self, tmp_path, monkeypatch):
         """They were called of a tuning that had ended as soon as the last was made, and no plan was there yet."""
 
@@ -1239,6 +1244,7 @@ def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, r
     assert lone_session.LoneSession._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)
 
 
+@pytest.mark.slow
 def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch, working_cards):
     """Doctor's small model was refused on a busy machine: the time limit was over before a ceiling was looked for."""
     of_plan = MemoryBounds.of_plan

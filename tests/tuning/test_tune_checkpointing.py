@@ -130,6 +130,7 @@ def test_all_ways_are_remembered_and_the_plans_file_tells_of_them(monkeypatch):
     assert (again.split, again.checkpointed, again.ways) == (plan.split, plan.checkpointed, plan.ways)
 
 
+@pytest.mark.slow
 def test_it_is_tuned_for_in_each_precision():
     plan = tuned("sim:RTX3090", precision=("none", "bf16"), max_batch_size=16)
     names = {f"precision {one}, {way}" for one in ("none", "bf16") for way in (NO_LAYER, SECOND, EVERY)}

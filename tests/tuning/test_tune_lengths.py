@@ -117,7 +117,7 @@ class Positions(nn.Module):
         return self.head(self.layers(x).tanh())
 
 
-@pytest.mark.parametrize("devices", ["sim:RTX3090@1331KiB+RTX3090@1126KiB", "sim:RTX3090@1228KiB+RTX3090@921KiB"])
+@pytest.mark.parametrize("devices", [slow("sim:RTX3090@1331KiB+RTX3090@1126KiB"), "sim:RTX3090@1228KiB+RTX3090@921KiB"])
 def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
     """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
     lengths = [*range(4, 65)]
@@ -196,6 +196,7 @@ def test_samples_of_one_length_need_no_other():
     assert found.padding_share == found.fixed_padding_share == 0
 
 
+@pytest.mark.slow
 def test_a_forwards_most_samples_are_kept():
     found = tuned(max_batch_size=40)
     assert found.lengths is not None
