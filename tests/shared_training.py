@@ -222,7 +222,7 @@ def check_learns(printed: str) -> None:
 
 
 def clean_workers() -> None:
-    """Start a loader's workers where the ranks come from: forked from a rank, beside gloo's threads, one stood still."""
+    """Start a loader's workers where the ranks come from: a rank has gloo's threads, and forks stood still."""
     torch.multiprocessing.set_start_method("forkserver", force=True)
 
 

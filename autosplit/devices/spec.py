@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def parse_devices(
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         found = accelerator_at()._replace(ask_memory=ask_memory)
         return (_plain_cpu(),) if found.module is None else _accelerator_piece(found, None)
-    parts = [spec] if isinstance(spec, (str, Device)) or not isinstance(spec, Iterable) else list(spec)
+    parts = [spec] if isinstance(spec, (str, Device, Mapping)) or not isinstance(spec, Iterable) else list(spec)
     devices: list[Device] = []
     for part in parts:
         devices.extend([part] if isinstance(part, Device) else _parse_text(_spec_text(part), ask_memory))

@@ -229,7 +229,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make sure that a state can be loaded, and load nothing."""
         facts = self._order_facts()
-        lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in state]
+        known = state if isinstance(state, Mapping) else {}
+        lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in known]
         if lacks:
             raise InputError(
                 f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"

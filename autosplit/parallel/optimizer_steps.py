@@ -316,6 +316,8 @@ def steps(
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+    if count is not None and not callable(count):
+        raise InputError(f"count is {count!r}; expected a function of a batch; pass one, or leave it out")
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         _check_sizes(sampler, batch_size, effective_batch_size)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from autosplit.errors import InputError
 from autosplit.text import escaped, printable, rate_text
 
 _SHARES = {
@@ -104,6 +105,8 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 @contextlib.contextmanager
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress is {progress!r}; expected what is called with a Progress; pass it, or leave it out")
     heard = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # one that can clear a line

@@ -63,7 +63,7 @@ def model_by_name(
     spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
 ) -> Callable[[], ModelParts]:
     """Return the function that builds what a name stands for; see `Workload.from_name`."""
-    scheme, _, name = spec.partition(":")
+    scheme, _, name = str(spec).partition(":")
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{option} is {value!r}; expected a whole number of 1 or more; write it as 224, say")

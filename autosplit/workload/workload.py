@@ -128,8 +128,7 @@ class Workload:
                 "evaluate= and fits='eval' out"
             )
         object.__setattr__(self, "models", self._checked_models())
-        if self.checkpointing is not None and self.modules:
-            self.checkpointing.check(self.modules)
+        self._check_checkpointing()
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
             raise WorkloadError(
                 f"sample_batch is a {type(self.sample_batch).__name__}; expected one batch as training sees it; pass "
@@ -144,6 +143,16 @@ class Workload:
                 "compute_loss=(model, batch) -> loss"
             )
         _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpointing is None:
+            return
+        if not isinstance(self.checkpointing, Checkpointing):
+            raise WorkloadError(
+                f"checkpointing is {self.checkpointing!r}; expected what a plan has; pass it to tune, which chooses"
+            )
+        if self.modules:
+            self.checkpointing.check(self.modules)
 
     @classmethod
     def from_loader(

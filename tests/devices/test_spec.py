@@ -301,7 +301,7 @@ def test_bad_specs(spec, message):
     assert len(text) < 500
 
 
-@pytest.mark.parametrize("spec", [[], (), [3], 3, [None], {"cuda": 1}.values(), [torch.device("meta")]])
+@pytest.mark.parametrize("spec", [[], (), [3], 3, [None], {"sim:T4": 4}, {"cuda": 1}.values(), [torch.device("meta")]])
 def test_bad_sequences(spec):
     with pytest.raises(DeviceError, match="expected 'auto', 'cuda'"):
         parse_devices(spec)

@@ -164,6 +164,11 @@ class TestScheduledBatchSampler:
         with pytest.raises(InputError, match=message):
             ScheduledBatchSampler(23, 4, 10).resume(consumed)
 
+    @pytest.mark.parametrize("state", [None, 5, {}])
+    def test_no_state(self, state: Any) -> None:
+        with pytest.raises(InputError, match=r"the sampler's state has no .*epoch.*; expected what state_dict\(\) ret"):
+            ScheduledBatchSampler(23, 4, 10).load_state_dict(state)
+
     def test_bad_epoch(self) -> None:
         with pytest.raises(InputError, match="epoch is -1"):
             ScheduledBatchSampler(23, 4, 10).set_epoch(-1)
@@ -359,6 +364,8 @@ class TestCounting:
     def test_a_bad_count(self) -> None:
         with pytest.raises(InputError, match=r"the count of a batch is 1\.5"):
             next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: 1.5))
+        with pytest.raises(InputError, match=r"count is 5; expected a function of a batch; pass one, or leave it out"):
+            steps([0], batch_size=4, effective_batch_size=8, count=5)
 
     def test_a_schedule_is_followed_without_a_look_into_the_batch(self) -> None:
         loader = DataLoader(range(9), batch_sampler=ScheduledBatchSampler(9, 2, 5), collate_fn=str)

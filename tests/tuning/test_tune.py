@@ -1144,6 +1144,8 @@ class TestErrors:
         for odd in ("tpe", optuna.samplers.RandomSampler):  # the class was a TypeError from within Optuna
             with pytest.raises(InputError, match=r"sampler is .*; expected one of Optuna's"):
                 quick(small(), SIM, sampler=odd)
+        with pytest.raises(InputError, match=r"progress is 5; expected what is called with a Progress; pass it, or"):
+            quick(small(), SIM, progress=5)
 
     def test_a_storage_keeps_the_study(self, tmp_path):
         import optuna

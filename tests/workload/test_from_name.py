@@ -394,6 +394,7 @@ def test_classifiers_have_images_and_a_loss():
     ("spec", "options", "said"),
     [
         ("timm:resnet51", {}, "timm has no model 'resnet51'; expected one of its 2; the nearest are resnet50"),
+        (5, {}, "'?5'? names no model; expected hf:PATH of a config.json, timm:NAME or torchvision:NAME"),
         ("timm:hf-hub:some/model", {}, "timm has no model 'hf-hub:some/model'"),
         ("timm:resnet18", {"image_size": 32}, r"timm:resnet18 takes no images of 32 x 32 pixels: .*its own, 24 x 24"),
         ("timm:resnet18", {"task": "classification"}, "task given for timm:resnet18; expected none"),

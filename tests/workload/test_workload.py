@@ -205,6 +205,7 @@ LINEAR = nn.Linear(2, 2)
         ({"loss_fn": len, "step": len}, "loss_fn and step are given; expected at most one of them; leave"),
         ({"compute_loss": 3}, "compute_loss is 3; expected a function; pass one, or leave it out"),
         ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss; .* is made, CrossEntropyLoss"),
+        ({"checkpointing": "Block"}, "checkpointing is 'Block'; expected what a plan has; pass it to tune, which"),
         ({"make_batch": "x"}, "make_batch is 'x'; expected a function; pass one, or leave it out"),
         ({"batch_dim": -1}, "batch_dim is -1; expected a dimension, 0 or more"),
         ({"batch_dim": True}, "batch_dim is True; expected a dimension, 0 or more"),
