@@ -28,7 +28,7 @@ from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import chunk, map_leaves, map_tensors
 from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, on_first_device, optimizers_of
+from autosplit.workload.workload import Workload, on_first_device
 
 Gradients = dict[str, Tensor]
 """The gradient that each optimizer sees at each of its steps, as one row; of a plain workload only `GRADIENT`."""
@@ -210,7 +210,7 @@ class QuietCopy:
         if workload.step is None:
             (workload.loss(models.given, batch) * scale).backward()
         else:
-            workload.step(models.given, self.trainee.optimizers, on_first_device(batch, models))
+            workload.step(models.given, self.trainee.optimizers.given, on_first_device(batch, models))
         found = self._seen or {GRADIENT: _gradient_of(self._parameters)}
         for parameter in self._parameters:
             parameter.grad = None
@@ -265,15 +265,13 @@ class QuietCopy:
         """Yield each optimizer with its name, or its position and the model, where that has a name, that it is for."""
         if self.trainee.workload.step is None:
             return
-        given = self.trainee.optimizers
-        names = list(given) if isinstance(given, Mapping) else range(len(optimizers_of(given)))
-        models = self.trainee.models
+        given, models = self.trainee.optimizers, self.trainee.models
         named = zip(models.names, models.modules, strict=True) if isinstance(models.given, Mapping) else ()
         owners = {id(p): name for name, model in named for p in model.parameters()}
-        for name, optimizer in zip(names, optimizers_of(given), strict=True):
+        for name, optimizer in zip(given.names, given.items, strict=True):
             held = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-            owner = held.pop() if len(held) == 1 and not isinstance(given, Mapping) else None
-            yield f"{GRADIENT} of optimizer {name}{'' if owner is None else f' ({owner})'}", optimizer
+            owner = held.pop() if len(held) == 1 and not isinstance(given.given, Mapping) else None
+            yield f"{GRADIENT} of optimizer {name or 0}{'' if owner is None else f' ({owner})'}", optimizer
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrapper_for
 from autosplit.runtime.trainee import Trainee
-from autosplit.workload.workload import Workload, optimizers_of
+from autosplit.workload.workload import Workload
 
 
 class CpuRuntime:
@@ -33,7 +33,7 @@ class CpuRuntime:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.trainee = trainee
-        self._has_stepped = any(optimizer.state for optimizer in optimizers_of(trainee.optimizers))
+        self._has_stepped = any(optimizer.state for optimizer in trainee.optimizers.items)
         self._has_settled = False
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,8 +24,8 @@ from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
-from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, optimizers_of
+from autosplit.workload.models import Models, Several
+from autosplit.workload.workload import Workload
 
 
 def training_copy(
@@ -181,20 +181,18 @@ def _refuse_meta(models: Models) -> None:
 
 
 def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    return [item for item in optimizers_of(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
+    return [item for item in workload.optimizers.items if isinstance(item, torch.optim.Optimizer)]
 
 
-def _copied_optimizers(workload: Workload, models: Models, memo: dict[int, Any], mode: FakeTensorMode | None) -> Any:
-    given = workload.optimizer
-    if given is None:
-        given = torch.optim.AdamW if workload.step is None else ()
-    wanted = optimizers_of(given)
-    made = [_optimizer(item, _parameters(models.modules, i, len(wanted)), memo, mode) for i, item in enumerate(wanted)]
+def _copied_optimizers(
+    workload: Workload, models: Models, memo: dict[int, Any], mode: FakeTensorMode | None
+) -> Several[torch.optim.Optimizer]:
+    given = workload.optimizers
+    count = len(given.items)
+    made = [_optimizer(item, _parameters(models.modules, i, count), memo, mode) for i, item in enumerate(given.items)]
     for optimizer in made if workload.step is None else ():
         _refuse_closure(optimizer)
-    if isinstance(given, Mapping):
-        return dict(zip(given, made, strict=True))
-    return type(given)(made) if isinstance(given, (tuple, list)) else made[0]
+    return given.like(tuple(made))
 
 
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
@@ -266,9 +264,9 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _choose_gpu_variants(optimizers: Any) -> None:
+def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
     """Let each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
-    for optimizer in optimizers_of(optimizers):
+    for optimizer in optimizers.items:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.errors import WorkloadError
-from autosplit.workload.workload import Workload, optimizers_of
+from autosplit.workload.workload import Workload
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
 """Packages whose layers hold packed weights, and kernels for them that run on GPUs alone."""
@@ -57,7 +57,7 @@ def _name(kind: type) -> str:
 
 def _optimizer_classes(workload: Workload) -> Iterator[type]:
     """Yield the classes of a workload's optimizers; a factory's is known by what it makes of a single number."""
-    for given in optimizers_of(workload.optimizer):
+    for given in workload.optimizers.items:
         made: Any = given.func if isinstance(given, partial) else given
         if not isinstance(made, (type, torch.optim.Optimizer)) and callable(made):
             try:

@@ -20,7 +20,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, optimizers_of
+from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     Raises:
         WorkloadError: No step does: no batch would fit for good.
     """
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers_of(trainee.optimizers)):
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainee.optimizers.items):
         raise WorkloadError(
             "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
             "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
@@ -167,9 +167,7 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         found = run()
         if trainee.grown_bytes <= 0:
             return found
-    stepped = {
-        id(p) for one in optimizers_of(trainee.optimizers) for group in one.param_groups for p in group["params"]
-    }
+    stepped = {id(p) for one in trainee.optimizers.items for group in one.param_groups for p in group["params"]}
     left_out = [p for p in _trainable(trainee) if id(p) not in stepped]
     if trainee.workload.step is None and left_out:
         raise WorkloadError(
@@ -178,7 +176,7 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
             "optimizer model.parameters(), or call requires_grad_(False) on what is not to be trained"
         )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
-        names = " and ".join(type(optimizer).__name__ for optimizer in optimizers_of(trainee.optimizers))
+        names = " and ".join(type(optimizer).__name__ for optimizer in trainee.optimizers.items)
         whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"
     else:
         whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"

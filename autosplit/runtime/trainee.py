@@ -21,8 +21,8 @@ from autosplit.rng import ExtremeDraws
 from autosplit.runtime.fake_copy import fake_like
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, call_model, on_first_device, optimizers_of
+from autosplit.workload.models import Models, Several
+from autosplit.workload.workload import Workload, call_model, on_first_device
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ class Trainee:
 
     workload: Workload
     models: Models
-    optimizers: Any
+    optimizers: Several[torch.optim.Optimizer]
     fake_mode: FakeTensorMode | None = None
     scaler: torch.amp.GradScaler | None = None
     restore: Callable[[], None] = lambda: None
@@ -104,7 +104,7 @@ class Trainee:
                     placement.adopt(value, 0)
 
     def _state(self) -> list[Tensor]:
-        return [value for optimizer in optimizers_of(self.optimizers) for value in state_tensors(optimizer)]
+        return [value for optimizer in self.optimizers.items for value in state_tensors(optimizer)]
 
     def _copy_what_has_to_fit(self) -> None:
         """Copy what lies twice on the device while a checkpoint is there that was loaded, or is being saved."""
@@ -153,7 +153,7 @@ class Trainee:
             assert len(batches) == 1, "a custom step can't be accumulated"
             mark("micro")
             with workload.autocast(device_type):
-                workload.step(models.given, self.optimizers, on_first_device(batches[0], models))
+                workload.step(models.given, self.optimizers.given, on_first_device(batches[0], models))
             mark("update")
         else:
             # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
@@ -171,7 +171,7 @@ class Trainee:
             mark("update")
             if updates:
                 (update or self.update)()
-        for optimizer in optimizers_of(self.optimizers):
+        for optimizer in self.optimizers.items:
             optimizer.zero_grad(set_to_none=True)
         self._has_stepped |= updates
 
@@ -183,7 +183,7 @@ class Trainee:
 
     def update(self) -> None:
         """Let the optimizers update the parameters, as the loss scale of fp16 wants it."""
-        for optimizer in optimizers_of(self.optimizers):
+        for optimizer in self.optimizers.items:
             if self.scaler is not None:
                 self.scaler.step(optimizer)
                 if not self._updated and not optimizer.state:
@@ -204,7 +204,7 @@ class Trainee:
 
     def begin_state(self) -> bool:
         """Let the optimizers' state appear without a step, that of every parameter that is trained; return whether."""
-        optimizers = optimizers_of(self.optimizers)
+        optimizers = self.optimizers.items
         if any(optimizer.state for optimizer in optimizers):
             return False
         with self.fake_mode or nullcontext():
@@ -224,7 +224,7 @@ class Trainee:
     def end_state(self, parameters: Collection[nn.Parameter]) -> None:
         """Take away the state of parameters but these."""
         kept = set(map(id, parameters))
-        for optimizer in optimizers_of(self.optimizers):
+        for optimizer in self.optimizers.items:
             for parameter in [one for one in optimizer.state if id(one) not in kept]:
                 del optimizer.state[parameter]
 

@@ -35,7 +35,7 @@ from autosplit.workload.batch import (
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
-from autosplit.workload.models import Models
+from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -250,6 +250,12 @@ class Workload:
     def modules(self) -> tuple[nn.Module, ...]:
         """The model, or each of several; none where a function makes it."""
         return () if self.models is None else self.models.modules
+
+    @property
+    def optimizers(self) -> Several[Any]:
+        """The class, factory or live optimizer that each is made from."""
+        default = torch.optim.AdamW if self.step is None else ()
+        return Several.of(default if self.optimizer is None else self.optimizer)
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -469,10 +475,3 @@ def on_first_device(batch: Any, models: Models) -> Any:
         return placed_on(0, batch)
     parameter = models.first_parameter
     return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
-
-
-def optimizers_of(values: Any) -> list[Any]:
-    """Return one or several optimizers as a list."""
-    if isinstance(values, Mapping):
-        return list(values.values())
-    return list(values) if isinstance(values, (tuple, list)) else [values]

@@ -392,8 +392,8 @@ class TestOneDevice:
         workload = small(precision=precision)
         with running(f"{KIND}:0", workload) as runtime:
             runtime.peaks(StepShape(((8,),)))
-            assert all(state for state in runtime._trainee.optimizers.state.values())
-            assert runtime._trainee.optimizers.state
+            assert all(state for state in runtime._trainee.optimizers.given.state.values())
+            assert runtime._trainee.optimizers.given.state
 
     def test_fakes_live_on_the_device(self, traces):
         """They were the processor's, on which no tensor is on an accelerator."""

@@ -291,7 +291,7 @@ class TestLeavesNothing:
                 trainee.step(models, [batch], [sum(split)])
             except OutOfMemoryError as error:
                 failed = error.with_traceback(None)
-            for optimizer in [trainee.optimizers]:
+            for optimizer in [trainee.optimizers.given]:
                 optimizer.zero_grad(set_to_none=True)
             gc.collect()
             after = list(tracker.live_bytes)

@@ -174,7 +174,7 @@ def test_the_optimizers_state_is_there_without_a_step(model, optimizer, runs):
     tracer, real = Tracer(workload, fake=True, like_gpu=True), Tracer(workload, fake=False, like_gpu=True)
     shape = StepShape(((4,),))
     if optimizer is Starting:
-        real.trainee.optimizers.defaults["has_started"] = True
+        real.trainee.optimizers.given.defaults["has_started"] = True
     assert tracer.trace(shape).peak_bytes == real.trace(shape).peak_bytes
     assert tracer.trace(shape).entries == real.trace(shape).entries
     assert tracer.runs == runs

@@ -23,7 +23,7 @@ from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
 from autosplit.workload.batch import Whole, tensors_of
 from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, optimizers_of
+from autosplit.workload.workload import Workload
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -218,7 +218,7 @@ class TestTwins:
 
     def test_keeps_options_state_and_attributes(self):
         model, optimizer = live("custom")
-        twin = training_copy(workload(model, optimizer=optimizer)).optimizers
+        twin = training_copy(workload(model, optimizer=optimizer)).optimizers.given
         assert type(twin) is Custom
         assert (twin.momentum, twin.counts, twin.defaults["lr"]) == (0.5, {"steps": 1}, 0.1)
         assert twin.counts is not optimizer.counts
@@ -232,27 +232,27 @@ class TestTwins:
         (slot,) = optimizer.state[model[0].weight]["nested"]["slots"]
         with Tracker(["one"], [None]) as tracker:
             trainee.adopt_on(tracker)
-            state = trainee.optimizers.state[trainee.models.given[0].weight]
+            state = trainee.optimizers.given.state[trainee.models.given[0].weight]
             assert isinstance(state["nested"]["slots"][0], FakeTensor)
             assert tracker.device_of(state["nested"]["slots"][0]) == 0
         assert not isinstance(slot, FakeTensor)
 
     def test_a_class_a_factory_or_nothing(self):
-        assert type(training_copy(workload()).optimizers) is torch.optim.AdamW
-        assert type(training_copy(workload(optimizer=torch.optim.SGD)).optimizers) is torch.optim.SGD
-        made = training_copy(workload(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5))).optimizers
+        assert type(training_copy(workload()).optimizers.given) is torch.optim.AdamW
+        assert type(training_copy(workload(optimizer=torch.optim.SGD)).optimizers.given) is torch.optim.SGD
+        made = training_copy(workload(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5))).optimizers.given
         assert made.defaults["lr"] == 0.5
 
     def test_only_what_is_trained_gets_to_a_factory(self):
         model = net()
         model[0].requires_grad_(False)
-        (group,) = training_copy(workload(model)).optimizers.param_groups
+        (group,) = training_copy(workload(model)).optimizers.given.param_groups
         assert len(group["params"]) == 4
 
     def test_gpu_variants(self):
-        groups = training_copy(workload(), mode=fake_mode(), gpu_variants=True).optimizers.param_groups
+        groups = training_copy(workload(), mode=fake_mode(), gpu_variants=True).optimizers.given.param_groups
         assert groups[0]["foreach"] is True
-        assert training_copy(workload()).optimizers.param_groups[0]["foreach"] is None
+        assert training_copy(workload()).optimizers.given.param_groups[0]["foreach"] is None
 
 
 class TestErrors:
@@ -327,7 +327,7 @@ class TestCustomSteps:
         assert peaks[1] == peaks[2]
         assert all(peaks[0])
         owned = {name: {id(p) for p in model.parameters()} for name, model in trainee.models.given.items()}
-        for name, optimizer in trainee.optimizers.items():
+        for name, optimizer in trainee.optimizers.given.items():
             assert {id(p) for p in optimizer.state} == owned[name]
         assert same(before, snapshot(given.model))
 
@@ -357,7 +357,7 @@ class TestCustomSteps:
         models = (nn.Linear(4, 1), nn.Linear(4, 2))
         trainee = training_copy(Workload(models, torch.randn(4, 4), step=step, optimizer=[torch.optim.SGD] * 2))
         run(trainee, (1, 3))
-        assert [len(o.param_groups[0]["params"]) for o in optimizers_of(trainee.optimizers)] == [2, 2]
+        assert [len(o.param_groups[0]["params"]) for o in trainee.optimizers.items] == [2, 2]
 
     def test_a_closure_optimizer_in_a_step(self):
         def step(model, optimizer, batch):
@@ -376,7 +376,7 @@ class TestCustomSteps:
         trainee = training_copy(given)
         run(trainee, (2, 2))
         run(trainee, (2, 2))
-        assert trainee.optimizers._params[0] is trainee.models.given.weight
+        assert trainee.optimizers.given._params[0] is trainee.models.given.weight
         assert same(before, snapshot(model, [optimizer]))
 
     def test_has_no_forward_of_its_own(self):
@@ -629,6 +629,6 @@ def test_fp16_has_the_optimizers_state_from_the_first_step(factor):
     loss = lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) * factor
     trainee = training_copy(small(loss_fn=loss, precision="fp16"), device=torch.device("cpu"))
     trainee.step(trainee.models, [trainee.batch(4)], [4])
-    states = trainee.optimizers.state.values()
+    states = trainee.optimizers.given.state.values()
     assert len(states) == len(trainee.parameters())
     assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states)
