@@ -307,8 +307,9 @@ def named_steps(shape: StepShape) -> Iterator[None]:
         cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
         advise(
             error,
-            "mend it and run again; if only the sample batch's own size runs, its batch_dim does not count samples: a "
-            "single sample is made a batch by sample.unsqueeze(0)",
+            "mend it and run again; if only the sample batch's own size runs, its batch_dim does not count samples (a "
+            "single sample is made a batch by sample.unsqueeze(0)), or a list of numbers in it stays as long as it is "
+            "(make it a tensor, or pass make_batch=)",
         )
         what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
         raise from_user_code(error, what) from error

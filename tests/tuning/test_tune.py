@@ -1026,6 +1026,10 @@ def straying() -> Workload:
     )
 
 
+def listed_cross_entropy(outputs, targets):
+    return F.cross_entropy(outputs, torch.tensor(targets))
+
+
 BAD = {
     "effective batch of 0": (
         InputError,
@@ -1040,8 +1044,13 @@ BAD = {
     "fp32": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp32")),
     "a single sample": (
         UserCodeError,
-        r"mend it and run again; .* a single sample is made a batch by sample.unsqueeze\(0\)",
+        r"mend it and run again; .*\(a single sample is made a batch by sample.unsqueeze\(0\)\)",
         lambda: quick(lambda: Workload(nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)), SIM),
+    ),
+    "a list of targets": (
+        UserCodeError,
+        r"batch_size \(8\).*a list of numbers in it stays as long as it is \(make it a tensor, or pass make_batch=\)",
+        lambda: quick(Workload(nn.Linear(4, 3), (torch.zeros(4, 4), [0] * 4), loss_fn=listed_cross_entropy), SIM),
     ),
     "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
