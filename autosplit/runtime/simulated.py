@@ -105,8 +105,9 @@ class SimulatedRuntime:
 
     def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
         """Correct the first micro-step: each was traced as one that adds to earlier gradients."""
+        added = Work.of(0, self.tracer.accumulation_costs())
         for device in _active(shape.splits[0]):
-            clocks.take_back(device, Work.of(device, self.tracer.accumulation_costs()))
+            clocks.take_back(device, added)
         if not shape.alone and not shape.splits[0][0]:
             clocks.work(0, Work.of(0, self.tracer.zeroing_costs()))
 

@@ -103,6 +103,8 @@ class Tracer:
             )
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
+        self._zeroing: list[OpCost] = []
+        self._accumulation: list[OpCost] = []
         self._leaves_unused = False
         self._is_trained = False
         self._has_cuda_functions = like_gpu
@@ -230,15 +232,19 @@ class Tracer:
         found = [p for p, grad in grads if grad is not None and not grad.is_sparse]
         if len(found) >= len(self._with_gradient or []):
             self._with_gradient = found
+            nbytes = [p.numel() * p.element_size() for p in found]
+            self._zeroing = [OpCost(0, each, "float32", part="backward") for each in nbytes]
+            # Two tensors are read, and one is written.
+            self._accumulation = [OpCost(0, 3 * each, "float32", part="backward") for each in nbytes]
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
-        return [replace(cost, nbytes=3 * cost.nbytes) for cost in self.zeroing_costs()]  # two tensors read, one written
+        return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
-        return [OpCost(0, p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []]
+        return self._zeroing
 
     def leaves_unused(self) -> bool:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
