@@ -538,6 +538,7 @@ def assert_gradients(found: list[torch.Tensor], effective: int, tolerance: float
         assert relative_error(got, gradient(expected)) < tolerance
 
 
+@pytest.mark.slow
 class TestGradients:
     @pytest.mark.parametrize("name", GRADIENTS)
     def test_every_steps_is_that_of_its_samples_in_one_batch(self, two, name):
@@ -548,7 +549,6 @@ class TestGradients:
         for found in found_by(two, "kept together after the forward"):
             assert_gradients(found, 20)
 
-    @pytest.mark.slow
     def test_also_among_three_ranks(self, three):
         for found in found_by(three, "gradients"):
             assert_gradients(found, 24)
@@ -607,6 +607,7 @@ class TestGradients:
         assert ran == [True, True]
 
 
+@pytest.mark.slow
 class TestTraining:
     def test_twenty_steps_are_those_of_a_single_device(self, two):
         for found in found_by(two, "trajectory"):
@@ -682,6 +683,7 @@ def assert_resumed(found: dict[str, Any], source: str) -> None:
     assert found["seen"] == ([0, 0] if source == "a plain model's" else [10, 0])
 
 
+@pytest.mark.slow
 class TestCheckpoints:
     def test_every_rank_writes_its_part(self, two):
         for found in found_by(two, "written"):
@@ -694,7 +696,6 @@ class TestCheckpoints:
         for found in found_by(two, f"2: {source} -> {into}"):
             assert_resumed(found, source)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("source", LOADED)
     def test_three_ranks_go_on(self, three, source):
         for found in found_by(three, f"3: {source} -> shared out"):

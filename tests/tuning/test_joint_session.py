@@ -369,9 +369,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         lambda: tune(workload(nn.Sequential(nn.Linear(16, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1))), profile="off")
     ),
     "over the batch": lambda: raised(lambda: tune(workload(loss_scope="batch"), profile="off")),
-}
-
-SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
     "adopted": adopted,
     "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
     "plain": on_processors_of_their_own,
@@ -389,11 +386,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=LIMIT_S)
 
 
-@pytest.fixture(scope="module")
-def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SLOW_SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=LIMIT_S)
-
-
 def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
     """The plan of a scenario, which is the same on both ranks."""
     one, other = found_by(ranks, name)
@@ -402,6 +394,7 @@ def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)  # both run all scenarios before the first test
+@pytest.mark.slow
 class TestTwoRanks:
     def test_get_one_plan_that_was_measured_together(self, ranks: Any) -> None:
         one, other = found_by(ranks, "tuned")
@@ -439,31 +432,26 @@ class TestTwoRanks:
         assert {"ceilings", "times", "search", "done"} <= set(first)
         assert second == []
 
-    @pytest.mark.slow
-    def test_in_a_group_that_is_there(self, slow_ranks: Any) -> None:
-        assert plan_of(slow_ranks, "adopted").ddp.measured
+    def test_in_a_group_that_is_there(self, ranks: Any) -> None:
+        assert plan_of(ranks, "adopted").ddp.measured
 
-    @pytest.mark.slow
-    def test_with_steps_in_processes_of_their_own(self, slow_ranks: Any) -> None:
-        assert plan_of(slow_ranks, "isolated").ddp.measured
+    def test_with_steps_in_processes_of_their_own(self, ranks: Any) -> None:
+        assert plan_of(ranks, "isolated").ddp.measured
 
-    @pytest.mark.slow
-    def test_on_processors_without_a_budget(self, slow_ranks: Any) -> None:
-        plan = plan_of(slow_ranks, "plain")
+    def test_on_processors_without_a_budget(self, ranks: Any) -> None:
+        plan = plan_of(ranks, "plain")
         assert plan.ddp.measured
         assert [device.label for device in plan.devices] == ["cpu", "cpu"]
         assert plan.machine["ranks_per_machine"] == [1, 1]
 
-    @pytest.mark.slow
-    def test_wait_for_another_that_tunes_the_same(self, slow_ranks: Any) -> None:
-        one, other = found_by(slow_ranks, "waits")
+    def test_wait_for_another_that_tunes_the_same(self, ranks: Any) -> None:
+        one, other = found_by(ranks, "waits")
         assert one["plan"] == other["plan"]
         assert (one["waited"], other["waited"]) == (True, False)
         assert Plan.from_json(one["plan"], source="a scenario").notes[0].startswith("waited ")
 
-    @pytest.mark.slow
-    def test_solve_a_plan_again_where_memory_is_short(self, slow_ranks: Any) -> None:
-        one, other = found_by(slow_ranks, "less memory")
+    def test_solve_a_plan_again_where_memory_is_short(self, ranks: Any) -> None:
+        one, other = found_by(ranks, "less memory")
         assert one == other
         first, second = (Plan.from_json(one[name], source="a scenario") for name in ("first", "second"))
         assert (
@@ -475,21 +463,18 @@ class TestTwoRanks:
         assert not second.ddp.measured
         assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
 
-    @pytest.mark.slow
-    def test_ask_each_about_its_own_card(self, slow_ranks: Any) -> None:
+    def test_ask_each_about_its_own_card(self, ranks: Any) -> None:
         """Each asked its own cuda:0 about all: where they differ, the ranks went on with different precisions."""
-        for (said,) in found_by(slow_ranks, "unlike cards"):
+        for (said,) in found_by(ranks, "unlike cards"):
             assert said.startswith("precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
 
-    @pytest.mark.slow
-    def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any, slow_ranks: Any) -> None:
-        assert plan_of(slow_ranks, "unused").ddp.options.find_unused_parameters
+    def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any) -> None:
+        assert plan_of(ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
         assert not tuned.ddp.options.find_unused_parameters
 
-    @pytest.mark.slow
-    def test_leave_room_for_what_is_saved_and_evaluate_each_for_itself(self, ranks: Any, slow_ranks: Any) -> None:
-        plan = plan_of(slow_ranks, "fits")
+    def test_leave_room_for_what_is_saved_and_evaluate_each_for_itself(self, ranks: Any) -> None:
+        plan = plan_of(ranks, "fits")
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
         assert plan.fits is not None
         large, small = (ceiling.batch_size for ceiling in plan.fits.evaluation)
@@ -505,9 +490,8 @@ class TestTwoRanks:
         assert [result if isinstance(result, int) else result[0] for result in one] == [0, 1, 0, 2, 1, 2]
         assert all(f"cpu:{result[0]}" in result[1] for result in one if not isinstance(result, int))
 
-    @pytest.mark.slow
-    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, slow_ranks: Any) -> None:
-        for failures, seconds, ooms in found_by(slow_ranks, "without memory in a timed step"):
+    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, ranks: Any) -> None:
+        for failures, seconds, ooms in found_by(ranks, "without memory in a timed step"):
             assert [failure for failure in failures if failure is not None]
             assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
             assert ooms >= 1

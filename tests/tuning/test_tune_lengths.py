@@ -85,6 +85,7 @@ def test_the_report_and_explain_say_what_it_brings(plan):
     assert "deliver" in plan.explain().sentences()["data"]
 
 
+@pytest.mark.slow
 def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
     first = tuned(profile="auto")
     calls: list[str] = []
@@ -171,6 +172,7 @@ def test_batchnorms_that_need_two_samples_leave_lengths_out():
     assert any(note.startswith("lengths were not looked at: the model's BatchNorms") for note in found.notes)
 
 
+@pytest.mark.slow
 def test_the_progress_ends_once_and_names_the_lengths():
     told: list[Any] = []
     tuned(lengths=[128, 64], progress=told.append)
@@ -181,6 +183,7 @@ def test_the_progress_ends_once_and_names_the_lengths():
     assert {part.stage for part in told if part.message.startswith("samples of length")} == {"lengths"}
 
 
+@pytest.mark.slow
 def test_a_plan_for_less_memory_has_lengths_of_its_own(plan):
     capacities_bytes = tuple(device.capacity_bytes // 2 for device in plan.devices)
     smaller = solved_again(plan, Lack(capacities_bytes, 0, 1))
