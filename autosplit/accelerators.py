@@ -90,7 +90,10 @@ def _own_share(module: Any, device: torch.device) -> float:
 def checked_module(module: Any) -> nn.Module:
     """Return a module; raise InputError of anything else."""
     if isinstance(module, type) or not hasattr(module, "named_parameters"):
-        raise InputError(f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for")
+        raise InputError(
+            f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for, of several each by "
+            "itself"
+        )
     found: nn.Module = module
     return found
 

@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "tuning.prediction_errors",
     "tuning.compare",
     "cli.tables",
+    "cli.pasted_code",
     "cli.plan_report",
     "cli.check_report",
     "cli.report_page",

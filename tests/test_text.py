@@ -15,7 +15,8 @@ from rich.console import Console
 from autosplit.cli.check_report import print_checks
 from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
-from autosplit.cli.plan_report import Origin, print_plan
+from autosplit.cli.pasted_code import Origin
+from autosplit.cli.plan_report import print_plan
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.devices.inventory import DeviceReport

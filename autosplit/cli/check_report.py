@@ -40,12 +40,17 @@ def dependence_line(checks: Sequence[Check]) -> str:
     found = changed(checks)
     if not found:
         return ""
-    errors = [error for check in found for error in (check.split_error, check.accumulation_error)]
+    # What makes the gradient another comes first.
+    causes = [check for check in found if check.subject != "gradient"]
+    said = [_most_text(alike) for alike in (causes, [check for check in found if check not in causes]) if alike]
+    return f"changed by splitting: {'; '.join(said)} (--details)"
+
+
+def _most_text(checks: Sequence[Check]) -> str:
+    errors = [error for check in checks for error in (check.split_error, check.accumulation_error)]
     most = error_text(max((error for error in errors if error is not None), default=None))
-    # What makes the gradient another comes first, and where there is any it is no other beside them.
-    subjects = [check.subject for check in found if check.subject != "gradient"] or ["gradient"]
-    who = " and ".join([subjects[0], *_others(subjects)])
-    return f"changed by splitting: {who}, up to {most.removesuffix(' off')} (--details)"
+    subjects = [check.subject for check in checks]
+    return f"{' and '.join([subjects[0], *_others(subjects)])}, up to {most.removesuffix(' off')}"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

@@ -18,7 +18,7 @@ from autosplit.text import ascii_json, printable, printable_json, without_passwo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autosplit.cli.plan_report import Origin
+    from autosplit.cli.pasted_code import Origin
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
 
@@ -145,14 +145,16 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
     if manner.as_json:
         write_json(printable_json(plan.to_json()))
         return
-    from autosplit.cli import plan_report
-
     if manner.code:
-        lines = plan_report.paste_lines(plan, origin)
+        from autosplit.cli.pasted_code import paste_lines
+
+        lines = paste_lines(plan, origin)
         if plan.simulated:
             lines = ("# on the machine that has these cards", *lines)
         sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
     else:
+        from autosplit.cli import plan_report
+
         plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)
 
 

@@ -6,10 +6,10 @@ import itertools
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.check_report import check_lines, dependence_line
+from autosplit.cli.pasted_code import SAVED, Origin, paste_lines
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
@@ -21,7 +21,6 @@ from autosplit.cli.tables import (
     shares_text,
     short_name,
 )
-from autosplit.cli.workload_arguments import flags_of
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
@@ -46,35 +45,10 @@ MOST_NOTE_LINES = 3
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """How to have a plan again.
-
-    Attributes:
-        expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
-        setup: Lines that it needs before it.
-        remark: A comment above it; empty for none.
-        command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
-            knows of it.
-        path: The file to start a job with; None where the plan is not saved.
-        shown_by: What `autosplit show` finds the plan by; None where it is not saved.
-    """
-
-    expression: str
-    setup: tuple[str, ...] = ()
-    remark: str = ""
-    command: str = ""
-    path: str | None = None
-    shown_by: str | None = None
-
-
-_SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
-
-
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
     """Print a plan's report."""
     report = full_report if details else short_report
-    print_plain(report(plan, origin or _SAVED), console)
+    print_plain(report(plan, origin or SAVED), console)
 
 
 def short_report(plan: Plan, origin: Origin) -> Group:
@@ -154,10 +128,10 @@ def _unused_lines(plan: Plan) -> list[str]:
     slow = [device.label for device in unused if device.ceiling.batch_size]
     lines = [f"{listed(full, 4)} can't hold a sample beside the model"] if full else []
     if slow:
-        with_all = "DDP trains on all" if plan.ddp.ranks else "a larger effective batch may use them"
-        lines.append(
-            f"no samples for {listed(slow, 4)}: copying the model there takes longer than it saves; {with_all}"
-        )
+        line = f"no samples for {listed(slow, 4)}: copying the model there takes longer than it saves"
+        if not plan.ddp.ranks:
+            line += "; a larger effective batch may use them"
+        lines.append(line + "; DDP trains on all" * (plan.ddp.samples_per_s > plan.samples_per_s))
     return lines
 
 
@@ -181,135 +155,6 @@ def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     show = f"python -m autosplit show {shlex.quote(origin.shown_by)}"
     following = paste_lines(plan, origin)[0] if plan.simulated else f"{show} --code  # the lines to paste"
     return (f"next  {following}", f"more  {show} --details")
-
-
-def paste_lines(plan: Plan, origin: Origin = _SAVED) -> tuple[str, ...]:
-    """Return the lines that use a plan: Python for a real one, a command for a simulated one.
-
-    The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
-    """
-    if plan.simulated:
-        return (origin.command or _command_again(plan),)
-    if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
-        return _ranks_lines(plan, origin)
-    return (
-        _given(plan),
-        "import autosplit",
-        *_imports(plan),
-        *origin.setup,
-        "",
-        *([f"# {origin.remark}"] if origin.remark else []),
-        f"plan = {origin.expression}",
-        "model = plan.wrap(model)",
-        *_loader_lines(plan, "plan"),
-        *_loop_lines(plan, "plan"),
-    )
-
-
-def _given(plan: Plan) -> str:
-    more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
-    loss = {"loss_fn": ", loss_fn", "compute_loss": ", compute_loss", "output": ""}[_loss_from(plan)]
-    return f"# model, optimizer{loss}{more} are your script's"
-
-
-def _loss_from(plan: Plan) -> str:
-    """Say where a workload's loss comes from; by a function of the inputs' outputs where a plan does not know."""
-    if plan.workload.get("compute_loss") is not None:
-        return "compute_loss"
-    return "output" if plan.workload.get("loss_fn", "unknown") is None else "loss_fn"
-
-
-def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
-    if plan.lengths is None:
-        return (
-            f"sampler = {of}.batch_sampler(len(dataset), shuffle=True)",
-            "loader = DataLoader(dataset, batch_sampler=sampler)",
-        )
-    return (
-        f"sampler = {of}.token_sampler(lengths, shuffle=True)  # the length of each sample",
-        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)  # which pads samples to the longest",
-    )
-
-
-def _imports(plan: Plan) -> tuple[str, ...]:
-    return (*(["import torch"] if plan.precision != "none" else []), "from torch.utils.data import DataLoader")
-
-
-def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
-    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of.
-
-    The loss is weighted by what the gradient check found; what it could not mend stands above the loop.
-    """
-    kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
-    batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
-    of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
-    count = next((f", count=lambda batch: {printable(check.count)}" for check in of_loss if check.count), "")
-    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("split: "))
-    if scaled:
-        yield f'scaler = torch.amp.GradScaler("{kind}")'
-    yield f"for step in {of}.steps(loader{count}):"
-    yield f"    for {batch} in step:"
-    if plan.precision == "none":
-        yield f"        step.backward({loss})"
-    else:
-        yield f'        with torch.autocast("{kind}", torch.{"float16" if scaled else "bfloat16"}):'
-        yield f"            loss = {loss}"
-        yield f"        step.backward(loss{', scaler' * scaled})"
-    yield from ["    scaler.step(optimizer)", "    scaler.update()"] if scaled else ["    optimizer.step()"]
-    yield "    optimizer.zero_grad()"
-
-
-def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
-    """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
-    loss_from = _loss_from(plan)
-    name = "inputs" if loss_from == "loss_fn" else "batch"
-    stars, moved = {
-        "tensor": ("", f"{name}.to({device})"),
-        "arguments": ("*", f"[part.to({device}) for part in {name}]"),
-        "keywords": ("**", f"{{key: part.to({device}) for key, part in {name}.items()}}"),
-    }[plan.called_with]
-    given = moved if device else name
-    if loss_from == "compute_loss":
-        batch, loss = name, f"compute_loss(model, {given})"
-    elif loss_from == "output":
-        batch, loss = name, f"model({stars}{given}).loss"
-    else:
-        output = f"model({stars}{given})"
-        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({device or 'model.output_device'}))"
-    return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
-
-
-def _command_again(plan: Plan) -> str:
-    """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
-    keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
-    asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
-    sizes = asked["effective_batch_size"]
-    if isinstance(sizes, list):
-        asked["effective_batch_size"] = ":".join(map(str, sizes))
-    names = (way.name.partition(",")[0] for way in plan.ways)
-    precisions = dict.fromkeys(name.removeprefix("precision ") for name in names if name.startswith("precision "))
-    if precisions:
-        asked["precision"] = ",".join(precisions)
-    asked["fits"] = ",".join(plan.fits.roles) if plan.fits is not None and plan.fits.roles else None
-    usual = {"strategy": "auto", "precision": "none"}
-    flags = flags_of({name: value for name, value in asked.items() if value not in (None, usual.get(name))})
-    return shlex.join(["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda", *flags])
-
-
-def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
-    """Return the lines that use a plan of DDP's ranks alone."""
-    given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
-    return (
-        _given(plan),
-        "import autosplit.ddp",
-        *_imports(plan),
-        "",
-        f"# in train.py, started by: python -m autosplit launch{given} train.py",
-        "with autosplit.ddp.setup() as ctx:",
-        "    model = ctx.wrap(model)",
-        *(f"    {line}" for line in _loader_lines(plan, "ctx")),
-        *(f"    {line}" for line in _loop_lines(plan, "ctx")),
-    )
 
 
 def _device_table(plan: Plan) -> Table:

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from autosplit.cli import plan_report as told
-from autosplit.cli.plan_report import paste_lines, request_text
+from autosplit.cli.pasted_code import paste_lines
+from autosplit.cli.plan_report import request_text
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 from autosplit.plan.canvas import check_drawing, check_installed

@@ -101,7 +101,7 @@ def checks_for(
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
-            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor takes over {FIRST_S:g} s"
+            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor took over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning itself says better what is wrong with a workload
             why = one_line(error)
     return (), (not_checked(why),)

@@ -46,6 +46,9 @@ WINDOW_S, MOST_BATCHES = 1.0, 64
 COLD = 1.25
 """A second pass that is faster than the first by this much found something kept: the first read from disk."""
 
+COLD_S = 0.1
+"""Seconds that a first pass takes at least to say so: one of data in memory takes some ms, its own start among them."""
+
 MEMORY_SHARE = 0.9
 """Of a process's part of the free host memory, the share that workers may take."""
 
@@ -105,7 +108,7 @@ def measure_loader(
     best = fewest_of_the_fastest(tried)
     settings = replace(best.settings, persistent_workers=best.settings.num_workers > 0)
     present_rate = next((one.samples_per_s for one in tried if one.settings == present), None)
-    if first_rate * COLD < tried[0].samples_per_s:
+    if first_rate * COLD < tried[0].samples_per_s and sum(map(len, batches)) >= COLD_S * first_rate:
         notes.append(
             f"a cold cache, not a slow loader: the first pass loaded {first_rate:,.0f} samples/s and the second, over "
             f"the same samples, {tried[0].samples_per_s:,.0f}; a data set that is larger than the free memory is read "

@@ -272,7 +272,8 @@ class LoneSession(Session):
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
                 f"{CONTRADICTION} (by {100 * off:.0f} %), probably by a busy machine: "
-                "tune again later with profile='refresh' (--profile refresh)"
+                "tune again later with profile='refresh' (--profile refresh), on a processor that others use with "
+                "OMP_NUM_THREADS=1 in the environment"
             )
 
     # DDP

@@ -44,8 +44,9 @@ if TYPE_CHECKING:  # a torch without torch.distributed measures alone
 
 PREDICTED_NOTE = (
     "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
-    "run; call it on every rank (torchrun, or the command autosplit measure) to run them"
+    "run"
 )
+ON_EVERY_RANK = "; call it on every rank (torchrun, or the command autosplit measure) to run them"
 
 
 def measure(
@@ -135,7 +136,8 @@ def _measured(
             if any(map(has_compiled_parts, followed.workload.modules)):
                 session.notes.append(session.compiled_note(max(asked.split)))
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
-        predicted = (PREDICTED_NOTE,) if found.predicted else ()
+        note = PREDICTED_NOTE if job.whole.kind == "sim" else PREDICTED_NOTE + ON_EVERY_RANK
+        predicted = (note,) if found.predicted else ()
         notes = (
             *job.peers.gathered(tuple(session.notes))[0],
             *predicted,

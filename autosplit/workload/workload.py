@@ -64,8 +64,8 @@ class Workload:
         step: ``step(models, optimizers, batch) -> None``, in place of the whole optimizer step, for several
             models and optimizers; such a step can't be accumulated.
         optimizer: A class (``torch.optim.AdamW``), a factory that is given the trainable parameters, or a live
-            instance, which is never stepped: a twin of it is. A sequence of them with `step`, one per model.
-            Default: AdamW, said in the plan.
+            instance, which is never stepped: a twin of it is. With `step` a sequence or mapping of them,
+            one per model, whose trainable parameters each is given. Default: AdamW, said in the plan.
         precision: ``"none"`` (the default), ``"bf16"`` or ``"fp16"``.
         loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the samples of a batch.
         loss_scope: ``"sample"`` where each sample's loss stands alone; ``"batch"`` where it depends on the
@@ -339,8 +339,14 @@ class Workload:
         if self.loss_fn is None:
             try:
                 return _loss_of(call_model(model, batch))
-            except TypeError:
+            except TypeError as error:
                 self._refuse_unlike_arguments()
+                if self.called_with == "keywords" and "argument" in str(error):
+                    advise(
+                        error,
+                        "a mapping is passed as keywords; where the model takes a part of it, pass "
+                        'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"]), batch["targets"])',
+                    )
                 raise
         inputs, targets = batch
         try:

@@ -4,6 +4,7 @@ import copy
 import io
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 import autosplit
 from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
-from autosplit.cli.plan_report import Origin, paste_lines, print_plan
+from autosplit.cli.pasted_code import Origin, paste_lines
+from autosplit.cli.plan_report import print_plan
 from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
@@ -236,7 +238,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     )
     nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
     text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
-    said = "changed by splitting: BatchNorm2d at 0, up to 12 % (--details)"
+    said = "changed by splitting: BatchNorm2d at 0, up to 2 %; gradient, up to 12 % (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
     assert "notes - a - b - 3 more: --details next" in many
@@ -428,6 +430,53 @@ def test_the_lines_to_paste_train_as_the_workload_does(kind):
     torch.optim.SGD(exact.parameters(), lr=0.1).step()
     for trained, wanted in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(trained, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_lines_to_paste_of_a_step_of_ones_own_call_it():
+    """They were those of a single model with a loss in its output, and named their loop's variable as the step."""
+    models = {"one": nn.Linear(4, 1), "other": nn.Linear(4, 1)}
+
+    def step(models, optimizers, batch):
+        seen.append(len(batch))
+        for name, model in models.items():
+            model(batch).square().mean().backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+    made = dict.fromkeys(models, torch.optim.SGD)
+    workload = Workload(models, torch.randn(8, 4), step=step, optimizer=made)
+    seen = []
+    options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(workload, devices="cpu:1MiB,cpu:1MiB", **options)
+    lines = paste_lines(plan, Origin("plan_of"))
+    assert lines[0].endswith("are your script's; several models are wrapped one by one")
+    text = "\n".join(lines).replace("plan.wrap(model)", "{key: plan.wrap(one) for key, one in model.items()}")
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    seen.clear()
+    exec(text, {"plan_of": plan, "model": models, "optimizer": optimizers, "step": step, "dataset": torch.randn(16, 4)})
+    assert seen == [8, 8]
+    ranks = paste_lines(replace(ranks_plan((3, 5)), workload=plan.workload, precision="bf16"))
+    assert ranks[-3:] == (
+        "    for batch in loader:",
+        '        with torch.autocast("cpu", torch.bfloat16):',
+        "            step(model, optimizer, batch)  # the batch on ctx.device",
+    )
+    assert ranks[-4].endswith("multiply each mean loss by ctx.batch_size * ctx.world_size / 8")
+
+
+def test_the_lines_to_paste_have_a_loss_where_none_was_given():
+    """They took it from outputs that have none."""
+    options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(nn.Linear(4, 1), torch.randn(8, 4), devices="cpu:1MiB", **options)
+    assert any("loss_fn(model(inputs), targets.to(model.output_device))" in line for line in paste_lines(plan))
+
+
+def test_what_is_no_tensor_of_a_batch_stays_where_it_is():
+    names = {"ctx": SimpleNamespace(device="meta"), "batch": {"image": torch.zeros(2), "name": ["a", "b"]}}
+    plan = replace(ranks_plan((3, 5)), workload={"compute_loss": "its"}, called_with="keywords")
+    (line,) = (line for line in paste_lines(plan) if "compute_loss(" in line)
+    seen = eval(line.partition("backward(compute_loss(model, ")[2].removesuffix("))"), names)
+    assert (seen["image"].is_meta, seen["name"]) == (True, ["a", "b"])
 
 
 @dataclass

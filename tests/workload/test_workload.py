@@ -483,6 +483,13 @@ def test_a_list_of_samples_is_told_to_be_collated():
         Workload(LINEAR, [X[0]] * 3).loss(LINEAR, [X[0]] * 3)
 
 
+def test_a_model_that_takes_a_part_of_a_mapping_is_told_how_to_pass_it():
+    batch = {"image": X, "mask": Y}
+    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+        Workload(LINEAR, batch).loss(LINEAR, batch)
+    assert 'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"])' in caught.value.autosplit_advice
+
+
 def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():
     """The message blamed the model, and nothing said that a mapping is passed as keywords."""
 

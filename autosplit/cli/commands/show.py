@@ -28,7 +28,7 @@ def show_profile(manner: Manner, *, key: str | None = None) -> int:
 
 
 def _print(path: Path, plan: Plan, manner: Manner) -> None:
-    from autosplit.cli.plan_report import Origin
+    from autosplit.cli.pasted_code import Origin
 
     if manner.as_json:  # it is made to be shared
         plan = shareable(plan)

@@ -11,7 +11,7 @@ from typing import Any
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
-from autosplit.cli.plan_report import Origin
+from autosplit.cli.pasted_code import Origin
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,

@@ -1,0 +1,191 @@
+"""Write the lines that use a plan: Python to paste into a script, or a command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosplit.cli.workload_arguments import flags_of
+from autosplit.plan.plan import Plan
+from autosplit.text import printable
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How to have a plan again.
+
+    Attributes:
+        expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
+        setup: Lines that it needs before it.
+        remark: A comment above it; empty for none.
+        command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
+            knows of it.
+        path: The file to start a job with; None where the plan is not saved.
+        shown_by: What `autosplit show` finds the plan by; None where it is not saved.
+    """
+
+    expression: str
+    setup: tuple[str, ...] = ()
+    remark: str = ""
+    command: str = ""
+    path: str | None = None
+    shown_by: str | None = None
+
+
+SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
+
+
+def paste_lines(plan: Plan, origin: Origin = SAVED) -> tuple[str, ...]:
+    """Return the lines that use a plan: Python for a real one, a command for a simulated one.
+
+    The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    """
+    if plan.simulated:
+        return (origin.command or _command_again(plan),)
+    if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
+        return _ranks_lines(plan, origin)
+    return (
+        _given(plan),
+        "import autosplit",
+        *_imports(plan),
+        *origin.setup,
+        "",
+        *([f"# {origin.remark}"] if origin.remark else []),
+        f"plan = {origin.expression}",
+        "model = plan.wrap(model)",
+        *_loader_lines(plan, "plan"),
+        *_loop_lines(plan, "plan"),
+    )
+
+
+def _given(plan: Plan) -> str:
+    more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
+    loss_from = _loss_from(plan)
+    loss = "" if loss_from == "output" else f", {loss_from}"
+    one_by_one = "; several models are wrapped one by one" if loss_from == "step" else ""
+    return f"# model, optimizer{loss}{more} are your script's{one_by_one}"
+
+
+def _loss_from(plan: Plan) -> str:
+    """Say where a workload's loss comes from; by a function of the inputs' outputs where a plan does not know."""
+    own = next((name for name in ("step", "compute_loss") if plan.workload.get(name) is not None), None)
+    is_assumed = any(note.startswith("no loss given") for note in plan.notes)
+    has_none = plan.workload.get("loss_fn", "unknown") is None and not is_assumed
+    return own or ("output" if has_none else "loss_fn")
+
+
+def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
+    if plan.lengths is None:
+        return (
+            f"sampler = {of}.batch_sampler(len(dataset), shuffle=True)",
+            "loader = DataLoader(dataset, batch_sampler=sampler)",
+        )
+    return (
+        f"sampler = {of}.token_sampler(lengths, shuffle=True)  # the length of each sample",
+        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)  # which pads samples to the longest",
+    )
+
+
+def _imports(plan: Plan) -> tuple[str, ...]:
+    return (*(["import torch"] if plan.precision != "none" else []), "from torch.utils.data import DataLoader")
+
+
+def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
+    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of.
+
+    The loss is weighted by what the gradient check found; what it could not mend stands above the loop.
+    """
+    if _loss_from(plan) == "step":
+        yield from _own_step_lines(plan, of)
+        return
+    kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
+    batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
+    of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
+    count = next((f", count=lambda batch: {printable(check.count)}" for check in of_loss if check.count), "")
+    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("split: "))
+    if scaled:
+        yield f'scaler = torch.amp.GradScaler("{kind}")'
+    yield f"for step in {of}.steps(loader{count}):"
+    yield f"    for {batch} in step:"
+    if plan.precision == "none":
+        yield f"        step.backward({loss})"
+    else:
+        yield f"        {_autocast(plan)}"
+        yield f"            loss = {loss}"
+        yield f"        step.backward(loss{', scaler' * scaled})"
+    yield from ["    scaler.step(optimizer)", "    scaler.update()"] if scaled else ["    optimizer.step()"]
+    yield "    optimizer.zero_grad()"
+
+
+def _autocast(plan: Plan) -> str:
+    dtype = "float16" if plan.precision == "fp16" else "bfloat16"
+    return f'with torch.autocast("{plan.devices[0].kind}", torch.{dtype}):'
+
+
+def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
+    """Yield the loop of a workload whose whole optimizer step is a function of the user's."""
+    sizes = [rank.batch_size for rank in plan.ddp.ranks]
+    if of == "ctx" and len({*sizes}) > 1:
+        yield f"# shares are unlike: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
+    yield "for batch in loader:"
+    where = "  # the batch on ctx.device" if of == "ctx" else ""
+    if plan.precision == "none":
+        yield f"    step(model, optimizer, batch){where}"
+    else:
+        yield f"    {_autocast(plan)}"
+        yield f"        step(model, optimizer, batch){where}"
+
+
+def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
+    """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
+    loss_from = _loss_from(plan)
+    name = "inputs" if loss_from == "loss_fn" else "batch"
+    part = f'part.to({device}) if hasattr(part, "to") else part'  # names of images, for instance, stay
+    stars, moved = {
+        "tensor": ("", f"{name}.to({device})"),
+        "arguments": ("*", f"[{part} for part in {name}]"),
+        "keywords": ("**", f"{{key: {part} for key, part in {name}.items()}}"),
+    }[plan.called_with]
+    given = moved if device else name
+    if loss_from == "compute_loss":
+        batch, loss = name, f"compute_loss(model, {given})"
+    elif loss_from == "output":
+        batch, loss = name, f"model({stars}{given}).loss"
+    else:
+        output = f"model({stars}{given})"
+        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({device or 'model.output_device'}))"
+    return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
+
+
+def _command_again(plan: Plan) -> str:
+    """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
+    keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
+    asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
+    sizes = asked["effective_batch_size"]
+    if isinstance(sizes, list):
+        asked["effective_batch_size"] = ":".join(map(str, sizes))
+    names = (way.name.partition(",")[0] for way in plan.ways)
+    precisions = dict.fromkeys(name.removeprefix("precision ") for name in names if name.startswith("precision "))
+    if precisions:
+        asked["precision"] = ",".join(precisions)
+    asked["fits"] = ",".join(plan.fits.roles) if plan.fits is not None and plan.fits.roles else None
+    usual = {"strategy": "auto", "precision": "none"}
+    flags = flags_of({name: value for name, value in asked.items() if value not in (None, usual.get(name))})
+    return shlex.join(["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda", *flags])
+
+
+def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
+    """Return the lines that use a plan of DDP's ranks alone."""
+    given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
+    return (
+        _given(plan),
+        "import autosplit.ddp",
+        *_imports(plan),
+        "",
+        f"# in train.py, started by: python -m autosplit launch{given} train.py",
+        "with autosplit.ddp.setup() as ctx:",
+        "    model = ctx.wrap(model)",
+        *(f"    {line}" for line in _loader_lines(plan, "ctx")),
+        *(f"    {line}" for line in _loop_lines(plan, "ctx")),
+    )
