@@ -733,7 +733,7 @@ def test_what_takes_too_long_is_not_checked(monkeypatch):
     monkeypatch.setattr(checks, "FIRST_S", 0.0)
     found, notes = checks_for(mlp())
     assert found == ()
-    assert "takes over 0 s" in notes[0]
+    assert "took over 0 s" in notes[0]
 
 
 def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
@@ -752,7 +752,7 @@ def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
     monkeypatch.setattr(checks, "FIRST_S", 0.02)
     _, notes = checks_for(classified(Restoring(4, 3), 4))
     assert torch.is_grad_enabled()
-    assert "takes over 0.02 s" in notes[0]
+    assert "took over 0.02 s" in notes[0]
     assert len(restored) == 1, "a clean-up runs to its end"
 
 
