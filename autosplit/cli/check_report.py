@@ -42,7 +42,8 @@ def dependence_line(checks: Sequence[Check]) -> str:
         return ""
     # What makes the gradient another comes first.
     causes = [check for check in found if check.subject != "gradient"]
-    said = [_most_text(alike) for alike in (causes, [check for check in found if check not in causes]) if alike]
+    gradient = [check for check in found if check.subject == "gradient"]
+    said = [_most_text(alike) for alike in (causes, gradient) if alike]
     return f"changed by splitting: {'; '.join(said)} (--details)"
 
 
