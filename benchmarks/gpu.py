@@ -63,15 +63,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("tests", "gpu_stages", 120),
-    Stage("doctor", "gpu_stages", 45),
-    Stage("ceilings", "gpu_stages", 90),
-    Stage("steps", "gpu_stages", 75),
-    Stage("tune", "gpu_stages", 45),
-    Stage("ranks", "gpu_stages", 40),
-    Stage("memory", "gpu_checks", 60),
+    Stage("tests", "gpu_stages", 70),
+    Stage("doctor", "gpu_stages", 30),
+    Stage("kernels", "gpu_kernels", 60),
+    Stage("ceilings", "gpu_stages", 85),
+    Stage("steps", "gpu_stages", 85),
+    Stage("tune", "gpu_stages", 60),
+    Stage("ranks", "gpu_stages", 35),
+    Stage("memory", "gpu_checks", 40),
     Stage("behaviour", "gpu_checks", 60),
-    Stage("kernels", "gpu_kernels", 30),
 )
 """The most valuable stages come first: the last ones are skipped if the time limit is reached."""
 

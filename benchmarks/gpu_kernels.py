@@ -162,17 +162,25 @@ def _others() -> list[Case]:
     return found
 
 
-class _Named(TorchDispatchMode):
-    """Records the names of the operators that matter here."""
+class _Operators(TorchDispatchMode):
+    """Records the operators that matter here, and what each allocates while it runs and frees before it returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
+        self.temporary_bytes: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(word in str(func) for word in NAMED):
-            self.names[str(func).removeprefix("aten.")] = None
-        return func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.")
+        if any(word in name for word in NAMED):
+            self.names[name] = None
+        before = int(CUDA.memory_allocated(DEVICE))
+        CUDA.reset_peak_memory_stats(DEVICE)
+        outputs = func(*args, **(kwargs or {}))
+        kept = max(before, int(CUDA.memory_allocated(DEVICE)))
+        if (size := int(CUDA.max_memory_allocated(DEVICE)) - kept) > 0:
+            self.temporary_bytes[name] = max(size, self.temporary_bytes.get(name, 0))
+        return outputs
 
 
 def kernels_stage(*, small: bool) -> None:
@@ -198,8 +206,10 @@ def _compared(case: Case) -> tuple[bool | None, dict[str, Any]]:
     tracer, why_real = make_tracer(workload, like_gpu=True)
     traced = [traced_peaks(tracer, _shape(size))[0] for size in SAMPLES]
     slope = (traced[1] - traced[0]) / max(1, measured[1] - measured[0])
+    operators = _operators(module, workload.batch(SAMPLES[1])[0], case.precision)
     figures = {
-        "operators": _operators(module, inputs, case.precision),
+        "operators": list(operators.names),
+        "temporary_bytes": operators.temporary_bytes,
         "measured_mib": [round(size / MIB, 3) for size in measured],
         "traced_mib": [round(size / MIB, 3) for size in traced],
         "bytes per sample traced/measured": round(slope, 3),
@@ -208,13 +218,13 @@ def _compared(case: Case) -> tuple[bool | None, dict[str, Any]]:
     return (abs(slope - 1) <= WITHIN if KIND == "cuda" else None), figures
 
 
-def _operators(module: nn.Module, inputs: Tensor, precision: str) -> list[str]:
-    """Return the operators that a forward and backward runs on the GPU, in their order."""
+def _operators(module: nn.Module, inputs: Tensor, precision: str) -> _Operators:
+    """Return the operators that a forward and backward runs on the GPU; the first run leaves its workspaces."""
     dtype = PRECISIONS[precision]
-    module = module.to(DEVICE)
-    with _Named() as seen:
-        with torch.autocast(KIND, dtype=dtype, enabled=dtype is not None):
-            outputs = module(inputs.to(DEVICE))
-        outputs.float().square().mean().backward()
-    CUDA.synchronize(DEVICE)
-    return list(seen.names)
+    module, inputs = module.to(DEVICE), inputs.to(DEVICE)
+    for _ in range(2):
+        with _Operators() as seen:
+            with torch.autocast(KIND, dtype=dtype, enabled=dtype is not None):
+                outputs = module(inputs)
+            outputs.float().square().mean().backward()
+    return seen

@@ -23,6 +23,8 @@ import autosplit
 from autosplit import Workload
 from autosplit.accelerators import backend, bounded
 from autosplit.oom import is_oom
+from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.protocol import StepShape
 from autosplit.workload.batch import map_tensors, unmarked
 from autosplit.workload.workload import PRECISIONS
 
@@ -31,7 +33,7 @@ DEVICE = torch.device(GPU)
 CUDA: Any = backend(KIND)
 
 NEAR = 0.03
-"""A ceiling is right if it runs and is at most this share below the largest batch of a plain loop."""
+"""A ceiling is right if it is within this share, or one sample, of the largest batch of a plain loop."""
 
 PREDICTED_WITHIN = 0.1
 """`sim:` is right if its memory or time is within this share of the measured one."""
@@ -54,7 +56,7 @@ def tests_stage(*, small: bool) -> None:
     if small:
         files = [path for path in files if path.name in {"test_accelerator.py", "test_peer_copy_check.py"}]
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu and not slow", "--tb=short", "--timeout=60"]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "minversion=7", *map(str, files)]
+    command += ["-n", "4", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "minversion=7", *map(str, files)]
     counts: dict[str, int] = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
     began_s = time.perf_counter()
     lines: list[str] = []
@@ -62,20 +64,21 @@ def tests_stage(*, small: bool) -> None:
         assert child.stdout is not None
         for line in child.stdout:
             lines.append(line.rstrip())
-            if found := re.match(r"(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-                counts[found[2]] += 1
-                if found[2] in {"FAILED", "ERROR"}:
-                    record(f"test {found[1]}", "fails")
+            if found := re.search(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", line):
+                counts[found[1]] += 1
+                if found[1] in {"FAILED", "ERROR"}:
+                    record(f"test {found[2].strip()}", "fails")
             elif line.startswith(("SKIPPED [", "FAILED ", "ERROR ")):
                 record("a line of pytest's summary", "number", line=line.strip()[:400])
     seconds = round(time.perf_counter() - began_s, 1)
     tail = [line for line in lines if line.startswith(("E  ", "tests/")) or " passed" in line or " failed" in line]
+    tail = [line for line in tail if "PASSED" not in line and "SKIPPED" not in line]
     record("the tests marked gpu pass", "holds" if child.returncode == 0 else "fails", **counts, seconds=seconds)
     if child.returncode:
         record(
             "what pytest printed of failures",
             "number",
-            lines=[line[:240] for line in tail if "PASSED" not in line][-120:],
+            lines=[line[:240] for line in tail][-120:],
         )
 
 
@@ -137,13 +140,15 @@ def _ceiling(
         "search_s": round(seconds, 2),
         "peak_gib": round(found.peak_bytes / GIB, 3),
         "capacity_gib": round(found.capacity_bytes / GIB, 3),
+        "points": found.points,
         "notes": found.notes,
     }
     if found.limited_by != "memory":
         return None, figures
     truth, tried = _largest_by_loop(workload, found.batch_size, found.capacity_bytes)
     figures |= {"plain_loop": truth, "ratio": round(found.batch_size / max(1, truth), 4), "tried": tried}
-    return truth * (1 - NEAR) <= found.batch_size <= truth and not found.ooms, figures
+    near = max(1, round(NEAR * truth))
+    return abs(truth - found.batch_size) <= near and not found.ooms, figures
 
 
 def _largest_by_loop(workload: Workload, guess: int, capacity_bytes: int) -> tuple[int, list[tuple[int, bool]]]:
@@ -172,7 +177,7 @@ def _largest_by_loop(workload: Workload, guess: int, capacity_bytes: int) -> tup
 
 
 def _loop_fits(workload: Workload, size: int, capacity_bytes: int) -> bool:
-    """Return whether three steps of a plain loop run in this much memory."""
+    """Return whether a plain loop runs in this much memory; its allocator may not release cached memory each step."""
     gc.collect()
     CUDA.empty_cache()
     with bounded(CUDA, DEVICE, capacity_bytes):
@@ -180,12 +185,19 @@ def _loop_fits(workload: Workload, size: int, capacity_bytes: int) -> bool:
         batch = map_tensors(lambda tensor: tensor.to(DEVICE), unmarked(workload.batch(size)))
         try:
             for _ in range(3):
+                released = _retries()
                 step(batch)
+            CUDA.synchronize(DEVICE)
         except RuntimeError as error:
             if not is_oom(error, smaller_ran=True):
                 raise
             return False
-        return True
+        return _retries() == released
+
+
+def _retries() -> int:
+    """Return how often the allocator released cached memory to find room."""
+    return int(CUDA.memory_stats(DEVICE).get("num_alloc_retries", 0))
 
 
 def _training_step(workload: Workload) -> Callable[[Any], None]:
@@ -234,11 +246,12 @@ def steps_stage(*, small: bool) -> None:
 def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tuple[bool | None, dict[str, Any]]:
     torch.manual_seed(0)
     workload, sizes = _built(setting.build, small), setting.sizes(small)
-    allocated, reserved = [], []
-    for size in sizes:
-        step = autosplit.measure(workload, devices=GPU, split=size)
-        allocated.append(int(CUDA.max_memory_allocated(DEVICE)))
-        reserved.append(step.peak_bytes[0])
+    devices = autosplit.parse_devices(GPU)
+    runtime = AcceleratorRuntime(devices, (devices[0].capacity_bytes,), workload)
+    held = [runtime.memory(StepShape(((size,),))) for size in sizes]
+    runtime.close()
+    allocated, reserved = ([getattr(one, name)[0] for one in held] for name in ("allocated_bytes", "reserved_bytes"))
+    step = autosplit.measure(workload, devices=GPU, split=sizes[1])
     loop_s, loop_bytes = _plain_loop(workload, sizes[1])
     figures: dict[str, Any] = {
         "samples": sizes,
@@ -306,20 +319,20 @@ def _seconds_of(once: Callable[[], None]) -> float:
 
 def tune_stage(*, small: bool) -> None:
     """Tune whole models, then train by the plan as a user does: the loop should reach the plan's samples/s."""
-    builds: dict[str, Callable[[bool], Workload]] = {
-        "gpt bf16": lambda s: gpt(s, precision="bf16", dropout=0.1),
-        "cnn fp32": cnn,
-        "bert bf16": lambda s: of_transformers(s, family="bert", precision="bf16"),
-    }
-    for name, build in list(builds.items())[: 1 if small else 3]:
-        for strategy in ("balanced", "ddp")[: 1 if small else 2]:
-            checked(f"tune {name}, {strategy}", lambda b=build, s=strategy: _tuned(_built(b, small), s, small))
+    cases: tuple[tuple[str, Callable[[bool], Workload], str], ...] = (
+        ("gpt bf16", lambda s: gpt(s, precision="bf16", dropout=0.1), "balanced"),
+        ("cnn fp32", cnn, "ddp"),
+        ("bert bf16", lambda s: of_transformers(s, family="bert", precision="bf16"), "balanced"),
+    )
+    for name, build, strategy in cases[: 1 if small else 3]:
+        checked(f"tune {name}, {strategy}", lambda b=build, s=strategy: _tuned(_built(b, small), s, small))
 
 
 def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[str, Any]]:
     torch.manual_seed(0)
     held = int(CUDA.memory_allocated(DEVICE))
     began_s = time.perf_counter()
+    reached_s: dict[str, float] = {}
     plan = autosplit.tune(
         workload,
         devices=GPU,
@@ -327,6 +340,7 @@ def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[s
         effective_batch_size=16 if small else 512,
         n_trials=4,
         profile="off",
+        progress=lambda progress: reached_s.setdefault(progress.stage, round(time.perf_counter() - began_s, 1)),
     )
     seconds = time.perf_counter() - began_s
     left = int(CUDA.memory_allocated(DEVICE)) - held
@@ -352,15 +366,16 @@ def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[s
     CUDA.reset_peak_memory_stats(DEVICE)
     once()
     peak = int(CUDA.max_memory_reserved(DEVICE))
-    reached = plan.effective_batch_size / _seconds_of(once)
-    return abs(reached / plan.samples_per_s - 1) <= REACHED_WITHIN, {
+    rate = plan.effective_batch_size / _seconds_of(once)
+    return abs(rate / plan.samples_per_s - 1) <= REACHED_WITHIN, {
         "batch_size": plan.batch_size,
         "accumulation_steps": plan.accumulation_steps,
         "ceiling": plan.ceilings[0],
         "tuning_s": round(seconds, 1),
+        "stages_reached_s": reached_s,
         "plan_samples_per_s": round(plan.samples_per_s, 1),
-        "loop_samples_per_s": round(reached, 1),
-        "ratio": round(reached / plan.samples_per_s, 3),
+        "loop_samples_per_s": round(rate, 1),
+        "ratio": round(rate / plan.samples_per_s, 3),
         "plan_peak_mib": round(plan.devices[0].peak_bytes / MIB),
         "loop_peak_mib": round(peak / MIB),
         "left_allocated_mib": round(left / MIB, 2),
@@ -436,6 +451,7 @@ def ranks_stage(*, small: bool) -> None:  # noqa: ARG001 (every stage has the sa
             ]
         if child.returncode or len(ranks) < 2:
             return False, {"exit_code": child.returncode, "stderr": child.stderr[-2500:], "ranks": ranks}
-        return all(one["difference"] < 1e-12 and one["backend"] == "gloo" for one in ranks), {"ranks": ranks}
+        gloo = KIND == "emu" or {one["backend"] for one in ranks} == {"gloo"}
+        return gloo and all(one["difference"] < 1e-12 for one in ranks), {"ranks": ranks}
 
     checked("two ranks on one GPU train as one process does", check)
