@@ -1,7 +1,7 @@
 r"""Check autosplit on a real GPU within eight minutes: every claim about CUDA that a CPU cannot test.
 
-    python benchmarks/gpu.py [--limit-s 480] [--only STAGE ...] [--small] [--output gpu.json]
-    python benchmarks/gpu.py --predict [--output benchmarks/results/gpu_predictions.json]
+    python benchmarks/gpu.py [--limit-s 480] [--only STAGE ...] [--output gpu.json]
+    python benchmarks/gpu.py --predict [--output benchmarks/results/gpu/predictions.json]
 
 Each stage runs in its own process with its own time budget. A crash or a timeout ends that stage only, and its earlier
 findings are kept. The script prints one line per finding and writes all findings to one JSON file.
@@ -19,7 +19,7 @@ GPU machine, whose own torch stays in use:
 and install them there: `pip install --no-index --no-deps wheels/*.whl`.
 
 If there is no GPU, the script plans for a simulated one, reports "no GPU" and exits with 3. Emulated devices
-(``EMULATED_DEVICES=1``) count as GPUs; `--small` shrinks every model so that they finish on a CPU.
+(``EMULATED_DEVICES=1``) count as GPUs. With `--small`, every model is small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PREDICTIONS = HERE / "results" / "gpu_predictions.json"
+PREDICTIONS = HERE / "results" / "gpu" / "predictions.json"
 LIMIT_S = 480
 LEAST_S = 10
 """A stage with less time than this is not started: importing torch takes half of it."""
@@ -63,15 +63,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("tests", "gpu_stages", 70),
+    Stage("tests", "gpu_stages", 105),
     Stage("doctor", "gpu_stages", 30),
-    Stage("kernels", "gpu_kernels", 60),
     Stage("ceilings", "gpu_stages", 85),
-    Stage("steps", "gpu_stages", 85),
+    Stage("steps", "gpu_stages", 75),
     Stage("tune", "gpu_stages", 60),
     Stage("ranks", "gpu_stages", 35),
-    Stage("memory", "gpu_checks", 40),
     Stage("behaviour", "gpu_checks", 60),
+    Stage("kernels", "gpu_kernels", 80),
+    Stage("memory", "gpu_checks", 40),
 )
 """The most valuable stages come first: the last ones are skipped if the time limit is reached."""
 
@@ -101,7 +101,9 @@ def main() -> int:
         if arguments.only and stage.name not in arguments.only:
             continue
         left_s = arguments.limit_s - (time.monotonic() - began_s)
-        answer["stages"].append(_run(stage, min(stage.budget_s, left_s), small=arguments.small))
+        answer["stages"].append(
+            _run(stage, min(stage.budget_s * arguments.budget_factor, left_s), small=arguments.small)
+        )
         answer["seconds"] = round(time.monotonic() - began_s, 1)
         _write(arguments.output, answer)
     return _summary(answer)
@@ -112,6 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time for all stages, in seconds")
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
     parser.add_argument("--small", action="store_true", help="use models that a CPU can train")
+    parser.add_argument("--budget-factor", type=float, default=1.0, help="multiply the time budget of every stage")
     parser.add_argument("--output", type=Path, help="write the JSON to this file (default: print no JSON)")
     parser.add_argument("--predict", action="store_true", help="write the predictions for the stage steps, and exit")
     parser.add_argument("--stage", help=argparse.SUPPRESS)

@@ -125,7 +125,7 @@ def _capacity_noise() -> tuple[bool, dict[str, Any]]:
     code = f"import autosplit; print(autosplit.parse_devices('{GPU}')[0].capacity_bytes)"
     if KIND == "emu":
         raise Skipped("emulated devices have no driver whose reading could vary")
-    values = [int(_child(code).stdout) for _ in range(3)]
+    values = [int(_child(code).stdout) for _ in range(2)]
     return max(values) - min(values) < MIB, {"values": values, "spread_bytes": max(values) - min(values)}
 
 
@@ -239,8 +239,8 @@ def _oom_in_optimizer() -> tuple[bool, dict[str, Any]]:
 
 
 def _oom_recovery(small: bool) -> tuple[bool, dict[str, Any]]:
-    runtime = _runtime(gpt(small), (32 * MIB) if small else GIB)
-    least, large = (2, (1024, 4096)) if small else (2, (64, 256))
+    runtime = _runtime(gpt(small), (32 * MIB) if small else 4 * GIB)
+    least, large = (2, (1024, 4096)) if small else (2, (128, 512))
     runtime.peaks(_shape(least))
     before, seen = int(CUDA.memory_allocated(DEVICE)), []
     for size in (*large, least):
@@ -312,7 +312,7 @@ def _allocator(setting: str) -> tuple[bool, dict[str, Any]]:
     os.environ.setdefault("GPU_FINDINGS", os.devnull)
     import gpu_checks as checks
     from autosplit.oom import OutOfMemoryError
-    runtime = checks._runtime(checks.mlp(small=True), 2**28)
+    runtime = checks._runtime(checks.mlp(small=True), 2**31)  # of which the context takes 0.5 GiB
     print("peak_mib", runtime.peaks(checks._shape(64))[0] // 2**20)
     try:
         runtime.peaks(checks._shape(4_000_000))

@@ -153,7 +153,7 @@ class AcceleratorRuntime:
 
         The clock runs over a block of steps, and the host waits for the device after the last one. A training loop does
         the same: it launches the next step while the device works. With a wait after each step, an H100 seemed 1.03
-        to 1.6 times slower than a plain loop (benchmarks/results/gpu.json).
+        to 1.6 times slower than a plain loop (benchmarks/results/gpu/h100_first.json).
         """
 
         def use(run: _Step) -> Measurement:
