@@ -181,6 +181,23 @@ def _help_for(arguments: list[str]) -> str:
 # --------------------------------------------------------------------------------------------------------- commands
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from autosplit import __version__
+
+        typer.echo(f"autosplit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(  # noqa: ARG001 (the callback of the option reads it)
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
 @command(app, "devices", "devices.devices", "autosplit devices --json")
 def devices_command() -> None:
     """List the GPUs with their load."""
