@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
-from autosplit.torch_versions import fsdp_parameters
+from autosplit.torch_versions import fsdp_groups, reset_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -76,10 +76,9 @@ def begin_step(shared: Any) -> None:
     Before the last micro-batch FSDP2 keeps gradients on its unsharded parameters, and `zero_grad` does not clear those.
     The next step would add to them.
     """
-    if shared._get_fsdp_state()._is_root:
-        shared.reset_iter_state()  # an exception within a forward leaves it half-way, too
+    reset_fsdp(shared)
     for part in filter(_is_sharded_module, shared.modules()):
-        for record in fsdp_parameters(part):
+        for record in (record for group in fsdp_groups(part) for record in group.fsdp_params):
             record.unsharded_accumulated_grad = None
             unsharded = getattr(record, "_unsharded_param", None)
             if unsharded is not None:

@@ -24,6 +24,7 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.torch_versions import fsdp_groups
 
 pytestmark = pytest.mark.timeout(240)  # the first test that asks for the processes waits for two or five of them
 
@@ -164,7 +165,7 @@ def communication() -> list[bool]:
     found = []
     with ddp.setup(make_plan((2, 6), 20)) as ctx:
         model = sharded(ctx)
-        group = model._get_fsdp_state()._fsdp_param_groups[0]
+        [group] = fsdp_groups(model)
         model.register_forward_pre_hook(lambda *_: found.append(group.reduce_grads))
         for step in ctx.steps(loader_of(ctx)):
             for indices in step:
