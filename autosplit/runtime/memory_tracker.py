@@ -27,8 +27,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.devices.transfer import (
     ACTIVE,
@@ -40,6 +38,13 @@ from autosplit.devices.transfer import (
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.real_outputs import as_real
+from autosplit.torch_versions import (
+    FakeTensor,
+    TorchDispatchMode,
+    is_wrapper_subclass,
+    storage_key,
+    unset_fake_temporarily,
+)
 
 BLOCK_BYTES = 512
 
@@ -150,7 +155,7 @@ def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
     if parts is not None:
         for part in parts:
             yield getattr(tensor, part)()
-    elif is_traceable_wrapper_subclass(tensor):
+    elif is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _dense_parts(getattr(tensor, name))
@@ -159,8 +164,7 @@ def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_key(tensor.untyped_storage())
 
 
 class Tracker(TorchDispatchMode, Placement):
@@ -282,7 +286,7 @@ class Tracker(TorchDispatchMode, Placement):
             storage = reference()
             if storage is not None:
                 self._hold(storage, device)
-                self._held[storage._cdata].kind = "left"
+                self._held[storage_key(storage)].kind = "left"
 
     def left_on(self, device: int) -> Left:
         """Return what a device holds beside parameters, gradients and optimizer state.
@@ -407,7 +411,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
         """Follow a storage; one that is followed already is placed where it was provisional."""
-        key: int = storage._cdata
+        key = storage_key(storage)
         held = self._held.get(key)
         if held is not None:
             if held.device == _PROVISIONAL and device >= 0:

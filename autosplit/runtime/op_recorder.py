@@ -15,20 +15,15 @@ from autosplit.runtime.memory_tracker import arrives_by
 from autosplit.runtime.op_calls import OpCall
 from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
 from autosplit.runtime.recurrent_calls import RecurrentCalls, RecurrentOp, recurrent_costs
+from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
 # Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
-_NORMS_OVER_SAMPLES = {
-    aten.batch_norm,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._batch_norm_with_update,
-    aten.cudnn_batch_norm,
-    aten.miopen_batch_norm,
-    aten.native_group_norm,
-}
+_NORMS_OVER_SAMPLES = aten_ops(
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
+    "cudnn_batch_norm miopen_batch_norm native_group_norm"
+)
 
 Event = Work | Move
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 _RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 _RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
