@@ -8,6 +8,7 @@ raises ImportError.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +58,41 @@ def private(owner: object, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(_unknown(f"{type(owner).__name__}.{name}"))
     return getattr(owner, name)
+
+
+# ----------------------------------------------------------------------------------------------------------- devices
+
+
+def available_accelerator() -> torch.device | None:
+    """Return the accelerator that this process sees. torch < 2.7 takes no `check_available`."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def built_accelerator() -> torch.device | None:
+    """Return the accelerator that torch was built for, present or not. torch 2.6 raises without one."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
+def accelerator_index(index: int) -> AbstractContextManager[Any]:
+    """Make an accelerator the current one within a context. torch < 2.8 has it for each back end alone."""
+    if hasattr(torch.accelerator, "device_index"):
+        return torch.accelerator.device_index(index)
+    there = available_accelerator()
+    assert there is not None, "the caller has seen one"
+    module: Any = torch.get_device_module(there.type)
+    context: AbstractContextManager[Any] = module.device(index)
+    return context
+
+
+def default_device() -> torch.device:
+    """Return torch's default device. torch 2.6 to 2.8 raises AttributeError after `set_default_device(None)`."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------- tensors

@@ -42,12 +42,16 @@ def active_placement() -> Placement | None:
     return ACTIVE.get()
 
 
-@torch.library.custom_op("autosplit::transfer", mutates_args=())
+# Not `custom_op`: in torch < 2.11 its check of the outputs refuses sparse tensors.
+torch.library.define("autosplit::transfer", "(Tensor tensor, SymInt source, SymInt destination, str purpose) -> Tensor")
+
+
+@torch.library.impl("autosplit::transfer", "default")
 def _transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
     return tensor.clone()
 
 
-@_transfer.register_fake
+@torch.library.register_fake("autosplit::transfer")
 def _(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
     return torch.empty_like(tensor)
 
@@ -60,7 +64,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return transfer(grad, ctx.destination, ctx.source, ctx.purpose), None, None, None
 
 
-_transfer.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("autosplit::transfer", _backward, setup_context=_setup_context)
 
 TRANSFER_OP = torch.ops.autosplit.transfer.default
 """The op as a dispatch mode sees it: `(tensor, source, destination, purpose)`."""

@@ -128,10 +128,22 @@ class Arrival:
     is_copy: bool
 
 
-def arrives_by(func: Any) -> bool:
-    """Tell whether the op that is running brings a gradient to its parameter."""
-    node = torch._C._current_autograd_node() if func in _ARRIVALS else None
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+class Arrivals:
+    """Recognizes the ops by which gradients come to their parameters; an object sees all ops of a step, in order."""
+
+    def __init__(self) -> None:
+        self._detached: int | None = None
+
+    def parameter_of(self, func: Any) -> Tensor | None:
+        """Return the parameter to which the running op brings a gradient; None for any other op."""
+        node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
+        found: Tensor | None = None
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            found = node.variable
+        # torch 2.6 to 2.8 dispatches each of these detaches twice.
+        detached = id(found) if found is not None and func is torch.ops.aten.detach.default else None
+        is_repeated, self._detached = detached is not None and detached == self._detached, detached
+        return None if is_repeated else found
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -208,6 +220,7 @@ class Tracker(TorchDispatchMode, Placement):
         # peak is accounted for at the end, from what came and went until then.
         self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
+        self._arrivals = Arrivals()
         self._entries_at_peak = [0] * len(labels)
 
     @property
@@ -332,10 +345,10 @@ class Tracker(TorchDispatchMode, Placement):
         return outputs
 
     def _note_arrival(self, func: Any, gradient: Tensor) -> None:
-        if self._account is None or not arrives_by(func):
+        variable = None if self._account is None else self._arrivals.parameter_of(func)
+        if self._account is None or variable is None:
             return
-        node: Any = torch._C._current_autograd_node()
-        parameter, held = self._held_of(node.variable), self._held_of(gradient)
+        parameter, held = self._held_of(variable), self._held_of(gradient)
         if parameter is not None and held is not None:
             nbytes, is_copy = gradient.numel() * gradient.element_size(), func is not torch.ops.aten.detach.default
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.runtime.gradient_arrivals import ArrivalCall, Way
-from autosplit.runtime.memory_tracker import arrives_by
+from autosplit.runtime.memory_tracker import Arrivals
 from autosplit.runtime.op_calls import OpCall
 from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
 from autosplit.runtime.recurrent_calls import RecurrentCalls, RecurrentOp, recurrent_costs
@@ -57,6 +57,7 @@ class OpRecorder:
         self._phases: list[tuple[str, list[Recorded]]] = []
         self._samples = samples
         self._keeps_calls = keeps_calls
+        self._arrivals = Arrivals()
         self._open: dict[int, list[Op]] = {}
         self.mark("start")
 
@@ -69,7 +70,7 @@ class OpRecorder:
         """Add an op to what its device does."""
         if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        arrives = self._keeps_calls and arrives_by(func)
+        arrives = self._keeps_calls and self._arrivals.parameter_of(func) is not None
         if is_free(func) and not arrives:
             return
         op: Op
