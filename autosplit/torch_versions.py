@@ -191,7 +191,7 @@ def fsdp_groups(module: Any) -> list[Any]:
     Raises:
         RuntimeError: This torch keeps the groups elsewhere.
     """
-    return _groups_of(module._get_fsdp_state())
+    return _groups_of(private(module, "_get_fsdp_state")())
 
 
 def reset_fsdp(root: Any) -> None:
@@ -200,8 +200,8 @@ def reset_fsdp(root: Any) -> None:
     torch >= 2.12 has `reset_iter_state` for this. On torch 2.6 to 2.11 this function does the same: it waits for
     unfinished collectives, reshards all parameters and clears FSDP2's records of the step.
     """
-    state = root._get_fsdp_state()
-    if not state._is_root:  # None before the first forward, which makes a module the root
+    state = private(root, "_get_fsdp_state")()
+    if not private(state, "_is_root"):  # None before the first forward, which makes a module the root
         return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

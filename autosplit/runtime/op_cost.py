@@ -174,7 +174,7 @@ _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 
 def is_free(func: Any) -> bool:
     """Tell whether an op costs nothing: views, allocations, questions (``prim.device``)."""
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "overloadpacket", None)
     return packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
 
 
@@ -193,7 +193,7 @@ def op_cost(
     """
     if is_free(func):
         return ()
-    kernels = list(_kernels(getattr(func, "_overloadpacket", None), args, kwargs, outputs))
+    kernels = list(_kernels(getattr(func, "overloadpacket", None), args, kwargs, outputs))
     if kernels and kernels[0].kind == "optimizer":
         part = "update"
     return tuple(replace(kernel, part="none" if at else part) for at, kernel in enumerate(kernels))

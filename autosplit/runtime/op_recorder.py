@@ -68,7 +68,7 @@ class OpRecorder:
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """Add an op to what its device does."""
-        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
+        if getattr(func, "overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
         arrives = self._keeps_calls and self._arrivals.parameter_of(func) is not None
         if is_free(func) and not arrives:
@@ -135,5 +135,5 @@ def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
     """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
     values: Tensor = args[0]
-    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
+    channels = args[6] if func.overloadpacket is aten.native_group_norm else values.shape[1]
     return values.numel() // max(1, channels)
