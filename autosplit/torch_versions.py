@@ -8,7 +8,7 @@ raises ImportError.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -88,11 +88,15 @@ def accelerator_index(index: int) -> AbstractContextManager[Any]:
 
 
 def default_device() -> torch.device:
-    """Return torch's default device. torch 2.6 to 2.8 raises AttributeError after `set_default_device(None)`."""
-    try:
-        return torch.get_default_device()
-    except AttributeError:
-        return torch.device("cpu")
+    """Return the device of tensors that are made without one.
+
+    torch 2.6 and 2.7 do not report the device of `with torch.device(...)`. torch 2.6 to 2.8 raise AttributeError after
+    `set_default_device(None)`. There a new tensor shows its device.
+    """
+    if torch.__version__ >= "2.8":
+        with suppress(AttributeError):
+            return torch.get_default_device()
+    return torch.empty(0).device
 
 
 # ----------------------------------------------------------------------------------------------------------- tensors
@@ -186,7 +190,7 @@ def aten_ops(names: str) -> frozenset[Any]:
 def fsdp_groups(module: Any) -> list[Any]:
     """Return FSDP2's parameter groups of a module that was passed to `fully_shard`.
 
-    torch >= 2.12 keeps a list of groups. torch 2.6 to 2.11 keeps one group, or None for a module without parameters.
+    torch 2.13 keeps a list of groups. torch 2.6 to 2.11 keeps one group, or None for a module without parameters.
 
     Raises:
         RuntimeError: This torch keeps the groups elsewhere.
@@ -197,7 +201,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 def reset_fsdp(root: Any) -> None:
     """Discard what an exception in a forward or a backward left in FSDP2; do nothing if `root` is not the root module.
 
-    torch >= 2.12 has `reset_iter_state` for this. On torch 2.6 to 2.11 this function does the same: it waits for
+    torch 2.13 has `reset_iter_state` for this. On torch 2.6 to 2.11 this function does the same: it waits for
     unfinished collectives, reshards all parameters and clears FSDP2's records of the step.
     """
     state = private(root, "_get_fsdp_state")()
