@@ -56,9 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
+    from autosplit.torch_versions import available_accelerator
+
     if torch.cuda.is_available():
         return
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = available_accelerator()
     reason = f"needs a CUDA device; torch {torch.__version__} sees none"
     for item in gpu_items:
         if found is None:

@@ -50,7 +50,7 @@ def test_the_sdist_makes_a_wheel_that_holds_the_package_alone(tmp_path):
         sdist.extractall(tmp_path, filter="data")
     folders = (".ci", ".github", "autosplit", "benchmarks", "docs", "examples", "tests")
     files = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
-    files |= {"constraints.txt", "mkdocs.yml", "pyproject.toml"}
+    files |= {f"constraints{which}.txt" for which in ("", "-colab", "-lowest")} | {"mkdocs.yml", "pyproject.toml"}
     assert packed - {"PKG-INFO", ".gitignore"} == files.union(*(files_of(ROOT / one) for one in folders))
 
     with zipfile.ZipFile(build("wheel", tmp_path / name, tmp_path / "wheel")) as wheel:

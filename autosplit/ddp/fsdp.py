@@ -206,7 +206,8 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 
 def _is_sharded_module(part: nn.Module) -> bool:
-    return hasattr(part, "_get_fsdp_state")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nobody has sharded a module
+    return fsdp is not None and isinstance(part, fsdp.FSDPModule)
 
 
 def _holds_shards(part: nn.Module) -> bool:

@@ -46,6 +46,7 @@ from autosplit.runtime import tracer as tracing
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
+from autosplit.torch_versions import default_device
 from autosplit.tuning import lone_session
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
@@ -159,7 +160,7 @@ def torch_as_it_is() -> dict[str, Any]:
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_cache_enabled(),
         ),
-        "defaults": (torch.get_default_dtype(), torch.get_default_device()),
+        "defaults": (torch.get_default_dtype(), default_device()),
         "threads of torch": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
