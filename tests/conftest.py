@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, fixed seeds, one thread, and no terminal that it did not ask for."""
+"""Give every test its own cache, fixed seeds, one thread, no terminal, and a Ctrl-C that works."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A shell that starts pytest in the background makes it ignore SIGINT. The tests' processes inherit that, and a test that
-# presses Ctrl-C waits for ever. pytest imports this file in its main process and in each xdist worker, so restore here.
+# A shell that starts pytest in the background makes it ignore SIGINT, and each process of a test inherits that. Tests
+# that press Ctrl-C then fail. pytest imports this file in its main process and in each xdist worker, so restore it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -86,14 +86,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         _write_ids(SKIPPED_TESTS_FILE, stats.get("skipped", []))
     failed = [*stats.get("failed", []), *stats.get("error", [])]
     # After a collection error an unknown number of tests did not run, so there is no complete list to run again.
-    complete = exitstatus == pytest.ExitCode.TESTS_FAILED and all(isinstance(one, pytest.TestReport) for one in failed)
+    complete = exitstatus == pytest.ExitCode.TESTS_FAILED and all(
+        isinstance(report, pytest.TestReport) for report in failed
+    )
     if FAILED_TESTS_FILE and complete:
         _write_ids(FAILED_TESTS_FILE, failed)
 
 
 def _write_ids(path: str, reports: list[pytest.TestReport]) -> None:
-    """Write the node ids of reports to a file, one a line. A test that failed and could not be torn down is one line."""
-    Path(path).write_text("".join(f"{one}\n" for one in dict.fromkeys(one.nodeid for one in reports)), encoding="utf-8")
+    """Write the node ids of reports to a file, one a line. A test may have two, of its call and its teardown."""
+    ids = dict.fromkeys(report.nodeid for report in reports)
+    Path(path).write_text("".join(f"{one}\n" for one in ids), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -461,7 +461,7 @@ LONG_FOUR = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "FAST", 2, tmp_path_factory.mktemp("ranks"), limit_s=100)
+    return run_ranks(__name__, "FAST", 2, tmp_path_factory.mktemp("ranks"), limit_s=250)
 
 
 class TestTraining:
