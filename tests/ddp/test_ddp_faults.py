@@ -25,7 +25,6 @@ from ddp_jobs import loader_of, make_model, make_plan, mean_loss
 from marks import slow
 from ranks import starting
 from torch import distributed as dist
-from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit import ddp
@@ -183,22 +182,12 @@ def while_others_do_not_give_up(victim: int, fail: Callable[[], None]) -> None:
 
 
 def with_workers(victim: int, fail: Callable[[], None]) -> None:
-    """Fail with a loader's process alive, which has copies of all connections and does not end with its parent."""
+    """Fail while a forked process lives on that has copies of all connections, like the worker of a loader."""
     with ddp.setup(plan_here()) as ctx:
-        loader = DataLoader([0.0] * 8, num_workers=1, multiprocessing_context="fork", collate_fn=_slow_after_one)
-        drawn = iter(loader)
-        next(drawn)
+        if os.fork() == 0:
+            time.sleep(LONG_S)
+            os._exit(0)
         train(ctx, fail if ctx.rank == victim else None)
-
-
-def _slow_after_one(samples: list[float]) -> torch.Tensor:
-    if _DRAWN:
-        time.sleep(LONG_S)
-    _DRAWN.append(1)
-    return torch.tensor(samples)
-
-
-_DRAWN: list[int] = []
 
 
 def in_a_group_of_the_users(victim: int, fail: Callable[[], None]) -> None:
@@ -286,9 +275,12 @@ def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[s
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return a port that rank 0 can listen at. Linux gives the connections of other tests ports from 32768 on."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with closing(socket.socket()) as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def job(

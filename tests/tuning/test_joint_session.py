@@ -22,7 +22,6 @@ import spinning
 import torch
 from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards, stand_in
-from marks import slow
 from ranks import found_by, run_ranks, starting
 from torch import distributed as dist
 from torch import nn
@@ -57,8 +56,6 @@ from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
 from autosplit.workload import precision as precisions
-
-pytestmark = pytest.mark.alone
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 300
@@ -397,6 +394,7 @@ def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
 
 @pytest.mark.timeout(LIMIT_S + 60)  # both run all scenarios before the first test
 @pytest.mark.slow
+@pytest.mark.alone
 class TestTwoRanks:
     def test_get_one_plan_that_was_measured_together(self, ranks: Any) -> None:
         one, other = found_by(ranks, "tuned")
@@ -583,7 +581,9 @@ def die_while_tuning(rank: int, port: int, victim: int, folder: str) -> None:
     (Path(folder) / str(rank)).write_text(json.dumps([time.time(), *said]))
 
 
-@pytest.mark.parametrize(("victim", "within_s"), [slow(0, 20), (2, LIMIT_S)])
+@pytest.mark.parametrize(
+    ("victim", "within_s"), [pytest.param(0, 20, marks=[pytest.mark.slow, pytest.mark.alone]), (2, LIMIT_S)]
+)
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int, within_s: float) -> None:
     context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
