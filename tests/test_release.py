@@ -37,7 +37,7 @@ def files_of(folder: Path) -> set[str]:
 def build(kind: str, source: Path, into: Path) -> Path:
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(into)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     (made,) = into.iterdir()
     return made
 

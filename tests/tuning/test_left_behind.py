@@ -372,7 +372,6 @@ def a_plan(workload: Any, devices: str, **options: Any) -> Plan:
     return tune(workload, devices=devices, **{"profile": "off", "n_trials": 2, **options})
 
 
-@pytest.mark.timeout(300)
 class TestEveryArchitecture:
     @pytest.mark.parametrize(("name", "optimizer"), crossed(*QUICK))
     def test_a_ceiling(self, name, optimizer, books):

@@ -188,7 +188,6 @@ def resumed(samples: int, limit_bytes: int) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(240)
 def test_a_run_that_keeps_its_checkpoint_on_the_card_fits():
     device, limit_bytes = f"{KIND}:0", 96 * MIB + WORKSPACE_BYTES
     reserve = parse_devices(device)[0].capacity_bytes - limit_bytes
