@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from ddp_jobs import make_plan
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
-from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.runtime.memory_tracker import Tracker
+from autosplit import BalancedDataParallel
 
 SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
 BATCH = 16
@@ -21,7 +21,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 @contextmanager
 def tracked(num_devices: int = 3):
-    with Tracker([f"device {index}" for index in range(num_devices)], [None] * num_devices) as tracker:
+    """Count the bytes of so many CPU devices, each with a budget that no test fills."""
+    with make_plan((1,) * num_devices, capacity_bytes=2**50).budgets() as tracker:
         yield tracker
 
 
@@ -167,6 +168,26 @@ def assert_same_gradients(module: nn.Module, reference: nn.Module, tolerance: fl
     size = math.fsum(float(grad.abs().pow(2).sum()) for grad in theirs.values())
     assert size > 0
     assert math.sqrt(difference / size) < tolerance
+
+
+def assert_trains_like_plain(name: str, split: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Compare the outputs and gradients of a wrapped model with those of the same model on one device.
+
+    Args:
+        name: A key of `MODELS`.
+        split: Samples per device.
+        dtype: The default dtype when this is called.
+    """
+    make, shape = MODELS[name]
+    reference, module = make(), make()
+    module.load_state_dict(reference.state_dict())
+    inputs = inputs_of(shape, dtype, sum(split))
+    plain = reference(inputs)
+    loss_of(plain).backward()
+    outputs = wrap(module, *split)(inputs)
+    torch.testing.assert_close(outputs, plain)
+    loss_of(outputs).backward()
+    assert_same_gradients(module, reference, TOLERANCE[dtype])
 
 
 class Echo(nn.Module):

@@ -1,22 +1,52 @@
-"""Plans, data and a model for tests of DDP, small enough for one device to tell what is right."""
+"""Plans, data and a model for tests of training, small enough for one device to compute what is right.
+
+Plans are made from JSON, which is the public way to make one by hand.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from autosplit import ddp
-from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.solve.memory import Ceiling
-from autosplit.solve.split import accumulation_steps
+from autosplit import Plan, ddp
 
 NUM_SAMPLES = 45
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def _ceiling(label: str, capacity_bytes: int) -> dict[str, Any]:
+    return {
+        "device": label,
+        "role": "rank",
+        "batch_size": 64,
+        "limited_by": "memory",
+        "fixed_bytes": 1000,
+        "bytes_per_sample": 10,
+        "peak_bytes": 1640,
+        "capacity_bytes": capacity_bytes,
+    }
+
+
+def _device(label: str, rank: int, batch_size: int, capacity_bytes: int) -> dict[str, Any]:
+    kind = label.partition(":")[0]
+    return {
+        "label": label,
+        "kind": kind,
+        "index": rank,
+        "name": f"a {kind}",
+        "memory_bytes": capacity_bytes,
+        "capacity_bytes": capacity_bytes,
+        "budgeted": True,
+        "share": batch_size,
+        "peak_bytes": 1640,
+        "busy_s": 0.1,
+        "ceiling": _ceiling(label, capacity_bytes),
+    }
 
 
 def make_plan(
@@ -25,40 +55,42 @@ def make_plan(
     *,
     forwards: int | None = None,
     device: str = "cpu:{}",
+    capacity_bytes: int = 2000,
     **changes: Any,
 ) -> Plan:
-    """A plan whose split and whose ranks have these sizes, for that effective batch."""
+    """Return a plan whose split and whose ranks have these sizes, for that effective batch."""
     total = sum(batch_sizes)
     effective = total if effective_batch_size is None else effective_batch_size
-    forwards = accumulation_steps(effective, total) if forwards is None else forwards
+    accumulation_steps = -(-effective // total)
     labels = [device.format(rank) for rank in range(len(batch_sizes))]
-    ceilings = [Ceiling(label, "rank", 64, "memory", 1000, 10, 1640, 2000) for label in labels]
-    kind: Any = labels[0].partition(":")[0]
-    plan = Plan(
-        split=batch_sizes,
-        gpu0_bsz=batch_sizes[0],
-        batch_size=total,
-        accumulation_steps=accumulation_steps(effective, total),
-        effective_batch_size=effective,
-        samples_per_s=10.0,
-        even_samples_per_s=None,
-        ceilings=(64,) * len(labels),
-        devices=tuple(
-            PlanDevice(label, kind, rank, f"a {kind}", 2000, 2000, True, batch_sizes[rank], 1640, 0.1, ceilings[rank])
-            for rank, label in enumerate(labels)
-        ),
-        trials=(),
-        ddp=DdpPlan(
-            tuple(
-                RankSettings(rank, label, batch_sizes[rank], forwards, ceilings[rank], 1640)
-                for rank, label in enumerate(labels)
-            ),
-            10.0,
-        ),
-        precision="none",
-        simulated=kind == "sim",
-    )
-    return replace(plan, **changes)
+    ranks = [
+        {
+            "rank": rank,
+            "device": label,
+            "batch_size": batch_sizes[rank],
+            "accumulation_steps": accumulation_steps if forwards is None else forwards,
+            "ceiling": _ceiling(label, capacity_bytes),
+            "peak_bytes": 1640,
+        }
+        for rank, label in enumerate(labels)
+    ]
+    plain = {
+        "schema_version": 1,
+        "split": batch_sizes,
+        "gpu0_bsz": batch_sizes[0],
+        "batch_size": total,
+        "accumulation_steps": accumulation_steps,
+        "effective_batch_size": effective,
+        "samples_per_s": 10.0,
+        "even_samples_per_s": None,
+        "ceilings": [64] * len(labels),
+        "devices": [_device(label, rank, batch_sizes[rank], capacity_bytes) for rank, label in enumerate(labels)],
+        "trials": [],
+        "ddp": {"ranks": ranks, "samples_per_s": 10.0},
+        "precision": "none",
+        "simulated": labels[0].startswith("sim"),
+    }
+    return replace(Plan.from_json(json.dumps(plain)), **changes)
 
 
 def make_model() -> torch.nn.Module:

@@ -30,9 +30,8 @@ def starting(*preload: str) -> Any:
         *preload: More that it is to load; of no use where it runs already.
     """
     context = torch.multiprocessing.get_context("forkserver")
-    # DDP loads the first, and what shares a model out the second.
-    ours = ["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning.tune", "ranks", "ddp_jobs"]
-    context.set_forkserver_preload([*ours, *preload])
+    # DDP imports `torch._dynamo`, and sharding imports `torch.distributed.fsdp`.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "preloaded", "ddp_jobs", *preload])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own
         forkserver.ensure_running()

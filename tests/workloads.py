@@ -11,7 +11,7 @@ from folders import EXAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.workload.workload import Workload
+from autosplit import Workload
 
 
 def example(name: str) -> ModuleType:

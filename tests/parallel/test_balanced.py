@@ -24,6 +24,7 @@ from balanced_models import (
     Triple,
     Unused,
     assert_same_gradients,
+    assert_trains_like_plain,
     inputs_of,
     joined,
     loss_of,
@@ -95,19 +96,11 @@ class TestGradients:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     @pytest.mark.parametrize("name", MODELS)
-    def test_of_gathered_outputs(self, name, split, dtype, run):
-        make, shape = MODELS[name]
+    def test_of_gathered_outputs_in_a_tracker(self, name, split, dtype):
+        """Without a tracker: tests/public/test_wrapped_gradients.py."""
         torch.set_default_dtype(dtype)
-        reference, module = make(), make()
-        module.load_state_dict(reference.state_dict())
-        inputs = inputs_of(shape, dtype)
-        plain = reference(inputs)
-        loss_of(plain).backward()
-        with run():
-            outputs = wrap(module, *split)(inputs)
-            torch.testing.assert_close(outputs, plain)
-            loss_of(outputs).backward()
-        assert_same_gradients(module, reference, TOLERANCE[dtype])
+        with tracked():
+            assert_trains_like_plain(name, split, dtype)
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     def test_of_scalar_losses(self, split, run):

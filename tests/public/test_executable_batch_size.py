@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
+from error_types import InputError
 
 import autosplit
-from autosplit.errors import InputError
 
 
 def failing_above(most: int, error: BaseException, tried: list[int]):

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from balanced_models import RUNS, Echo, assert_same_gradients, joined, loss_of, tracked, wrap
+from error_types import DeviceError, InputError, WorkloadError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.errors import DeviceError, InputError, WorkloadError
-from autosplit.parallel.balanced import BalancedDataParallel, data_parallel
-from autosplit.solve.split import micro_batch_sizes
-from autosplit.workload.batch import Whole
+from autosplit import BalancedDataParallel, Whole, data_parallel
 
 
 @pytest.fixture(params=RUNS)
@@ -221,7 +219,7 @@ class TestTheTrapInItsReadme:
     def test_the_loader_must_yield_what_one_forward_takes(self):
         """gpu0_bsz is of one forward, so two forwards of 8 make the promised batch."""
         wrapped = old_call(4 // 2, Echo(), 3)
-        forwards = [wrapped.split_of(size) for size in micro_batch_sizes(16, 8)]
+        forwards = [wrapped.split_of(8), wrapped.split_of(8)]
         assert forwards == [(2, 3, 3), (2, 3, 3)]
         assert tuple(map(sum, zip(*forwards, strict=True))) == (4, 6, 6)
 

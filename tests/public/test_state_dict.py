@@ -6,15 +6,13 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from error_types import InputError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import autosplit
-from autosplit.errors import InputError
-from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.state_dict import matching_state_dict
+from autosplit import BalancedDataParallel, matching_state_dict
 
 
 class HasModule(nn.Module):
@@ -217,10 +215,6 @@ def test_nothing_in_common_stays_as_it_is():
 
 def test_an_empty_state():
     assert matching_state_dict(nn.ReLU(), nn.DataParallel(nn.ReLU()).state_dict()) == {}
-
-
-def test_it_is_a_public_name():
-    assert autosplit.matching_state_dict is matching_state_dict
 
 
 def test_checkpoints_of_the_same_training_load():

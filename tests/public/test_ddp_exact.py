@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
-from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
 NUM_SAMPLES = 203
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -66,7 +65,7 @@ def loader_of(ctx: ddp.Context, workers: int = 0) -> DataLoader:
 
 def whole_batches(effective: int, num_steps: int) -> Iterator[list[int]]:
     """The samples of each optimizer step, over as many epochs as it takes."""
-    sampler = ScheduledBatchSampler(NUM_SAMPLES, effective, effective, shuffle=True, seed=SEED)
+    sampler = make_plan((effective,)).batch_sampler(NUM_SAMPLES, shuffle=True, seed=SEED)
     left = num_steps
     while left > 0:
         for batch in list(sampler)[:left]:

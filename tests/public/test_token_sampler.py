@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ddp_jobs import make_plan
+from error_types import InputError, PlanError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from autosplit.errors import InputError, PlanError
-from autosplit.oom import OutOfMemoryError
-from autosplit.parallel.token_sampler import TokenBatchSampler
-from autosplit.plan.plan import Plan
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit import OutOfMemoryError, Plan, ddp
 
-POINTS = (LengthPoint(16, 1.0, 10.0, 10.0), LengthPoint(8, 2.5, 25.0, 25.0), LengthPoint(4, 6.0, 60.0, 60.0))
-FOUND = LengthPlan(POINTS, 20.0, 10.0, 0.1, 0.5)
+POINTS = [
+    {"length": length, "times": times, "samples_per_s": 10 * times, "own_samples_per_s": 10 * times}
+    for length, times in ((16, 1.0), (8, 2.5), (4, 6.0))
+]
+LENGTH_PLAN = {
+    "points": POINTS,
+    "samples_per_s": 20.0,
+    "fixed_samples_per_s": 10.0,
+    "padding_share": 0.1,
+    "fixed_padding_share": 0.5,
+}
 DRAWN = random.Random(5)
 LENGTHS = [DRAWN.randint(1, 16) for _ in range(101)]
 
 
 def a_plan(split: tuple[int, ...] = (3, 1), effective: int | None = None) -> Plan:
     asked = None if effective is None else (effective, effective)
-    return make_plan(split, effective, lengths=FOUND, effective_batch_sizes=asked)
+    plain = make_plan(split, effective, effective_batch_sizes=asked).to_dict()
+    return Plan.from_json(json.dumps({**plain, "lengths": LENGTH_PLAN}))
 
 
 class Sequences(nn.Module):
@@ -70,7 +77,7 @@ def by_one_process(steps: list[list[int]]) -> torch.Tensor:
     return weights(model)
 
 
-def steps_of(sampler: TokenBatchSampler) -> list[list[int]]:
+def steps_of(sampler: Any) -> list[list[int]]:
     batches = iter(sampler)
     return [[sample for _ in step.micro_batch_sizes for sample in next(batches)] for step in sampler.schedule]
 
@@ -106,9 +113,10 @@ def test_each_device_gets_what_it_holds_at_the_length():
 def test_what_is_cut_keeps_its_proportions_and_no_size_is_cut_before_it_runs():
     """As many short samples take less than as many long ones: that a number ran out says nothing of the next."""
     plan = a_plan((4,))
-    sampler = plan.token_sampler([16] * 8 + [4] * 40)
+    lengths = [16] * 8 + [4] * 40
+    sampler = plan.token_sampler(lengths)
     wrapped = plan.wrap(Sequences().double())
-    data = [torch.ones(length, dtype=torch.long) for length in sampler._lengths]
+    data = [torch.ones(length, dtype=torch.long) for length in lengths]
     loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=pad)
     sizes, failed = [], []
 
@@ -133,11 +141,9 @@ def test_what_is_cut_keeps_its_proportions_and_no_size_is_cut_before_it_runs():
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60), st.integers(0, 3), st.booleans(), st.none() | st.just(9))
 def test_the_ranks_take_every_sample_once_and_equally_many_batches(lengths, epoch, shuffle, effective):
-    split = (3, 0, 2)
-    made = [
-        TokenBatchSampler(FOUND, lengths, split, 9, keeps_effective=effective is not None, shuffle=shuffle, rank=rank)
-        for rank in range(3)
-    ]
+    plan = a_plan((3, 0, 2), effective)
+    contexts = [ddp.Context(plan, rank, torch.device("cpu")) for rank in range(3)]
+    made = [context.token_sampler(lengths, shuffle=shuffle) for context in contexts]
     for sampler in made:
         sampler.set_epoch(epoch)
     counts = [[n for step in sampler.schedule for n in step.micro_batch_sizes] for sampler in made]
@@ -232,7 +238,7 @@ def test_what_it_can_not_do_is_refused():
 
 
 def test_points_that_are_out_of_order_are_no_plan():
-    wrong = replace(FOUND, points=POINTS[::-1])
+    wrong = {**LENGTH_PLAN, "points": POINTS[::-1]}
     with pytest.raises(PlanError, match="expected points of falling length"):
-        replace(a_plan(), lengths=wrong)
+        Plan.from_json(json.dumps({**make_plan((4,)).to_dict(), "lengths": wrong}))
     assert Plan.from_json(a_plan().to_json()) == a_plan()

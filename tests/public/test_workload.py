@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from error_types import WorkloadError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,10 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from autosplit.errors import AutosplitError, WorkloadError
-from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.workload.batch import Whole
-from autosplit.workload.workload import Workload, call_model
+from autosplit import AutosplitError, BalancedDataParallel, Whole, Workload
 
 
 class Recorder(nn.Module):
@@ -117,7 +115,7 @@ class TestCallRules:
     def test_a_wrapper_does(self):
         wrapped = BalancedDataParallel(None, Recorder(lambda x, mask: x @ mask), ["cpu"] * 2, split=(1, 3))
         mask = torch.rand(2, 2)
-        torch.testing.assert_close(call_model(wrapped, (X, Whole(mask))), X @ mask)
+        torch.testing.assert_close(wrapped(X, Whole(mask)), X @ mask)
 
 
 class TestLossRules:

@@ -1,0 +1,44 @@
+"""A plan where other modules matter: how it finds its GPUs, and the least batch that a BatchNorm trains on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from plans import make_plan, plan_device
+from torch import nn
+
+from autosplit.devices import accelerator
+from autosplit.errors import DeviceError, InputError
+from autosplit.probe.check_result import Check
+from autosplit.solve.memory import MemoryFit, Region
+
+PLAN = make_plan()
+
+
+def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training():
+    norms = replace(PLAN, region=Region(MemoryFit(0, 0), 1, 8, (8,), 16, least_share=2))
+    with pytest.raises(InputError, match=r"has 1, split .*; expected none or 2 and more .* pass drop_last=True"):
+        norms.batch_sampler(2 * PLAN.effective_batch_size + 1)
+    norms.batch_sampler(2 * PLAN.effective_batch_size + 1, drop_last=True)
+    PLAN.batch_sampler(2 * PLAN.effective_batch_size + 1)
+
+
+def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
+    """CUDA_VISIBLE_DEVICES=1,0 gave each card the other one's share."""
+    large = plan_device(0, 2, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
+    small = plan_device(1, 4, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
+    plan = make_plan(devices=(large, small))
+    seen = [accelerator.Visible("RTX 2080 Ti", "GPU-b"), accelerator.Visible("RTX 3090", "GPU-a")]
+    monkeypatch.setattr(accelerator, "visible_devices", lambda kind: seen)
+    assert plan.devices_here() == (torch.device("cuda:1"), torch.device("cuda:0"))
+    seen[0] = accelerator.Visible("T4", "GPU-c")
+    with pytest.raises(DeviceError, match=r"are cuda:0 RTX 3090, cuda:1 RTX 2080 Ti, and .*: cuda:0 T4, cuda:1 RTX"):
+        plan.wrap(nn.Linear(4, 1))
+
+
+def test_a_plan_in_one_line_says_where_splitting_changes_the_training():
+    same, other = (Check("gradient", 0.1 * depends, None, depends) for depends in (False, True))
+    assert "splitting" not in str(replace(make_plan(), checks=(same,)))
+    assert str(replace(make_plan(), checks=(same, other))).endswith("; splitting changes the training: see plan.checks")

@@ -1,0 +1,167 @@
+"""Samplers and optimizer steps of plans: every sample once, exact effective batches, exact gradients, resuming."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import INPUTS, NUM_SAMPLES, TARGETS, gradient, make_model, make_plan, mean_loss, relative_error
+from error_types import InputError
+from torch.utils.data import DataLoader, TensorDataset
+
+from autosplit import ddp
+
+JOBS = [
+    # split, effective batch, samples of the data set
+    ((4,), 4, 45),
+    ((4,), 10, 45),
+    ((3, 5), 8, 45),
+    ((3, 5), 20, 45),
+    ((0, 8), 20, 43),
+    ((8, 0), 24, 41),
+    ((1, 2, 13), 16, 45),
+    ((2, 3, 7), 30, 44),
+    ((1, 1), 7, 23),
+    ((6, 2), 64, 45),
+    ((16, 16), 6, 45),
+    ((5, 4, 3, 2, 1), 23, 40),
+]
+IDS = [f"{'+'.join(map(str, split))} of {effective} in {count}" for split, effective, count in JOBS]
+ALL_JOBS = pytest.mark.parametrize(("split", "effective", "count"), JOBS, ids=IDS)
+
+
+def contexts(split: tuple[int, ...], effective: int) -> list[ddp.Context]:
+    """Return the settings of every rank, without its process."""
+    plan = make_plan(split, effective)
+    return [ddp.Context(plan, rank, torch.device("cpu")) for rank in range(len(split))]
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @ALL_JOBS
+    def test_an_epoch_has_every_sample_once(self, split, effective, count, shuffle):
+        sampler = make_plan(split, effective).batch_sampler(count, shuffle=shuffle, seed=3)
+        batches = list(sampler)
+        assert len(sampler) == len(batches)
+        assert sorted(itertools.chain(*batches)) == list(range(count))
+        assert max(map(len, batches)) <= sum(split)
+
+    @ALL_JOBS
+    def test_every_step_but_the_last_has_the_effective_batch(self, split, effective, count):
+        *whole, last = make_plan(split, effective).batch_sampler(count).schedule
+        assert {step.num_samples for step in whole} <= {effective}
+        assert last.num_samples == (count % effective or effective)
+        assert all(sum(step.micro_batch_sizes) == step.num_samples for step in (*whole, last))
+
+    @ALL_JOBS
+    def test_drop_last_leaves_out_the_short_step(self, split, effective, count):
+        sampler = make_plan(split, effective).batch_sampler(count, drop_last=True)
+        assert sum(map(len, sampler)) == count - count % effective
+
+    @ALL_JOBS
+    def test_gradients_are_those_of_the_whole_step(self, split, effective, count):
+        plan = make_plan(split, effective)
+        wrapped = plan.wrap(make_model())
+        data = TensorDataset(torch.arange(count))
+        for step in plan.steps(DataLoader(data, batch_sampler=plan.batch_sampler(count, shuffle=True))):
+            wrapped.zero_grad()
+            used: list[int] = []
+            for (indices,) in step:
+                used += indices.tolist()
+                step.backward(mean_loss(wrapped, indices))
+            reference = make_model()
+            mean_loss(reference, used).backward()
+            assert relative_error(gradient(wrapped), gradient(reference)) < 1e-12
+
+    @pytest.mark.parametrize("done", [0, 1, 2])
+    @pytest.mark.parametrize(("split", "effective"), [((4,), 10), ((3, 5), 8), ((2, 3, 7), 20)])
+    def test_resuming_goes_on_with_the_same_epoch(self, split, effective, done):
+        plan = make_plan(split, effective)
+        sampler = plan.batch_sampler(NUM_SAMPLES, shuffle=True, seed=1)
+        sampler.set_epoch(2)
+        whole = list(sampler)
+        sampler.resume(done * effective)
+        resumed = plan.batch_sampler(NUM_SAMPLES, shuffle=True, seed=1)
+        resumed.load_state_dict(sampler.state_dict())
+        skipped = sum(len(step.micro_batch_sizes) for step in resumed.schedule[:done])
+        assert list(resumed) == whole[skipped:]
+
+    def test_epochs_differ(self):
+        sampler = make_plan((4,), 8).batch_sampler(NUM_SAMPLES, shuffle=True)
+        first = list(sampler)
+        sampler.set_epoch(1)
+        assert list(sampler) != first
+
+    def test_the_plans_loader_hands_out_its_micro_batches(self):
+        plan = make_plan((3, 5), 20)
+        loader = plan.loader(TensorDataset(INPUTS, TARGETS))
+        assert [len(inputs) for inputs, _ in loader] == [8, 8, 4, 8, 8, 4, 5]
+
+    @pytest.mark.parametrize(
+        ("consumed", "message"),
+        [
+            (7, "samples_consumed is 7; expected the end of an optimizer step"),
+            (60, "samples_consumed is 60, but an epoch has 45"),
+            (-1, "samples_consumed is -1"),
+        ],
+    )
+    def test_resuming_elsewhere_is_refused(self, consumed, message):
+        with pytest.raises(InputError, match=message):
+            make_plan((4,), 10).batch_sampler(NUM_SAMPLES).resume(consumed)
+
+    @pytest.mark.parametrize("state", [None, 5, {}, {"epoch": 1}], ids=str)
+    def test_a_state_of_something_else_is_refused(self, state):
+        with pytest.raises(InputError, match="expected what state_dict"):
+            make_plan((4,), 10).batch_sampler(NUM_SAMPLES).load_state_dict(state)
+
+    @pytest.mark.parametrize("count", [0, -1, 2.5, True, None], ids=str)
+    def test_a_data_set_of_another_size_is_refused(self, count):
+        with pytest.raises(InputError, match="num_samples is"):
+            make_plan((4,), 10).batch_sampler(count)
+
+
+class TestRanks:
+    """The samplers of all ranks, without their processes."""
+
+    @staticmethod
+    def taken(samplers: list[Any]) -> list[list[int]]:
+        """Return what each rank takes of every micro-batch: a rank without samples runs one that has no weight."""
+        found = []
+        for sampler in samplers:
+            counts = [size for step in sampler.schedule for size in step.micro_batch_sizes]
+            found.append([batch[:size] for batch, size in zip(sampler, counts, strict=True)])
+        return found
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @ALL_JOBS
+    def test_the_ranks_together_have_every_sample_once(self, split, effective, count, shuffle):
+        samplers = [context.batch_sampler(count, shuffle=shuffle, seed=5) for context in contexts(split, effective)]
+        parts = self.taken(samplers)
+        assert len({len(part) for part in parts}) == 1
+        assert sorted(itertools.chain(*itertools.chain(*parts))) == list(range(count))
+
+    @ALL_JOBS
+    def test_the_ranks_agree_on_every_step(self, split, effective, count):
+        samplers = [context.batch_sampler(count) for context in contexts(split, effective)]
+        assert len({tuple(step.num_samples for step in sampler.schedule) for sampler in samplers}) == 1
+        for parts in zip(*(sampler.schedule for sampler in samplers), strict=True):
+            assert sum(sum(part.micro_batch_sizes) for part in parts) == parts[0].num_samples
+
+    @ALL_JOBS
+    def test_the_first_micro_batch_has_the_plans_sizes(self, split, effective, count):
+        ranks = contexts(split, effective)
+        sizes = tuple(context.batch_sampler(count).schedule[0].micro_batch_sizes[0] for context in ranks)
+        samples = min(sum(split), ranks[0].effective_batch_size, count)
+        assert sum(sizes) == samples
+        assert samples < sum(split) or sizes == split
+
+    @pytest.mark.parametrize("done", [1, 2])
+    def test_resuming_is_the_same_on_every_rank(self, done):
+        samplers = [context.batch_sampler(NUM_SAMPLES, shuffle=True) for context in contexts((2, 6), 16)]
+        whole = self.taken(samplers)
+        for sampler in samplers:
+            sampler.resume(done * 16)
+        rest = [list(sampler) for sampler in samplers]
+        assert [part[2 * done :] for part in whole] == rest
