@@ -232,7 +232,7 @@ def steps_stage(*, small: bool) -> None:
     from gpu import PREDICTIONS
 
     known = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["settings"] if PREDICTIONS.exists() else {}
-    for setting in SETTINGS[:6] if small else SETTINGS:
+    for setting in SETTINGS[3:6] if small else SETTINGS:
         predicted = None if small else known.get(setting.name)
         checked(f"step of {setting.name}", lambda one=setting, told=predicted: _step(one, told, small))
 

@@ -131,14 +131,13 @@ _ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided,
 
 _CONVOLUTIONS = aten_ops("convolution _convolution")
 
-_CPU_ATTENTION = aten_ops("_scaled_dot_product_flash_attention_for_cpu")
-_CPU_ATTENTION_BACKWARD = aten_ops("_scaled_dot_product_flash_attention_for_cpu_backward")
-_ATTENTION = _CPU_ATTENTION | aten_ops(
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+_ATTENTION = aten_ops(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-_ATTENTION_BACKWARD = _CPU_ATTENTION_BACKWARD | aten_ops(
-    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward "
-    "_scaled_dot_product_cudnn_attention_backward"
+_ATTENTION_BACKWARD = aten_ops(
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
 )
 
 _KINDS = {
@@ -337,13 +336,25 @@ def _layout(*tensors: Tensor) -> Iterator[OpCost]:
 
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    # Torch's table of formulas lacks the fused attention of the CPU, whose arithmetic is that of any other.
-    if packet in _CPU_ATTENTION:
-        return int(flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet in _CPU_ATTENTION_BACKWARD:
-        return int(flop_counter.sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if packet in _ATTENTION:
+        return _attention_flops(*args[:3])
+    if packet in _ATTENTION_BACKWARD:
+        return _attention_flops(*args[1:4], backward=True)
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False) -> int:
+    """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
+
+    Two products forward: scores = query @ key, then scores @ value. Five backward: the scores again, and one for each
+    of the gradients of scores, values, queries and keys. Keys and values may have fewer heads than queries (grouped
+    queries), which each query head reads. torch's own formula refuses those before 2.13 and lacks the CPU's operator.
+    """
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if backward:
+        return 2 * scores * (3 * query.shape[3] + 2 * value.shape[3])
+    return 2 * scores * (query.shape[3] + value.shape[3])
 
 
 def _rate(tensors: Sequence[Tensor]) -> str:
