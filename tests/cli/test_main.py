@@ -132,21 +132,6 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     assert not [flag for flag in flags if f"--{flag.replace('_', '-')} " not in out]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["tun"], "'tune'? See autosplit --help"),
-        (["tune"], "'FILE[:NAME]'; see autosplit tune --help"),
-        (["tune", "x.py", "--device", "cpu"], "--devices); see autosplit tune --help"),
-        (["tune", "x.py", "--devices"], "see autosplit tune --help"),
-        (["--nothing"], "see autosplit --help"),
-        (["show", "a", "b"], "see autosplit show --help"),
-    ],
-)
-def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said):
-    assert said in fails(*arguments)[0]
-
-
 def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
     """In one process, one after the other: what each has loaded by its end."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))
