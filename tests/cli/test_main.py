@@ -543,7 +543,7 @@ def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
 # tune, for real
 
 
-@pytest.mark.parametrize("path", [pytest.param(None, marks=pytest.mark.smoke), slow(EXAMPLE)])
+@pytest.mark.parametrize("path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), slow(EXAMPLE)])
 def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
     numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
     arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
@@ -563,6 +563,7 @@ def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path
 
 
 @pytest.mark.smoke
+@pytest.mark.slow  # tests/public tunes for budgeted CPU devices without the command line
 def test_a_small_workload_on_the_processor(script, capsys):
     flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--strategy", "balanced", "--effective-batch-size", "2"]
     assert main(["tune", script(), *flags, "--n-trials", "1"]) == 0

@@ -1,4 +1,4 @@
-"""The command line: flags, exit codes, what is printed where, and the profiles that it keeps."""
+"""The command line: flags, exit codes, stdout and stderr, and profiles."""
 
 from __future__ import annotations
 

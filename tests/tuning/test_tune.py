@@ -657,6 +657,7 @@ class TestProfiles:
     options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
     @pytest.mark.smoke
+    @pytest.mark.slow  # tests/public/test_command_line.py asks the profile, too
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
         workload = small()
         first = tune(workload, **self.options)
