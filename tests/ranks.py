@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import distributed as dist
 
 
@@ -96,6 +97,23 @@ def run_ranks(
         for process in processes:
             _end(process)
     return [torch.load(path) if path.exists() else {} for path in (folder / f"{r}.pt" for r in range(world_size))]
+
+
+def run_ranks_once(factory: pytest.TempPathFactory, module: str, table: str, world_size: int, *, limit_s: float) -> Any:
+    """Run the scenarios of a table once per test session, whichever worker comes first, and return what they found.
+
+    pytest-xdist moves tests between its workers, so each worker may need the results. The others wait at a lock.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = factory.getbasetemp().parent / f"{module}.{table}"
+    else:
+        folder = factory.getbasetemp() / f"{module}.{table}"
+    folder.mkdir(exist_ok=True)
+    results = folder / "results.pt"
+    with FileLock(folder / "lock"):
+        if not results.exists():
+            torch.save(run_ranks(module, table, world_size, folder, limit_s=limit_s), results)
+    return torch.load(results, weights_only=False)
 
 
 def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Run `python -m autosplit` in a process that is forked from one that has imported torch, which saves seconds."""
+"""Run `python -m autosplit` in a process that is forked after torch was imported, which saves seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def autosplit(*arguments: str, folder: Path, limit_s: float = 100.0) -> Ran:
 
     Args:
         *arguments: The words after `autosplit`.
-        folder: The working directory. The output files lie beside it.
+        folder: The working directory. The output is written to two files next to it.
         limit_s: The command is killed after this time.
 
     Returns:

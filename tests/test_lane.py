@@ -60,7 +60,7 @@ def test_it_passes_if_the_tests_pass(lane):
     code, said, calls = lane("exit 0")
     assert code == 0
     assert said.startswith("lane old: passed (torch 1.2.3 optuna 4.5.6, installed in ")
-    assert calls[1] == f"-m pip install -c {ROOT / 'constraints.txt'} -e .[test]"
+    assert calls[1] == f"-m pip install --no-compile -c {ROOT / 'constraints.txt'} -e .[test]"
     assert calls[-1] == PYTEST_CALL
 
 
@@ -105,4 +105,4 @@ def test_without_a_file_everything_is_the_newest(lane):
     code, said, calls = lane("exit 0", words=("newest",))
     assert code == 0
     assert said.startswith("lane newest: passed")
-    assert calls[1] == "-m pip install -e .[test]"
+    assert calls[1] == "-m pip install --no-compile -e .[test]"

@@ -132,21 +132,6 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     assert not [flag for flag in flags if f"--{flag.replace('_', '-')} " not in out]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["tun"], "'tune'? See autosplit --help"),
-        (["tune"], "'FILE[:NAME]'; see autosplit tune --help"),
-        (["tune", "x.py", "--device", "cpu"], "--devices); see autosplit tune --help"),
-        (["tune", "x.py", "--devices"], "see autosplit tune --help"),
-        (["--nothing"], "see autosplit --help"),
-        (["show", "a", "b"], "see autosplit show --help"),
-    ],
-)
-def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said):
-    assert said in fails(*arguments)[0]
-
-
 def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
     """In one process, one after the other: what each has loaded by its end."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))
@@ -558,7 +543,7 @@ def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
 # tune, for real
 
 
-@pytest.mark.parametrize("path", [pytest.param(None, marks=pytest.mark.smoke), slow(EXAMPLE)])
+@pytest.mark.parametrize("path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), slow(EXAMPLE)])
 def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
     numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
     arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
@@ -578,6 +563,7 @@ def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path
 
 
 @pytest.mark.smoke
+@pytest.mark.slow  # tests/public tunes for budgeted CPU devices without the command line
 def test_a_small_workload_on_the_processor(script, capsys):
     flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--strategy", "balanced", "--effective-batch-size", "2"]
     assert main(["tune", script(), *flags, "--n-trials", "1"]) == 0

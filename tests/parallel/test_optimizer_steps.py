@@ -246,12 +246,6 @@ class TestGradients:
     )
 
     @SIZES
-    def test_by_the_schedule(self, batch_size: int, effective_batch_size: int) -> None:
-        seen = check_gradients(sampled_loader(batch_size, effective_batch_size), batch_size, effective_batch_size)
-        assert all(len(indices) == effective_batch_size for indices in seen[:-1])
-        assert sorted(i for indices in seen for i in indices) == list(range(NUM_SAMPLES))
-
-    @SIZES
     def test_by_counting(self, batch_size: int, effective_batch_size: int) -> None:
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES), INPUTS, TARGETS), batch_size)
         seen = check_gradients(loader, batch_size, effective_batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -71,11 +72,16 @@ def test_a_batch_that_is_never_to_be_exceeded_bounds_a_ceiling(role):
     assert (ceiling.batch_size, ceiling.limited_by) == (10, "max_batch_size")
 
 
+@functools.cache
+def tuned(devices: str) -> autosplit.Plan:
+    return autosplit.tune(
+        workload(), devices=devices, effective_batch_size=150, n_trials=2, profile="off", isolate=False
+    )
+
+
 @pytest.fixture(scope="module", params=["cpu:60KiB,cpu:40KiB", "cpu:40KiB,cpu:60KiB", "cpu:50KiB"])
 def plan(request) -> autosplit.Plan:
-    return autosplit.tune(
-        workload(), devices=request.param, effective_batch_size=150, n_trials=2, profile="off", isolate=False
-    )
+    return tuned(request.param)
 
 
 def with_room(plan: autosplit.Plan, room_bytes: int) -> autosplit.Plan:

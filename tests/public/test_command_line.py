@@ -1,4 +1,4 @@
-"""The command line: flags, exit codes, what is printed where, and the profiles that it keeps."""
+"""The command line: flags, exit codes, stdout and stderr, and profiles."""
 
 from __future__ import annotations
 
@@ -163,11 +163,10 @@ class TestShow:
 
 
 class TestExport:
-    @pytest.mark.parametrize("to", ["transformers", "accelerate", "lightning", "torchrun", "env", "json"])
-    def test_prints_the_settings(self, run, to):
-        ran = run("export", "plan.json", "--to", to)
+    def test_prints_the_settings(self, run):
+        ran = run("export", "plan.json", "--to", "env")
         assert ran.code == 0
-        assert ran.out.strip()
+        assert "AUTOSPLIT_PROFILE" in ran.out
 
     @pytest.mark.parametrize("to", ["transformers", "accelerate", "lightning", "torchrun", "env", "json"])
     def test_answers_in_json(self, run, to):
@@ -183,7 +182,7 @@ class TestExport:
         assert (folder / "out.env").read_text() != "mine"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tuned(tmp_path_factory) -> tuple[Path, Ran]:
     """A folder with the cache and the output of one tuning, and what was printed."""
     folder = tmp_path_factory.mktemp("tuned")

@@ -23,7 +23,7 @@ import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error, weights
 from folders import PAGES
-from ranks import for_workers, found_by, run_ranks
+from ranks import for_workers, found_by, run_ranks, run_ranks_once
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -474,9 +474,9 @@ LONG_FOUR = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "FAST", 2, tmp_path_factory.mktemp("ranks"), limit_s=250)
+    return run_ranks_once(tmp_path_factory, __name__, "FAST", 2, limit_s=250)
 
 
 class TestTraining:

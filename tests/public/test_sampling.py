@@ -127,7 +127,7 @@ class TestRanks:
 
     @staticmethod
     def taken(samplers: list[Any]) -> list[list[int]]:
-        """Return what each rank takes of every micro-batch: a rank without samples runs one that has no weight."""
+        """Return the samples of each rank in each micro-batch. A rank without any draws some of no weight."""
         found = []
         for sampler in samplers:
             counts = [size for step in sampler.schedule for size in step.micro_batch_sizes]

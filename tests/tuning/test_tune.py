@@ -105,13 +105,6 @@ def one_alone(split: tuple[int, ...], index: int) -> StepShape:
 
 
 class TestSimulated:
-    def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
-        plans = [quick(mlp(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
-        check_sums(plans[0], 512)
-        assert plans[0].simulated
-        assert plans[0].real_steps == 0
-        assert plans[0].to_dict() == plans[1].to_dict()
-
     @pytest.mark.slow
     def test_the_faster_card_takes_the_greater_share(self):
         plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
@@ -377,8 +370,9 @@ OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), 
 
 
 class TestBudgets:
-    @pytest.mark.parametrize("name", [slow("sgd"), "adamw"])
-    @pytest.mark.parametrize("steps_before", [slow(0), 1])
+    @pytest.mark.slow  # the next test is quicker, and so is tests/public/test_budgeted_processors.py
+    @pytest.mark.parametrize("name", ["sgd", "adamw"])
+    @pytest.mark.parametrize("steps_before", [0, 1])
     def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
         workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
         plan = quick(workload, "cpu:3MiB,cpu:2MiB")
@@ -390,7 +384,8 @@ class TestBudgets:
         plan = quick(workload, "cpu:3MiB,cpu:2MiB")
         check_edges(plan, workload, inside, OPTIMIZERS[name])
 
-    @pytest.mark.parametrize("effective", [150, slow(331)])
+    @pytest.mark.slow  # tests/public/test_budgeted_processors.py trains a smaller model
+    @pytest.mark.parametrize("effective", [150, 331])
     def test_accumulated_training_stays_within(self, effective):
         workload = char_gpt(width=32, depth=1, heads=2)
         plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
@@ -662,6 +657,7 @@ class TestProfiles:
     options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
     @pytest.mark.smoke
+    @pytest.mark.slow  # tests/public/test_command_line.py asks the profile, too
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
         workload = small()
         first = tune(workload, **self.options)
