@@ -12,9 +12,9 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 INTRODUCTION = """# Benchmarks
 
 Made from `benchmarks/results/*.json` by `python docs/benchmarks.py`: each figure with the command that measured it,
-when, where and with what. Only the section "On a GPU" was measured on one. The other figures about GPUs are predictions,
-or are compared with what others published. A claim that does not hold says so. The predictions of a section are those of
-the code of its date.
+when, where and with what. Only the section "On a GPU" was measured on one. The other figures about GPUs are
+predictions, or are compared with what others published. A claim that does not hold says so. The predictions of a
+section are those of the code of its date.
 """
 
 
@@ -59,11 +59,17 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+_PREDICTED = (
+    "Predictions are shares of what was measured: 1.00 is exact. `sim:` follows the kernels of the CPU for attention "
+    "with dropout, so its predictions are too high there.\n"
+)
+
+
 def _gpu() -> list[str]:
     found = _read("gpu/h100")
     said = (
-        f"Largest batches, step times and memory on one {found['gpu']['name']}. The `sim:` predictions were made before "
-        "the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
+        f"Largest batches, step times and memory on one {found['gpu']['name']}. The `sim:` predictions were made "
+        "before the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
     )
     stages = {stage["name"]: stage["findings"] for stage in found["stages"]}
     ceilings = [
@@ -91,10 +97,9 @@ def _gpu() -> list[str]:
         *_opened("On a GPU", said, "gpu", found),
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps", "seconds"), ceilings),
         *_table(("step", "measured, ms", "of a plain loop", "time predicted", "memory predicted"), steps),
-        "Predictions are shares of what was measured: 1.00 is exact. `sim:` follows the kernels of the CPU for attention "
-        "with dropout, so its predictions are too high there.\n",
-        f"Stages that did not finish in their time: {', '.join(unfinished) or 'none'}. All findings are in "
-        "`benchmarks/results/gpu/h100.json`; `h100_first.json` is a run before the first fixes.\n",
+        _PREDICTED,
+        f"Stages that did not finish in their time: {', '.join(unfinished) or 'none'}.\n",
+        "All findings are in `benchmarks/results/gpu/h100.json`; `h100_first.json` is a run before the first fixes.\n",
     ]
 
 

@@ -191,7 +191,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    version: bool = typer.Option(  # noqa: ARG001 (the callback of the option reads it)
+    version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
