@@ -225,10 +225,12 @@ class TestOneProcess:
             model = ctx.wrap(make_model())
             mean_loss(model, [0, 1]).backward()
             group = weakref.ref(dist.group.WORLD)
-            assert group_threads()
+            threads = group_threads()
         assert group() is None
-        assert not group_threads()
         assert model.module is not None
+        if not threads:
+            pytest.skip(f"gloo of torch {torch.__version__} gives its threads no names")
+        assert not group_threads()
 
     def test_a_wrapped_model_goes_on_as_what_it_wraps(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:
