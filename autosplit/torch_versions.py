@@ -184,6 +184,20 @@ def aten_ops(names: str) -> frozenset[Any]:
     return frozenset(getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name))
 
 
+# --------------------------------------------------------------------------------------------------------------- DDP
+
+
+def use_module_alone(wrapped: Any) -> None:
+    """Make the forward of a DistributedDataParallel call only its module, without its reducer.
+
+    torch 2.6 also needs `_force_to_disable_cpp_reducer`. torch >= 2.8 has no such attribute.
+    """
+    private(wrapped, "_use_python_reducer")  # raises if this torch has no such switch
+    wrapped._use_python_reducer = True
+    if hasattr(wrapped, "_force_to_disable_cpp_reducer"):
+        wrapped._force_to_disable_cpp_reducer = True
+
+
 # ------------------------------------------------------------------------------------------------------------- FSDP2
 
 

@@ -10,6 +10,8 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,13 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     assert not [flag for flag in flags if f"--{flag.replace('_', '-')} " not in out]
 
 
+typer_with_click = pytest.mark.skipif(
+    find_spec("typer._click") is None,
+    reason=f"typer {version('typer')} uses click, which words suggestions differently, and always loads rich",
+)
+
+
+@typer_with_click
 def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
     """In one process, one after the other: what each has loaded by its end."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))

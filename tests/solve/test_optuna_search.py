@@ -25,6 +25,12 @@ REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
 SPACE = Space(REGION, (256, 256), 8)
 
 
+optuna_5 = pytest.mark.skipif(
+    not hasattr(optuna.Trial, "set_constraint"),
+    reason=f"optuna {optuna.__version__} has no constraints of trials, and draws and times them differently",
+)
+
+
 def rate(configuration: Configuration) -> float:
     """A landscape with its top at 14 of 86 in 3 micro-steps."""
     distance = abs(configuration.gpu0_bsz - 14) / 32 + abs(configuration.batch_size - 86) / 128
@@ -101,6 +107,7 @@ def test_improves_on_a_first_guess_that_is_off(seed):
     assert max(t.samples_per_s for t in trials) >= 0.88 * rate(top)
 
 
+@optuna_5
 def test_finds_the_optimum_of_a_small_space():
     space = Space(Region(MemoryFit(0.0, 1.0), 6, 6, (4,), 8), None)
     trials = run(Evaluation(lambda c: 100 - (c.gpu0_bsz - 3) ** 2 - (c.batch_size - 7) ** 2), space=space, n_trials=40)
@@ -153,9 +160,7 @@ def test_what_is_proposed_outside_the_space_is_left_to_the_sampler():
     assert all(map(SPACE.holds, evaluation.asked))
 
 
-@pytest.mark.skipif(
-    not hasattr(optuna.Trial, "set_constraint"), reason=f"optuna {optuna.__version__} has no Trial.set_constraint"
-)
+@optuna_5
 def test_a_failed_trial_breaks_a_constraint_and_has_no_value(tmp_path):
     trials = run(Evaluation(failing=lambda c: c.batch_size > 86), n_trials=8, storage=url_of(tmp_path))
     study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
@@ -239,6 +244,7 @@ class TestDeadline:
     def test_one_trial_is_made_in_any_case(self):
         assert len(run(Evaluation(), deadline_s=time.monotonic() - 1)) == 1
 
+    @optuna_5
     def test_no_trial_begins_after_it(self, monkeypatch):
         now = iter(range(100))
         monkeypatch.setattr("autosplit.solve.optuna_search.time.monotonic", lambda: next(now))
