@@ -82,7 +82,8 @@ def test_workflows_run_files_that_are_there_on_pythons_that_are_promised(path):
     assert PROJECT["requires-python"] == f">={promised[0]}"
     assert jobs["tests"]["strategy"]["matrix"]["python-version"] == promised
     named = {step["with"]["python-version"] for step in steps if "with" in step}
-    named.update(*(job["strategy"]["matrix"]["python-version"] for job in jobs.values() if "strategy" in job))
+    for matrix in (job["strategy"]["matrix"] for job in jobs.values() if "strategy" in job):
+        named.update(matrix.get("python-version", []), (one["python-version"] for one in matrix.get("include", [])))
     assert {one for one in named if "{{" not in one} == set(promised)
     extras = {found for step in steps for found in re.findall(r"\.\[([\w,]+)\]", step.get("run", ""))}
     assert set(",".join(extras).split(",")) <= set(PROJECT["optional-dependencies"])
