@@ -38,9 +38,11 @@ def accelerator_kind() -> str | None:
     """Return the kind of accelerator that this process sees, in torch's word (``"cuda"``, ``"xpu"``); None without."""
     import torch
 
+    from autosplit.torch_versions import available_accelerator
+
     if torch.cuda.is_available():
         return "cuda"
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = available_accelerator()
     return None if found is None else found.type
 
 
@@ -51,9 +53,11 @@ def accelerator_in_use() -> Any:
     """
     import torch
 
+    from autosplit.torch_versions import built_accelerator
+
     if torch.cuda.is_initialized():
         return torch.cuda
-    built_for = torch.accelerator.current_accelerator()
+    built_for = built_accelerator()
     found = None if built_for is None else backend(built_for.type)
     return found if found is not None and found.is_initialized() else None
 

@@ -12,14 +12,15 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 INTRODUCTION = """# Benchmarks
 
 Made from `benchmarks/results/*.json` by `python docs/benchmarks.py`: each figure with the command that measured it,
-when, where and with what. No GPU was there: what is said of cards is predicted, or held against what others published.
-A claim that does not hold says so. The predictions of a section are those of the code of its date.
+when, where and with what. Only the section "On a GPU" was measured on one. The other figures about GPUs are predictions,
+or are compared with what others published. A claim that does not hold says so. The predictions of a section are those of
+the code of its date.
 """
 
 
 def page() -> str:
     """Return docs/benchmarks.md."""
-    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _lengths, _noise_scale, _startup)
+    sections = (_gpu, _ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _lengths, _noise_scale, _startup)
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
 
@@ -56,6 +57,45 @@ def _claims(claims: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _gpu() -> list[str]:
+    found = _read("gpu/h100")
+    said = (
+        f"Largest batches, step times and memory on one {found['gpu']['name']}. The `sim:` predictions were made before "
+        "the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
+    )
+    stages = {stage["name"]: stage["findings"] for stage in found["stages"]}
+    ceilings = [
+        (
+            one["name"].removeprefix("ceiling of "),
+            one["batch_size"],
+            one["plain_loop"],
+            one["errors"],
+            one["steps"],
+            f"{one['search_s']:.0f}",
+        )
+        for one in stages["ceilings"]
+    ]
+    steps = [
+        (
+            one["name"].removeprefix("step of "),
+            f"{1e3 * one['measured_s']:.1f}",
+            *(f"{one[name]:.2f}" for name in ("measured/loop", "time predicted/measured")),
+            f"{one['memory predicted/measured'][1]:.2f}",
+        )
+        for one in stages["steps"]
+    ]
+    unfinished = [stage["name"] for stage in found["stages"] if stage["status"] != "done"]
+    return [
+        *_opened("On a GPU", said, "gpu", found),
+        *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps", "seconds"), ceilings),
+        *_table(("step", "measured, ms", "of a plain loop", "time predicted", "memory predicted"), steps),
+        "Predictions are shares of what was measured: 1.00 is exact. `sim:` follows the kernels of the CPU for attention "
+        "with dropout, so its predictions are too high there.\n",
+        f"Stages that did not finish in their time: {', '.join(unfinished) or 'none'}. All findings are in "
+        "`benchmarks/results/gpu/h100.json`; `h100_first.json` is a run before the first fixes.\n",
+    ]
 
 
 def _ceilings() -> list[str]:

@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, fixed seeds, one thread, and no terminal that it did not ask for."""
+"""Give every test its own cache, fixed seeds, one thread, no terminal, and a Ctrl-C that works."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import random
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,15 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# A shell that starts pytest in the background makes it ignore SIGINT, and each process of a test inherits that. Tests
+# that press Ctrl-C then fail. pytest imports this file in its main process and in each xdist worker, so restore it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Removed, because tests run pytest in other processes, which must not write to the same files.
+SKIPPED_TESTS_FILE = os.environ.pop("AUTOSPLIT_SKIPPED_TESTS", None)
+FAILED_TESTS_FILE = os.environ.pop("AUTOSPLIT_FAILED_TESTS", None)
 
 # Before anything imports torch, and inherited by the processes that tests start: two workers share the processor, and
 # a sum over one thread is the same sum every time.
@@ -56,9 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
+    from autosplit.torch_versions import available_accelerator
+
     if torch.cuda.is_available():
         return
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = available_accelerator()
     reason = f"needs a CUDA device; torch {torch.__version__} sees none"
     for item in gpu_items:
         if found is None:
@@ -69,11 +81,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason + ", and what is measured here is CUDA's own"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write down what was skipped, where that is asked for: `.ci/run` runs it again once it has installed the tools."""
-    if path := os.environ.get("AUTOSPLIT_SKIPPED_TESTS"):
-        skipped = terminalreporter.stats.get("skipped", [])
-        Path(path).write_text("".join(f"{report.nodeid}\n" for report in skipped), encoding="utf-8")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Write the skipped and the failed tests to the files that the environment names; `.ci/run` runs them again."""
+    stats = terminalreporter.stats
+    if SKIPPED_TESTS_FILE:
+        _write_ids(SKIPPED_TESTS_FILE, stats.get("skipped", []))
+    failed = [*stats.get("failed", []), *stats.get("error", [])]
+    # After a collection error an unknown number of tests did not run, so there is no complete list to run again.
+    complete = exitstatus == pytest.ExitCode.TESTS_FAILED and all(
+        isinstance(report, pytest.TestReport) for report in failed
+    )
+    if FAILED_TESTS_FILE and complete:
+        _write_ids(FAILED_TESTS_FILE, failed)
+
+
+def _write_ids(path: str, reports: list[pytest.TestReport]) -> None:
+    """Write the node ids of reports to a file, one a line. A test may have two, of its call and its teardown."""
+    ids = dict.fromkeys(report.nodeid for report in reports)
+    Path(path).write_text("".join(f"{one}\n" for one in ids), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 from autosplit.errors import UserCodeError
 from autosplit.runtime.child_process import LostCauseError
 
+FOREVER_S = 1000
+"""Longer than the time limit of any test that waits for this."""
+
 
 class Errand:
     """An object whose methods go wrong in every way that there is."""
@@ -31,17 +34,22 @@ class Errand:
 
     def signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
-        time.sleep(10)
+        time.sleep(FOREVER_S)
 
     def exit(self, code: int) -> None:
         os._exit(code)
 
     def hang(self) -> None:
-        time.sleep(100)
+        time.sleep(FOREVER_S)
 
     def hang_deaf(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(100)
+        time.sleep(FOREVER_S)
+
+    def hang_after(self, path: str) -> None:
+        """Create a file, then hang."""
+        Path(path).touch()
+        time.sleep(FOREVER_S)
 
     def talk(self) -> str:
         sys.stdout.write("garbage\n")
@@ -62,14 +70,14 @@ class Errand:
     def fork_and_die(self) -> None:
         """Leave a process behind that holds the pipe open."""
         if os.fork() == 0:
-            time.sleep(100)
+            time.sleep(FOREVER_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fork(self) -> int:
         """Leave a process behind, and say which."""
         pid = os.fork()
         if pid == 0:
-            time.sleep(100)
+            time.sleep(FOREVER_S)
         return pid
 
     def lose(self) -> None:
@@ -126,4 +134,4 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(100)
+    time.sleep(FOREVER_S)

@@ -39,6 +39,24 @@ def starting(*preload: str) -> Any:
     return context
 
 
+@functools.cache
+def for_workers(*preload: str) -> Any:
+    """Return a multiprocessing context for the workers of a rank's loaders.
+
+    A worker that is forked from a rank with gloo's threads may hang: a lock that another thread holds stays locked. So
+    a server without threads forks the workers.
+
+    Args:
+        *preload: Modules that the server imports once for all workers.
+    """
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.utils.data", *preload])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 def run_ranks(
     module: str,
     table: str,

@@ -36,13 +36,13 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self.master, keys)
 
-    def wait_for(self, pattern: str, timeout_s: float = 100.0) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 300.0) -> None:
         """Read until something is printed that has a pattern; what is never printed fails the test."""
         ends_s = time.monotonic() + timeout_s
         while not re.search(pattern, self.text):
             assert self._read(ends_s), f"{pattern!r} never came; what did: {self.text[-1500:]!r}"
 
-    def end(self, timeout_s: float = 100.0) -> int:
+    def end(self, timeout_s: float = 300.0) -> int:
         """Read to the end, and return the exit code."""
         ends_s = time.monotonic() + timeout_s
         while self._read(ends_s):

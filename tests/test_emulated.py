@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import emulated
 import pytest
+import torch
 from folders import TESTS
 
 MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
@@ -31,7 +33,9 @@ FILES = sorted({str(path.relative_to(TESTS)) for path in MARKED_FILES} - set(COR
 
 @pytest.fixture(scope="module", autouse=True)
 def _library():
-    """Build it once, before anything waits for it."""
+    """Build the library before a test waits for it. It needs `torch.accelerator.memory`, which came with torch 2.9."""
+    if find_spec("torch.accelerator.memory") is None:
+        pytest.skip(f"torch {torch.__version__} has no torch.accelerator.memory, which the emulated devices need")
     try:
         emulated.built_library()
     except emulated.NoCompiler as error:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "integrations": ("solve", "workload", "parallel", "probe", "plan", "profiles", "ddp"),
     "cli": ("devices", "solve", "workload", "probe", "plan", "profiles", "ddp", "tuning"),
 }
-IN_THE_ROOT = ("accelerators", "errors", "files", "oom", "rng", "text", "__main__")
+IN_THE_ROOT = ("accelerators", "errors", "files", "oom", "rng", "text", "torch_versions", "__main__")
 WITHOUT_TORCH = (
     "errors",
     "text",

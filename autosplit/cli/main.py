@@ -44,6 +44,9 @@ EXIT_USAGE = 2
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""
 
+USAGE_ERROR: Any = [base for base in typer.BadParameter.__mro__ if hasattr(base, "format_message")][-1]
+"""The base class of typer's parsing errors. Its home differs between versions: click, `typer._click`, `typer`."""
+
 _INTERRUPTED_BEFORE = {"doctor": "the examination was over", "loader": "the loader was measured"}
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
@@ -89,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         code = parsed() if callable(parsed) else int(parsed or 0)
         sys.stdout.flush()  # here, where it can still be told that it can't be written
         return code
-    except typer.TyperException as error:
+    except USAGE_ERROR as error:
         said = f"{error.format_message().rstrip('.')}; see".replace("?; see", "? See")
         return failed(f"{said} autosplit {_help_for(arguments)}", EXIT_USAGE)
     except UserCodeError as error:
@@ -178,6 +181,23 @@ def _help_for(arguments: list[str]) -> str:
 # --------------------------------------------------------------------------------------------------------- commands
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from autosplit import __version__
+
+        typer.echo(f"autosplit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(  # noqa: ARG001 (the callback of the option reads it)
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
 @command(app, "devices", "devices.devices", "autosplit devices --json")
 def devices_command() -> None:
     """List the GPUs with their load."""
@@ -230,7 +250,7 @@ def tune_command(
     profile: Text = option(
         "auto|refresh|off", "Use and keep a plan for this machine and workload; tune anew; or neither. Default: auto."
     ),
-    name: Text = option("NAME", "Keeps plans for equal workloads apart."),
+    name: Text = option("NAME", "Keeps plans for equal workloads apart.", "--name"),
     seed: Text = option("N", "Of the search. Default: 0."),
     loader: Text = option(
         "FILE[:NAME]", "The training's DataLoader (loader), or a function that makes it: says whether it keeps up."
@@ -281,7 +301,7 @@ def compare_command(
     storage: Text = option("URL", "As for tune."),
     isolate: Isolate = None,
     profile: Text = option("auto|refresh|off", "As for tune."),
-    name: Text = option("NAME", "As for tune."),
+    name: Text = option("NAME", "As for tune.", "--name"),
     seed: Text = option("N", "As for tune."),
     seq_len: Text = SEQ_LEN,
     image_size: Text = IMAGE_SIZE,

@@ -20,7 +20,12 @@ Text = str | None
 
 
 def option(metavar: str | None, said: str, *names: str) -> Any:
-    """Return the default of a parameter that is an option, not given: with its help, and the names it has."""
+    """Return the typer option of a parameter, None by default.
+
+    Args:
+        said: The option's help.
+        names: The option's flags. Give them if `metavar` is the parameter's name in capitals.
+    """
     return typer.Option(None, *names, metavar=metavar, help=said)
 
 
@@ -45,6 +50,7 @@ IMAGE_SIZE = option("N", "Of a named model: height and width in pixels. Default:
 TASK = option(
     "TASK",
     "Of hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: its architecture's.",
+    "--task",  # typer < 0.28 names an option after its metavar if the two differ only in case
 )
 RESERVE = option("SIZE|SHARE", "Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.")
 

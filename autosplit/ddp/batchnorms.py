@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import InputError
+from autosplit.torch_versions import BATCH_NORMS
 
 
 class BatchNormWarning(UserWarning):
@@ -33,7 +33,7 @@ def doubt_batchnorms(
     remedy: str = "pass sync_batchnorm=True (GPUs)",
 ) -> None:
     """Warn where DDP takes running statistics from a rank with fewer samples than another; refuse one without any."""
-    norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
+    norms = ((name, part) for name, part in model.named_modules() if isinstance(part, BATCH_NORMS))
     kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
     if not kept:
         return
@@ -56,7 +56,7 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
     only their gradient is nothing.
     """
     forward = _stand_in if stands_in else _silent
-    norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, _BatchNorm)]
+    norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, BATCH_NORMS)]
     replaced = [(norm, partial(forward, norm)) for norm in norms]
     for norm, instead in replaced:
         norm.forward = instead

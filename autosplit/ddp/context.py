@@ -32,6 +32,7 @@ from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
+from autosplit.torch_versions import private
 
 
 class Context:
@@ -473,7 +474,7 @@ def _has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
     ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13) or, kept from that, sends no gradient ever after and
     says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add up to the same.
     """
-    return wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued  # noqa: SLF001 - no other name
+    return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")
 
 
 def _draws_everything(loader: object) -> bool:

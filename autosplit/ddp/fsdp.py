@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
+from autosplit.torch_versions import fsdp_groups, reset_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -70,20 +71,18 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
 
 
 def begin_step(shared: Any) -> None:
-    """Forget the gradients of a step that was left half-way.
+    """Clear the gradients that an unfinished step left in FSDP2.
 
-    Until the last micro-batch they are not in the parameters' ``grad``, where ``zero_grad`` would find them, but beside
-    the parameters that had come together; the next step's would be added to them.
+    Before the last micro-batch FSDP2 keeps gradients on its unsharded parameters, and `zero_grad` does not clear those.
+    The next step would add to them.
     """
-    if shared._get_fsdp_state()._is_root:
-        shared.reset_iter_state()  # an exception within a forward leaves it half-way, too
+    reset_fsdp(shared)
     for part in filter(_is_sharded_module, shared.modules()):
-        for group in part._get_fsdp_state()._fsdp_param_groups:
-            for kept in group.fsdp_params:
-                kept.unsharded_accumulated_grad = None
-                together = getattr(kept, "_unsharded_param", None)
-                if together is not None:
-                    together.grad = None
+        for record in (record for group in fsdp_groups(part) for record in group.fsdp_params):
+            record.unsharded_accumulated_grad = None
+            unsharded = getattr(record, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
 
 
 def is_shard(value: object) -> bool:
@@ -207,7 +206,8 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 
 def _is_sharded_module(part: nn.Module) -> bool:
-    return hasattr(part, "_get_fsdp_state")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nobody has sharded a module
+    return fsdp is not None and isinstance(part, fsdp.FSDPModule)
 
 
 def _holds_shards(part: nn.Module) -> bool:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
+from autosplit.torch_versions import buckets, private
 
 BUCKET_BYTES = 25 * 2**20
 """Of what is sent at a time: DistributedDataParallel's own `bucket_cap_mb`."""
@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 * 2**20
 def refuse_meeting(wrapped: DistributedDataParallel) -> None:
     """Refuse a model whose ranks meet otherwise than by an average of gradients."""
     found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
-    if found is None and wrapped._comm_hooks:  # noqa: SLF001 - no other name
+    if found is None and private(wrapped, "_comm_hooks"):
         found = "a communication hook"
     if found is not None:
         raise InputError(
@@ -56,7 +56,7 @@ def average_gradients(wrapped: DistributedDataParallel) -> None:
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
     dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)
     grads = [_gradient_of(p) for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
-    for bucket in _take_tensors(grads, BUCKET_BYTES):
+    for bucket in buckets(grads, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(dist.get_world_size(wrapped.process_group))
         dist.all_reduce(flat, group=wrapped.process_group)
         for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import InputError
+from autosplit.torch_versions import private
 
 _outliving: WeakSet[DistributedDataParallel] = WeakSet()
 """Models whose group may end after them, or not at all before the interpreter does."""
@@ -45,6 +46,7 @@ def part_from_group(wrapped: Any) -> None:
     takes the process down (torch 2.13: "terminate called without an active exception", now and then on a busy machine),
     and other ranks see no end of this one's connections until then.
     """
+    private(wrapped, "_use_python_reducer")  # raises if this torch has no such switch
     wrapped.reducer = wrapped.logger = None
     wrapped.process_group = None  # last, see `let_go_of_group_last`
     wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone

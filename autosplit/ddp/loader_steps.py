@@ -20,6 +20,7 @@ from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import check_loader, count_samples, counted
 from autosplit.parallel.noise_scale import Sums
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.torch_versions import private
 
 
 class LeftOverWarning(UserWarning):
@@ -47,7 +48,7 @@ def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
 
 def refuse_hook(wrapped: DistributedDataParallel) -> None:
     """Refuse a model whose gradient is not the average of the ranks', for the noise scale."""
-    if wrapped._comm_hooks:  # noqa: SLF001 - no other name
+    if private(wrapped, "_comm_hooks"):
         raise InputError(
             "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
             "gradient has to be the average of the ranks'; leave either out"

@@ -69,6 +69,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     multiprocessors: Annotated[int, Meta(ge=1, le=2**16)] | None = None
     sustained: dict[_Rate, _Share] = {}
     memory_power: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    driver_names: tuple[Annotated[str, Meta(max_length=100)], ...] = ()
 
 
 class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,8 +104,9 @@ class GpuSpec:
         compute_capability: ``"8.6"``.
         multiprocessors: None where unknown: then no product leaves some of them idle.
         sustained: Share of a peak that long products reach, by dtype.
-        memory_power: What kernels draw that only move memory, in times of the power limit that slows products; 1 where
-            none does.
+        memory_power: Power of kernels that only move memory, as a share of the limit that slows products; 1 if no
+            limit does.
+        driver_names: Other names under which the driver reports the card (``"NVIDIA H100 80GB HBM3"``).
     """
 
     name: str
@@ -121,6 +123,7 @@ class GpuSpec:
     memory_power: float = 1.0
     context_bytes: int = 0
     fragmented: float = 0.0
+    driver_names: tuple[str, ...] = ()
 
     @property
     def usable_bytes(self) -> int:
@@ -203,6 +206,7 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             fragmented=defaults.fragmented,
             sustained={str(rate): share for rate, share in {**sustained, **row.sustained}.items()},
             memory_power=row.memory_power,
+            driver_names=row.driver_names,
         )
     if len({_normal(name) for name in specs}) < len(specs):
         raise ValueError("two cards have names that differ only in case, '-', '_' or the brand")
@@ -230,10 +234,14 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a card, named in any case, with or without spaces, '-', '_' and the brand."""
+    """Return the row of a card, by its name or by the driver's. Case, spaces, '-', '_' and the brand do not matter.
+
+    Raises:
+        DeviceError: No row or more than one has this name.
+    """
     wanted = _normal(name)
     for known, spec in gpu_catalog().items():
-        if _normal(known) == wanted:
+        if wanted in {_normal(own) for own in (known, *spec.driver_names)}:
             return spec
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:

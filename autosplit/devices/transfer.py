@@ -42,14 +42,23 @@ def active_placement() -> Placement | None:
     return ACTIVE.get()
 
 
-@torch.library.custom_op("autosplit::transfer", mutates_args=())
+# Not `custom_op`: in torch 2.8 its check of the outputs refuses sparse tensors.
+_LIBRARY = torch.library.Library("autosplit", "FRAGMENT")
+_LIBRARY.define("transfer(Tensor tensor, SymInt source, SymInt destination, str purpose) -> Tensor")
+
+
 def _transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
     return tensor.clone()
 
 
-@_transfer.register_fake
-def _(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
+_LIBRARY.impl("transfer", _transfer, "CompositeExplicitAutograd")
+
+
+def _fake(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
     return torch.empty_like(tensor)
+
+
+torch.library.register_fake("autosplit::transfer", _fake, lib=_LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,7 +69,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return transfer(grad, ctx.destination, ctx.source, ctx.purpose), None, None, None
 
 
-_transfer.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("autosplit::transfer", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 TRANSFER_OP = torch.ops.autosplit.transfer.default
 """The op as a dispatch mode sees it: `(tensor, source, destination, purpose)`."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
@@ -29,6 +28,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
+from autosplit.torch_versions import BATCH_NORMS
 
 
 class NoPlanWarning(UserWarning):
@@ -112,7 +112,7 @@ class Share:
 
         What runs there counts for nothing in the loss, and a BatchNorm would count it.
         """
-        if not any(isinstance(part, _BatchNorm) for part in model.modules()):
+        if not any(isinstance(part, BATCH_NORMS) for part in model.modules()):
             return
         for step in (*sampler.schedule[:1], *sampler.schedule[-1:]):
             last = micro_batch_sizes(step.num_samples, sampler.batch_size)[-1]

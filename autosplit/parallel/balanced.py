@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.accelerators import moved
 from autosplit.devices.peer_copy_check import check_links
@@ -43,6 +42,7 @@ from autosplit.solve.split import (
     split_from_gpu0,
     whole_number,
 )
+from autosplit.torch_versions import BATCH_NORMS
 from autosplit.workload.batch import (
     batch_size_of,
     chunk,
@@ -203,7 +203,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return proportional_split(batch_size, running.split, running.split)  # fewer in a part of a micro-batch
         ceilings = self.ceilings if bounded else None
         if self._split is not None:
-            if batch_size < sum(self._split) and any(isinstance(part, _BatchNorm) for part in self.module.modules()):
+            if batch_size < sum(self._split) and any(isinstance(part, BATCH_NORMS) for part in self.module.modules()):
                 return short_split(batch_size, self._split)
             return proportional_split(batch_size, self._split, ceilings)
         if self._gpu0_bsz is None:

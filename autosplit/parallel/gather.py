@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
+from autosplit.torch_versions import FakeTensor
 from autosplit.workload.batch import children_of, with_children
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.errors import InputError, WorkloadError
+from autosplit.torch_versions import FakeTensor
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

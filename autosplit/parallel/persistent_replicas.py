@@ -22,6 +22,7 @@ from autosplit.devices.transfer import transfer_into
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
+from autosplit.torch_versions import storage_key
 
 
 @dataclass
@@ -338,7 +339,7 @@ def _changed_error() -> InputError:
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
     """Tell a tensor's values from others it had: its storage, and how often that was changed in place."""
-    return tensor.untyped_storage()._cdata, 0 if tensor.is_inference() else tensor._version
+    return storage_key(tensor.untyped_storage()), 0 if tensor.is_inference() else tensor._version
 
 
 def _refuse_graph(grad: Tensor | None) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.parallel.tensor_copies import Copies
+from autosplit.torch_versions import default_device
 
 
 def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
@@ -26,7 +27,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
         device: The replica's; a default device of its kind becomes this one in its thread.
     """
     inference = torch.is_inference_mode_enabled()
-    default = torch.get_default_device()
+    default = default_device()
     own = device if default.type == device.type else default
     autocasts = [
         (kind, torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)
@@ -37,7 +38,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
         with ExitStack() as contexts:
             if inference:  # not inference_mode(False): that would turn gradients on
                 contexts.enter_context(torch.inference_mode())
-            if own != torch.get_default_device():
+            if own != default_device():
                 contexts.enter_context(own)
             for kind, dtype in autocasts:
                 contexts.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))

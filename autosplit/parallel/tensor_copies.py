@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._utils import _take_tensors
 from torch.nn.parallel import comm
 
 from autosplit.devices.transfer import transfer
+from autosplit.torch_versions import buckets, copy_each
 
 Grads = Sequence["Tensor | None"]
 
@@ -88,14 +88,14 @@ class GpuCopies(Copies):
     def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
         """Copy tensors of the first device into such as are on another already, small ones together."""
         block_of = dict(zip(map(id, tensors), blocks, strict=True))
-        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+        for bucket in buckets(tensors, BUCKET_BYTES):
             arrived = _moved([tensor.detach() for tensor in bucket], self.devices[device])
-            torch._foreach_copy_([block_of[id(tensor)] for tensor in bucket], arrived)
+            copy_each([block_of[id(tensor)] for tensor in bucket], arrived)
 
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
         """Copy dense gradients to the first device, small ones together; yield each with its position when there."""
         place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
-        for bucket in _take_tensors(tensors, BUCKET_BYTES):
+        for bucket in buckets(tensors, BUCKET_BYTES):
             yield from zip([place_of[id(one)] for one in bucket], _moved(bucket, self.devices[0]), strict=True)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:

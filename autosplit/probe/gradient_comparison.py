@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.parallel.loss_weights import Reduce
@@ -17,6 +16,7 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
+from autosplit.torch_versions import BATCH_NORMS
 from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
 
@@ -70,7 +70,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
 
 def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
     """Cut a batch unevenly; a BatchNorm may need two samples in each part."""
-    normed = any(isinstance(part, _BatchNorm) for module in workload.modules for part in module.modules())
+    normed = any(isinstance(part, BATCH_NORMS) for module in workload.modules for part in module.modules())
     first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
     return first, size - first
 

@@ -23,6 +23,7 @@ from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
 from autosplit.rng import kept_rng
 from autosplit.solve.split import whole_number
+from autosplit.torch_versions import private
 from autosplit.workload.sample_batch import generators_of
 
 GAIN = 1.05
@@ -266,7 +267,7 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
         ) from error
     finally:
         if settings.num_workers and iterator is not None:
-            iterator._shutdown_workers()  # noqa: SLF001  # now, and not when garbage is collected
+            private(iterator, "_shutdown_workers")()  # now, and not when garbage is collected
 
 
 def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[Any]], float]:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from autosplit.torch_versions import BATCH_NORMS
 from autosplit.workload.batch import tensors_of
 
 
@@ -32,7 +32,7 @@ class NormSeen:
     """
 
     path: str
-    norm: _BatchNorm
+    norm: Any
     split_error: float = 0.0
     accumulation_error: float = 0.0
 
@@ -57,13 +57,13 @@ def watching_norms(
 
     with ExitStack() as hooks:
         for path, module in modules:
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 hooks.enter_context(module.register_forward_hook(partial(look, path)))
         yield found
 
 
 @torch.no_grad()
-def _cut_error(norm: _BatchNorm, given: Tensor, sizes: tuple[int, int]) -> float:
+def _cut_error(norm: Any, given: Tensor, sizes: tuple[int, int]) -> float:
     """Normalise an input whole and cut, as far as the cut leaves each part more than one value per channel."""
     cut = round(given.size(0) * sizes[0] / sum(sizes))
     parts = [part for part in (given[:cut], given[cut:]) if part.numel() > part.size(1)]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from autosplit.torch_versions import default_device
+
 T = TypeVar("T")
 
 FACTORIES = frozenset(
@@ -53,13 +55,13 @@ def settings_kept_on_failure() -> Iterator[None]:
 
     Left while it had changed one of them, it would take that for what was there before.
     """
-    dtype, device, has_gradients = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    dtype, device, has_gradients = torch.get_default_dtype(), default_device(), torch.is_grad_enabled()
     try:
         yield
     except BaseException:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(has_gradients)
-        if torch.get_default_device() != device:
+        if default_device() != device:
             torch.set_default_device(device)
         raise
 
@@ -102,7 +104,7 @@ def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any
     """Return the type of device on which a tensor is to be; None where nothing says so."""
     asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
     if asked[0] is None and func in FACTORIES:
-        asked[0] = args[0].device if func.__name__.startswith("new_") else torch.get_default_device()
+        asked[0] = args[0].device if func.__name__.startswith("new_") else default_device()
     if func is Tensor.cuda or any(type(one) is int for one in asked):  # by the number of a GPU
         return "cuda"
     return next((torch.device(one).type for one in asked if isinstance(one, (str, torch.device))), None)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+
+from autosplit.torch_versions import FakeTensor, aten_ops
 
 # "CUDA Ops that can autocast to float32" of torch's documentation (torch.amp), without those that training loops lack.
 _NAMES = (
@@ -35,8 +35,10 @@ _FLOAT32 = {
 _HALVES = (torch.float16, torch.bfloat16)
 
 _SOFTMAX = {
-    **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), torch.ops.aten._softmax),
-    **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
+    getattr(place, name): kernel
+    for name in ("softmax", "log_softmax")
+    for kernel in aten_ops(f"_{name}")
+    for place in (torch, F, Tensor)
 }
 """Functions whose kernels on GPUs read halves and write float32, and those kernels."""
 
@@ -70,8 +72,13 @@ class CudaFunctions(TorchFunctionMode):
             found = _softmax(_SOFTMAX[func], args, kwargs) if func in _SOFTMAX else None
             if found is not None:
                 return found
-            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in _HALVES else t, (args, kwargs))
+            args = tuple(map(_as_float32, args))
+            kwargs = {name: _as_float32(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _as_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
 
 
 def _softmax(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

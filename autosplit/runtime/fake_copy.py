@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
+from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
@@ -109,7 +108,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
     """Make the fake of a tensor on a device, wherever the tensor is."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device == device:
         return tensor
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         raise NotImplementedError(f"a {type(tensor).__name__} holds other tensors, which can't be faked with it")
     if tensor.layout != torch.strided:
         return _fake_sparse(tensor, mode, device)

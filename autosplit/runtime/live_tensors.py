@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.parallel.replicate import moving_buffers
 from autosplit.runtime.interrupts import held_interrupts
+from autosplit.torch_versions import FakeTensor
 from autosplit.workload.fingerprint import named_by
 from autosplit.workload.workload import Workload
 

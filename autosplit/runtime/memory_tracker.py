@@ -27,8 +27,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.devices.transfer import (
     ACTIVE,
@@ -40,6 +38,13 @@ from autosplit.devices.transfer import (
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.real_outputs import as_real
+from autosplit.torch_versions import (
+    FakeTensor,
+    TorchDispatchMode,
+    is_wrapper_subclass,
+    storage_key,
+    unset_fake_temporarily,
+)
 
 BLOCK_BYTES = 512
 
@@ -123,10 +128,22 @@ class Arrival:
     is_copy: bool
 
 
-def arrives_by(func: Any) -> bool:
-    """Tell whether the op that is running brings a gradient to its parameter."""
-    node = torch._C._current_autograd_node() if func in _ARRIVALS else None
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+class Arrivals:
+    """Recognizes the ops by which gradients come to their parameters; an object sees all ops of a step, in order."""
+
+    def __init__(self) -> None:
+        self._detached: int | None = None
+
+    def parameter_of(self, func: Any) -> Tensor | None:
+        """Return the parameter to which the running op brings a gradient; None for any other op."""
+        node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
+        found: Tensor | None = None
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            found = node.variable
+        # torch 2.6 to 2.8 dispatches each of these detaches twice.
+        detached = id(found) if found is not None and func is torch.ops.aten.detach.default else None
+        is_repeated, self._detached = detached is not None and detached == self._detached, detached
+        return None if is_repeated else found
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -150,7 +167,7 @@ def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
     if parts is not None:
         for part in parts:
             yield getattr(tensor, part)()
-    elif is_traceable_wrapper_subclass(tensor):
+    elif is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _dense_parts(getattr(tensor, name))
@@ -159,8 +176,7 @@ def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_key(tensor.untyped_storage())
 
 
 class Tracker(TorchDispatchMode, Placement):
@@ -204,6 +220,7 @@ class Tracker(TorchDispatchMode, Placement):
         # peak is accounted for at the end, from what came and went until then.
         self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
+        self._arrivals = Arrivals()
         self._entries_at_peak = [0] * len(labels)
 
     @property
@@ -282,7 +299,7 @@ class Tracker(TorchDispatchMode, Placement):
             storage = reference()
             if storage is not None:
                 self._hold(storage, device)
-                self._held[storage._cdata].kind = "left"
+                self._held[storage_key(storage)].kind = "left"
 
     def left_on(self, device: int) -> Left:
         """Return what a device holds beside parameters, gradients and optimizer state.
@@ -328,10 +345,10 @@ class Tracker(TorchDispatchMode, Placement):
         return outputs
 
     def _note_arrival(self, func: Any, gradient: Tensor) -> None:
-        if self._account is None or not arrives_by(func):
+        variable = None if self._account is None else self._arrivals.parameter_of(func)
+        if self._account is None or variable is None:
             return
-        node: Any = torch._C._current_autograd_node()
-        parameter, held = self._held_of(node.variable), self._held_of(gradient)
+        parameter, held = self._held_of(variable), self._held_of(gradient)
         if parameter is not None and held is not None:
             nbytes, is_copy = gradient.numel() * gradient.element_size(), func is not torch.ops.aten.detach.default
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
@@ -407,7 +424,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
         """Follow a storage; one that is followed already is placed where it was provisional."""
-        key: int = storage._cdata
+        key = storage_key(storage)
         held = self._held.get(key)
         if held is not None:
             if held.device == _PROVISIONAL and device >= 0:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from autosplit.accelerators import is_accelerator
@@ -22,6 +21,7 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.checkpointed import checkpoint_layer
 from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
+from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
 from autosplit.workload.models import Models, Several
@@ -147,7 +147,7 @@ def _borrow(models: Models) -> Callable[[], None]:
             tensor.requires_grad_(requires_grad)
             # A backward that is still to come looks whether what it saved was written to: its data was not.
             if version is not None:
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+                set_versions((tensor,), (version,))
         for part, training in modes:
             part.training = training
 
@@ -276,7 +276,7 @@ def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
     """Return what a live model and its live optimizers hold of each accelerator."""
     tensors = [t for model in workload.modules for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
     tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
-    held = {t.untyped_storage()._cdata: t for t in tensors if t is not None and t.layout is torch.strided}
+    held = {storage_key(t.untyped_storage()): t for t in tensors if t is not None and t.layout is torch.strided}
     found: dict[torch.device, int] = {}
     for tensor in held.values():
         if is_accelerator(tensor.device.type) and not isinstance(tensor, FakeTensor):

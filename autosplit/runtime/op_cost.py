@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
 from autosplit.runtime.memory_tracker import tensors_among
+from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
@@ -128,20 +129,16 @@ _ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # Ops that only reserve memory.
 _ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided, aten.new_empty_strided}
 
-_CONVOLUTIONS = {aten.convolution, aten._convolution}
+_CONVOLUTIONS = aten_ops("convolution _convolution")
 
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-}
-_ATTENTION_BACKWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
-}
+_ATTENTION = aten_ops(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+_ATTENTION_BACKWARD = aten_ops(
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
+)
 
 _KINDS = {
     "batch_norm": (
@@ -168,9 +165,7 @@ _KINDS = {
     ),
     "copy": "clone copy_ _to_copy cat stack constant_pad_nd fill_ zero_ fill zeros zeros_like new_zeros ones_like",
 }
-_KIND_OF = {
-    getattr(aten, name): kind for kind, names in _KINDS.items() for name in names.split() if hasattr(aten, name)
-}
+_KIND_OF = {op: kind for kind, names in _KINDS.items() for op in aten_ops(names)}
 
 _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds whose kernels are others where channels lie beside each other."""
@@ -178,7 +173,7 @@ _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 
 def is_free(func: Any) -> bool:
     """Tell whether an op costs nothing: views, allocations, questions (``prim.device``)."""
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "overloadpacket", None)
     return packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
 
 
@@ -197,7 +192,7 @@ def op_cost(
     """
     if is_free(func):
         return ()
-    kernels = list(_kernels(getattr(func, "_overloadpacket", None), args, kwargs, outputs))
+    kernels = list(_kernels(getattr(func, "overloadpacket", None), args, kwargs, outputs))
     if kernels and kernels[0].kind == "optimizer":
         part = "update"
     return tuple(replace(kernel, part="none" if at else part) for at, kernel in enumerate(kernels))
@@ -341,13 +336,25 @@ def _layout(*tensors: Tensor) -> Iterator[OpCost]:
 
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    # Torch's table of formulas lacks the fused attention of the CPU, whose arithmetic is that of any other.
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(flop_counter.sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if packet in _ATTENTION:
+        return _attention_flops(*args[:3])
+    if packet in _ATTENTION_BACKWARD:
+        return _attention_flops(*args[1:4], backward=True)
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False) -> int:
+    """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
+
+    Two products forward: scores = query @ key, then scores @ value. Five backward: the scores again, and one for each
+    of the gradients of scores, values, queries and keys. Keys and values may have fewer heads than queries (grouped
+    queries), which each query head reads. torch's own formula refuses those before 2.13 and lacks the CPU's operator.
+    """
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if backward:
+        return 2 * scores * (3 * query.shape[3] + 2 * value.shape[3])
+    return 2 * scores * (query.shape[3] + value.shape[3])
 
 
 def _rate(tensors: Sequence[Tensor]) -> str:

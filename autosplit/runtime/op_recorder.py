@@ -11,24 +11,19 @@ import torch
 from torch import Tensor
 
 from autosplit.runtime.gradient_arrivals import ArrivalCall, Way
-from autosplit.runtime.memory_tracker import arrives_by
+from autosplit.runtime.memory_tracker import Arrivals
 from autosplit.runtime.op_calls import OpCall
 from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
 from autosplit.runtime.recurrent_calls import RecurrentCalls, RecurrentOp, recurrent_costs
+from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
 # Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
-_NORMS_OVER_SAMPLES = {
-    aten.batch_norm,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._batch_norm_with_update,
-    aten.cudnn_batch_norm,
-    aten.miopen_batch_norm,
-    aten.native_group_norm,
-}
+_NORMS_OVER_SAMPLES = aten_ops(
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
+    "cudnn_batch_norm miopen_batch_norm native_group_norm"
+)
 
 Event = Work | Move
 
@@ -62,6 +57,7 @@ class OpRecorder:
         self._phases: list[tuple[str, list[Recorded]]] = []
         self._samples = samples
         self._keeps_calls = keeps_calls
+        self._arrivals = Arrivals()
         self._open: dict[int, list[Op]] = {}
         self.mark("start")
 
@@ -72,9 +68,9 @@ class OpRecorder:
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """Add an op to what its device does."""
-        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
+        if getattr(func, "overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        arrives = self._keeps_calls and arrives_by(func)
+        arrives = self._keeps_calls and self._arrivals.parameter_of(func) is not None
         if is_free(func) and not arrives:
             return
         op: Op
@@ -139,5 +135,5 @@ def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
     """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
     values: Tensor = args[0]
-    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
+    channels = args[6] if func.overloadpacket is aten.native_group_norm else values.shape[1]
     return values.numel() // max(1, channels)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.errors import WorkloadError
+from autosplit.torch_versions import is_wrapper_subclass
 from autosplit.workload.workload import Workload
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
@@ -33,7 +33,7 @@ def refuse_quantized(workload: Workload) -> None:
             if _package(type(part)) in LAYERS:
                 _refuse(f"layer {name or 'model'} is {_name(type(part))}, with quantised weights")
         for name, parameter in module.named_parameters():
-            if is_traceable_wrapper_subclass(parameter):
+            if is_wrapper_subclass(parameter):
                 _refuse(f"parameter {name} is a {type(parameter).__name__}, which holds other tensors")
     for kind in _optimizer_classes(workload):
         if _package(kind) in OPTIMIZERS:

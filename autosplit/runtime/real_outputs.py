@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 _RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 _RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
@@ -40,7 +41,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     Raises:
         RuntimeError: Torch's own, of a product of unlike dtypes.
     """
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "overloadpacket", None)
     if func in _PRODUCTS and args[-1].dtype != args[-2].dtype:
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {args[-2].dtype} and {args[-1].dtype}")
     if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:

@@ -16,6 +16,7 @@ from torch import nn
 
 from autosplit.runtime.op_calls import OpCall
 from autosplit.runtime.op_cost import OpCost
+from autosplit.torch_versions import private
 
 aten = torch.ops.aten
 
@@ -76,7 +77,7 @@ class RecurrentCalls:
         if call.part != "backward" or not self._spans:
             return None
         node: Any = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
+        number = -1 if node is None else private(node, "_sequence_nr")()
         return next((span for span in self._spans if span[0] <= number < span[1]), None)
 
     def _begin(self, *_: Any) -> None:

@@ -33,6 +33,7 @@ from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_s
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
+from autosplit.torch_versions import NORMS
 from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -336,9 +337,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
             )
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
-        isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001  # what all of them have in common
-        for module in tracer.trainee.models.modules
-        for part in module.modules()
+        isinstance(part, NORMS) for module in tracer.trainee.models.modules for part in module.modules()
     )
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failures[0])}); what fits is told by real steps "

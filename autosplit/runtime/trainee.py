@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, WorkloadError
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.fake_copy import fake_like
+from autosplit.torch_versions import FakeTensorMode, scale_each
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.models import Models, Several
@@ -192,7 +192,7 @@ class Trainee:
             if self.workload.precision == "fp16":
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
-                    torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
+                    scale_each(grads, 1.0 / LOSS_SCALE)
             optimizer.step()
         self._updated = True
         if self.scaler is not None:

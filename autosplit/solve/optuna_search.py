@@ -193,7 +193,7 @@ class _Search:
         asking.set_user_attr("split", list(trial.split))
         asking.set_user_attr("error_share", trial.error_share)
         asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
-        asking.set_constraint("fits", 0.0 if trial.failure is None else 1.0)
+        _set_fits(asking, fits=trial.failure is None)
         if trial.samples_per_s is None:
             asking.set_user_attr("failure", trial.failure)
             asking.set_user_attr("failed_device", trial.failed_device)
@@ -345,6 +345,15 @@ def _is_sound(trial: Trial) -> bool:
     )
 
 
+def _set_fits(trial: Any, *, fits: bool) -> None:
+    """Tell Optuna as a constraint whether a trial's configuration fits.
+
+    Optuna < 5 has no such constraints. There its samplers avoid the trial only because it is pruned.
+    """
+    if hasattr(trial, "set_constraint"):
+        trial.set_constraint("fits", 0.0 if fits else 1.0)
+
+
 LEAST_RATE = 1e-9
 """Samples per second below which, and above whose inverse, nothing was measured."""
 
@@ -361,7 +370,7 @@ def _suggested(trial: Any, space: Space) -> Configuration:
     configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
     if not space.holds(configuration):
         # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
-        trial.set_constraint("fits", 1.0)
+        _set_fits(trial, fits=False)
         trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
         raise optuna.TrialPruned(trial.user_attrs["failure"])
     return configuration

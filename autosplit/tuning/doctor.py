@@ -31,6 +31,7 @@ from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, first_line
 from autosplit.text import size_text
+from autosplit.torch_versions import accelerator_index
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
 WITHOUT_GPU = "cpu:256MiB"
@@ -143,7 +144,7 @@ def _problems_of(report: DeviceReport) -> list[Problem]:
 
 def _card_of(device: Device, place: torch.device, report: DeviceReport | None, nvml: Any) -> Card:
     largest_bytes = min(device.capacity_bytes // 4, 2**30)
-    on_card = torch.accelerator.device_index(place.index) if is_accelerator(place.type) else nullcontext()
+    on_card = accelerator_index(place.index) if is_accelerator(place.type) else nullcontext()
     with on_card:
         flops = _flops_of(place, largest_bytes)
         memory = rates.memory_bytes_per_s(place, largest_bytes=largest_bytes)

@@ -28,7 +28,6 @@ DRIVER = shutil.which("chromedriver")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Chromium and chromedriver: Debian has both packed"),
 ]
 

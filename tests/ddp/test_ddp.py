@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.solve.split import short_split
 
-LIMIT_S = 90
+LIMIT_S = 250
 
 
 # --------------------------------------------------------------------------------------------------- the arithmetic
@@ -179,10 +181,13 @@ class TestEffectiveBatch:
 # ------------------------------------------------------------------------------------------------------ one process
 
 
-def group_threads() -> list[str]:
-    """The threads of gloo's that run in this process, as the system names them."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if "gloo" in name]
+def group_threads() -> set[str]:
+    """Return the system's ids of gloo's threads in this process. Groups of earlier tests may have some, too."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while this reads its name
+            found |= {task.name} if "gloo" in (task / "comm").read_text() else set()
+    return found
 
 
 @pytest.fixture
@@ -221,13 +226,16 @@ class TestOneProcess:
         The wrapped model, a global in most scripts, held the group, so that destroying it ended none of gloo's threads:
         they ran on while the interpreter was taken down.
         """
+        before = group_threads()
         with ddp.setup(make_plan((4,))) as ctx:
             model = ctx.wrap(make_model())
             mean_loss(model, [0, 1]).backward()
             group = weakref.ref(dist.group.WORLD)
-            assert group_threads()
+            own = group_threads() - before
+            assert own
         assert group() is None
-        assert not group_threads()
+        while own & group_threads():  # a joined thread stays in /proc for a moment
+            time.sleep(0.01)
         assert model.module is not None
 
     def test_a_wrapped_model_goes_on_as_what_it_wraps(self) -> None:
@@ -602,8 +610,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder))) for rank in range(2)]
     for process in processes:
         process.start()
+    deadline_s = time.monotonic() + LIMIT_S
     for process in processes:
-        process.join(LIMIT_S)
+        process.join(max(0.0, deadline_s - time.monotonic()))
     for process in processes:
         process.kill()
         process.join()

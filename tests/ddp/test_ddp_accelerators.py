@@ -280,7 +280,7 @@ def script(folder: Path) -> Path:
 def run(*arguments: str, **variables: str) -> str:
     command = [sys.executable, "-m", "autosplit", *arguments]
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -288,7 +288,6 @@ def run(*arguments: str, **variables: str) -> str:
 VISIBLE = "EMU_VISIBLE_DEVICES" if KIND == "emu" else "CUDA_VISIBLE_DEVICES"
 
 
-@pytest.mark.timeout(300)
 def test_shares_follow_the_cards_whatever_is_visible(tmp_path: Path) -> None:
     """The command starts a rank for each card; trained with the cards in another order, each has its own share."""
     plan = plan_of_cards()
@@ -303,7 +302,6 @@ def test_shares_follow_the_cards_whatever_is_visible(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     options = ["--strategy", "ddp", "--devices", KIND, "--effective-batch-size", "64", "--n-trials", "1", "--json"]
@@ -313,7 +311,6 @@ def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     options = ["--strategy", "ddp", "--devices", KIND, "--split", ",".join(["4"] * COUNT), "--accumulation-steps", "2"]
@@ -323,7 +320,6 @@ def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
     assert all(0 < peak <= most for peak, most in zip(found["peak_bytes"], found["capacity_bytes"], strict=True))
 
 
-@pytest.mark.timeout(300)
 def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> None:
     """All call theirs number 0: it was taken for one card, and gloo for what NCCL can do."""
     if KIND != "emu":
@@ -379,6 +375,6 @@ assert not emulated.contexts().get(os.getpid()), emulated.contexts()
     if KIND != "emu":
         pytest.skip("a real driver does not tell who has a context")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]]))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert backend(KIND).device_count() == 2

@@ -217,7 +217,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=100)
+    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=250)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["samples", "counted"])

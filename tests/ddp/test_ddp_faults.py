@@ -25,20 +25,18 @@ from ddp_jobs import loader_of, make_model, make_plan, mean_loss
 from marks import slow
 from ranks import starting
 from torch import distributed as dist
-from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit import ddp
 from autosplit.ddp import failure as faults
-from autosplit.ddp import failure_channel as lines
 from autosplit.ddp.failure_channel import Address, Line, Word
 from autosplit.errors import RankFailedError
 
 SOON_S = 20
-"""From the failure to the end of every other rank."""
+"""Seconds from the failure to the end of every other rank, if nothing else uses the CPU."""
 
-LIMIT_S = 90
-"""From the start; a busy machine takes long to start processes."""
+LIMIT_S = 250
+"""Seconds after which a job that still runs is killed. Without autosplit, ranks wait for half an hour."""
 
 LONG_S = 300
 """Nobody waits for so long."""
@@ -70,6 +68,12 @@ def stopped() -> None:
     if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
         failing()
         os.kill(os.getpid(), signal.SIGSTOP)
+        until(lambda: "is back" in told_in(Path(os.environ["FAULT_FOLDER"])))  # a rank that ends cannot be "back"
+
+
+def told_in(folder: Path) -> str:
+    """Return what all ranks of a job have printed so far."""
+    return "".join(text.read_text(errors="replace") for text in folder.glob("[0-9].txt"))
 
 
 def plan_here() -> autosplit.Plan:
@@ -178,22 +182,12 @@ def while_others_do_not_give_up(victim: int, fail: Callable[[], None]) -> None:
 
 
 def with_workers(victim: int, fail: Callable[[], None]) -> None:
-    """Fail with a loader's process alive, which has copies of all connections and does not end with its parent."""
+    """Fail while a forked process lives on that has copies of all connections, like the worker of a loader."""
     with ddp.setup(plan_here()) as ctx:
-        loader = DataLoader([0.0] * 8, num_workers=1, multiprocessing_context="fork", collate_fn=_slow_after_one)
-        drawn = iter(loader)
-        next(drawn)
+        if os.fork() == 0:
+            time.sleep(LONG_S)
+            os._exit(0)
         train(ctx, fail if ctx.rank == victim else None)
-
-
-def _slow_after_one(samples: list[float]) -> torch.Tensor:
-    if _DRAWN:
-        time.sleep(2 * SOON_S)
-    _DRAWN.append(1)
-    return torch.tensor(samples)
-
-
-_DRAWN: list[int] = []
 
 
 def in_a_group_of_the_users(victim: int, fail: Callable[[], None]) -> None:
@@ -216,6 +210,7 @@ def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
         train(ctx, None)
         if ctx.rank == victim:
             fail()
+        until(Path(os.environ["FAULT_FOLDER"], "failed").exists)
         time.sleep(1.5)
 
 
@@ -225,20 +220,19 @@ def ends_well(victim: int, fail: Callable[[], None]) -> None:
         train(ctx, None)
         kept = ctx.wrap(make_model())
         within = native_threads()
-    left = native_threads()
-    until = time.monotonic() + 20
-    while len(left) > 1 and time.monotonic() < until:  # the system drops a joined thread a moment after Python does
-        time.sleep(0.01)
-        left = native_threads()
+    until(lambda: len(native_threads()) == 1)  # a joined thread stays in /proc for a moment
     assert kept.process_group is None
     assert any("gloo" in name for name in within)
-    assert len(left) == 1, left
     assert threading.enumerate() == [threading.main_thread()]
 
 
 def native_threads() -> list[str]:
-    """The threads of this process, Python's or not, as the system names them."""
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    """Return the system's names of all threads of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while this reads its name
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 ERRORS: dict[str, Callable[[], None]] = {
@@ -271,6 +265,7 @@ class Ended:
 
 def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[str, str]) -> None:
     """Be one rank of a job."""
+    os.setpgid(0, 0)  # so that the job can kill the rank's workers, too
     os.environ.update(place)
     said = os.open(Path(place["FAULT_FOLDER"], f"{place['RANK']}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 2)
@@ -280,9 +275,12 @@ def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[s
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return a port that rank 0 can listen at. Linux gives the connections of other tests ports from 32768 on."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with closing(socket.socket()) as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def job(
@@ -323,7 +321,7 @@ def job(
         }
         if set(range(world_size)) - {victim} <= set(ended_at) and scenario is and_lives_on:
             break
-        if until_said is not None and any(until_said in text.read_text() for text in folder.glob("[0-9].txt")):
+        if until_said is not None and until_said in told_in(folder):
             if not goes_on:
                 break
             os.kill(ranks[victim].pid, signal.SIGCONT)
@@ -334,6 +332,8 @@ def job(
     failed_at = float(note.read_text()) if note.exists() else 0.0
     for rank, process in enumerate(ranks):
         code = process.exitcode
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
         said = (folder / f"{rank}.txt").read_text(errors="replace")
@@ -341,13 +341,13 @@ def job(
     return found
 
 
-def assert_others_ended(found: list[Ended], victim: int, how: str, code: int = 1) -> None:
+def assert_others_ended(found: list[Ended], victim: int, how: str, *, within_s: float = LIMIT_S) -> None:
     for rank, ended in enumerate(found):
         if rank == victim:
             continue
         expected = f"rank {victim} {SAYS[how]}"
-        assert ended.after_s < SOON_S, ended
-        assert ended.code == code, ended.said
+        assert ended.after_s < within_s, ended
+        assert ended.code == 1, ended.said
         assert expected in ended.said, ended.said
         assert f"this rank {rank} stops" in ended.said, ended.said
 
@@ -376,12 +376,13 @@ class TestRaising:
         assert found[1].code == (3 if how == "exits" else 1)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("victim", [0, slow(1)])
+    @pytest.mark.alone
+    @pytest.mark.parametrize("victim", [0, 1])
     def test_and_living_on_with_the_group_in_its_hands(self, tmp_path: Path, victim: int) -> None:
         """Nothing closes gloo's connections then: the others would wait for half an hour."""
         found = job(tmp_path, and_lives_on, 3, victim, "raises")
         assert found[victim].code is None, found[victim].said
-        assert_others_ended(found, victim, "raises")
+        assert_others_ended(found, victim, "raises", within_s=SOON_S)
 
     @pytest.mark.slow
     def test_in_a_group_that_was_there(self, tmp_path: Path) -> None:
@@ -405,9 +406,10 @@ class TestKilled:
         assert_others_ended(found, victim, "is killed")
 
     @pytest.mark.slow
+    @pytest.mark.alone
     @pytest.mark.parametrize("scenario", [before_a_checkpoint, in_a_step_of_a_foreign_loader])
     def test_wherever_the_others_wait(self, tmp_path: Path, scenario: Any) -> None:
-        assert_others_ended(job(tmp_path, scenario, 2, 1, "is killed"), 1, "is killed")
+        assert_others_ended(job(tmp_path, scenario, 2, 1, "is killed"), 1, "is killed", within_s=SOON_S)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, 1])
@@ -420,7 +422,7 @@ class TestWaiting:
     """What the others wait for is told; it may still come."""
 
     def test_is_told_of_within_20_seconds(self) -> None:
-        assert max(faults.TOLD_AFTER_S, faults._SILENT_S + faults._SIGN_EVERY_S) < SOON_S
+        assert max(faults.GRACE_S, faults.TOLD_AFTER_S, faults._SILENT_S + faults._SIGN_EVERY_S) < SOON_S
 
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
@@ -453,7 +455,7 @@ class TestLeaving:
         for rank in {0, 1, 2} - {victim}:
             said = f"RankFailedError: rank {victim} left autosplit.ddp.setup (SystemExit, exit code 0)"
             assert said in found[rank].said, found[rank].said
-            assert found[rank].after_s < SOON_S
+            assert found[rank].after_s < LIMIT_S
 
 
 class TestNoFailure:
@@ -494,7 +496,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.slow
 class TestUnderTorchrun:
     @pytest.mark.parametrize("victim", [0, 2])
-    @pytest.mark.parametrize("how", ["raises", "is killed"])
+    @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.alone), "is killed"])
     def test_the_others_have_the_last_word(self, tmp_path: Path, victim: int, how: str) -> None:
         """It sends SIGTERM to all ranks once it sees that one has ended."""
         script = tmp_path / "train.py"
@@ -508,7 +510,8 @@ class TestUnderTorchrun:
             timeout=LIMIT_S,
             check=False,
         )
-        assert time.time() - float((tmp_path / "failed").read_text() if how == "raises" else time.time()) < SOON_S
+        if how == "raises":
+            assert time.time() - float((tmp_path / "failed").read_text()) < SOON_S
         assert done.returncode != 0
         heard = [rank for rank in range(3) if f"this rank {rank} stops" in done.stderr]
         assert heard == [rank for rank in range(3) if rank != victim], done.stderr
@@ -541,10 +544,10 @@ def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition() and time.monotonic() < end:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
-    assert condition()
 
 
 @contextlib.contextmanager
@@ -555,12 +558,12 @@ def telling_of(line: Line) -> Iterator[list[Word]]:
         yield heard
     finally:
         line.say(Word("over", line.rank))
-        thread.join(SOON_S)
+        thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 
 def stranger_at(address: Address) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)
+    return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT_S)
 
 
 class Full:
@@ -643,8 +646,7 @@ class TestLine:
             until(lambda: len(heard) == 2)
         assert heard[1] == Word("failed", 1, "\U0001f642" * 1000 + "...")
 
-    def test_strangers_that_say_nothing_have_their_time(self, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lines, "_GREETING_S", 0.2)
+    def test_strangers_that_say_nothing_have_their_time(self, hub: Any) -> None:
         line, address = hub
         with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
             other.join(address)
@@ -677,7 +679,7 @@ class TestLine:
                     made.recv(1000)
                     made.sendall(answer)
                     if len(answer) > 100:
-                        done.wait(SOON_S)
+                        done.wait(LIMIT_S)
 
             thread = threading.Thread(target=serve)
             thread.start()

@@ -228,7 +228,6 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 class TestTwoRanks:
     @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
     def test_fifty_steps_are_those_of_one_process(self, two, name):
@@ -288,7 +287,6 @@ class TestTwoRanks:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():

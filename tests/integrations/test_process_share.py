@@ -232,9 +232,9 @@ class TestLoader:
         def init(worker: int) -> None:
             """Nothing."""
 
-        loader = DataLoader(Rows(), num_workers=2, prefetch_factor=3, timeout=5, worker_init_fn=init)
+        loader = DataLoader(Rows(), num_workers=2, prefetch_factor=3, timeout=50, worker_init_fn=init)
         options = loader_options(loader, made_share(0, (8,), 16), shuffle=False, seed=0, drop_last=True, marks=True)
-        wanted = {"num_workers": 2, "prefetch_factor": 3, "timeout": 5, "worker_init_fn": init}
+        wanted = {"num_workers": 2, "prefetch_factor": 3, "timeout": 50, "worker_init_fn": init}
         assert {name: options[name] for name in wanted} == wanted
         assert len(options["batch_sampler"]) == 6, "50 samples are 3 whole steps"
         assert options["dataset"].name == "rows"

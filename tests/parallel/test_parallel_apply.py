@@ -101,7 +101,7 @@ class TestCarried:
 
     def test_a_default_device_of_its_kind_becomes_the_replicas(self, monkeypatch):
         """`with torch.device("cuda:0")` would make the other replicas' tensors on the first card."""
-        monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda", 0))
+        monkeypatch.setattr("autosplit.parallel.replicate.default_device", lambda: torch.device("cuda", 0))
         entered = []
         monkeypatch.setattr(
             "autosplit.parallel.replicate.ExitStack.enter_context", lambda _, context: entered.append(context)

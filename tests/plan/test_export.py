@@ -483,7 +483,7 @@ def test_the_command_needs_no_torch(plan_file):
         f"assert main(['export', {plan_file!r}, '--to', 'transformers']) == 0\n"
         "assert not {'torch', 'optuna', 'pynvml', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # ------------------------------------------------------------------------------------------------ the tools themselves
@@ -677,7 +677,6 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("to", TOOLS)
 def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     """9 and 3 samples in 2 forwards are no settings of these tools; 4 each in 3 are the same step of 24."""
@@ -690,7 +689,7 @@ def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     command = shlex.split(found.settings["command"])
     programs = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
     command = [sys.executable, *programs[command[0]], *command[1:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "12 12", "of each rank, in both steps of the epoch"

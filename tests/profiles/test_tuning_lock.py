@@ -123,14 +123,15 @@ def test_threads_of_one_process_take_turns_and_one_does_not_wait_for_itself(lock
                 assert inner.trouble == "this thread tunes the same already"
             at_once += 1
             most = max(most, at_once)
-            time.sleep(0.25)
+            while not told:  # the first one goes on once another waits for it
+                time.sleep(0.01)
             at_once -= 1
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert most == 1
     assert told
     assert all("another thread of this process" in said for said in told)

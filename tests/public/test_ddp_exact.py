@@ -5,20 +5,25 @@ What each scenario found in every rank is held against the same done here by one
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error, weights
 from folders import PAGES
-from ranks import found_by, run_ranks, run_ranks_once
+from ranks import for_workers, found_by, run_ranks, run_ranks_once
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -54,8 +59,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 def loader_of(ctx: ddp.Context, workers: int = 0) -> DataLoader:
     sampler = ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=SEED)
-    # In a process that was spawned workers are, too, and import all of torch for each epoch.
-    context = "fork" if workers else None
+    context = for_workers("test_ddp_exact") if workers else None
     return DataLoader(Samples(), batch_sampler=sampler, num_workers=workers, multiprocessing_context=context)
 
 
@@ -399,16 +403,28 @@ class Stream:
         return (Samples()[number] for number in range(self.num_samples))
 
 
+def recipe_module(classes: str) -> ModuleType:
+    """Import the README's classes from a file, as a script would. A worker of a loader imports them from there, too."""
+    folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent / f"recipe of rank {os.environ['RANK']}"
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.py").write_text(f"import torch\n{classes}", encoding="utf-8")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module("recipe")
+
+
 def streamed(sizes: tuple[int, ...], effective: int, num_samples: int) -> dict[str, Any]:
     """Run the README's own code: each step's gradient, what was counted, and the warnings."""
     found: dict[str, Any] = {"gradients": [], "steps": []}
-    torch.multiprocessing.set_start_method("fork", force=True)  # as in a script: a spawned worker can't import a string
+    for_workers("test_ddp_exact")
+    torch.multiprocessing.set_start_method("forkserver", force=True)
+    classes, use = RECIPES[0].split("stream = ")
+    recipe = recipe_module(classes)
     with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan(sizes, effective)) as ctx:
         warnings.simplefilter("always")
-        names: dict[str, Any] = {"torch": torch, "DataLoader": DataLoader, "ctx": ctx, "stream": Stream(num_samples)}
-        classes, use = RECIPES[0].split("stream = ")
+        names = {"Part": recipe.Part, "DataLoader": DataLoader, "ctx": ctx, "stream": Stream(num_samples)}
         lines = [line.strip() for line in use.splitlines() if line.strip().startswith(("part = ", "loader = "))]
-        exec("\n".join([classes, *lines]), names)
+        exec("\n".join(lines), names)
         model = ctx.wrap(make_model())
         for step in ctx.steps(names["loader"]):
             found["steps"].append([])
@@ -460,7 +476,7 @@ LONG_FOUR = {
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks_once(tmp_path_factory, __name__, "FAST", 2, limit_s=100)
+    return run_ranks_once(tmp_path_factory, __name__, "FAST", 2, limit_s=250)
 
 
 class TestTraining:

@@ -13,6 +13,7 @@ import emulated
 import pytest
 import torch
 from folders import TESTS
+from gpus import KIND, WORKSPACE_BYTES
 from torch import nn
 from torch.nn import functional as F
 from workloads import char_gpt, mlp, small
@@ -33,7 +34,7 @@ from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
 MIB = 2**20
-KIND = accelerator_kind() or "cuda"
+
 
 GPUS = [torch.device("cuda", 2), torch.device("cuda", 0)]
 
@@ -284,13 +285,13 @@ class TestOneDevice:
         after = workload.model.state_dict()
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         assert {parameter.device.type for parameter in workload.model.parameters()} == {"cpu"}
-        assert module.memory_allocated(0) == allocated
+        assert 0 <= module.memory_allocated(0) - allocated <= WORKSPACE_BYTES
         assert torch.equal(module.get_rng_state(0), generator)
         assert len(traces) <= 15
 
     @pytest.mark.timeout(600)
     def test_a_ceiling_is_within_3_percent_of_brute_force(self):
-        workload, limit_bytes = mlp(), 96 * MIB if KIND == "emu" else 3 * 2**30
+        workload, limit_bytes = mlp(), 96 * MIB + WORKSPACE_BYTES
         found = find_ceiling(workload, f"{KIND}:0", role="primary", reserve=room(f"{KIND}:0", limit_bytes))
         assert found.confirmed
         assert found.capacity_bytes == limit_bytes
@@ -319,11 +320,12 @@ class TestOneDevice:
             module.set_per_process_memory_fraction(1.0, 0)
 
     def test_the_full_device_is_named_and_the_next_step_runs(self):
-        with running(f"{KIND}:0", mlp(), 32 * MIB) as runtime:
+        limit_bytes = 32 * MIB + WORKSPACE_BYTES
+        with running(f"{KIND}:0", mlp(), limit_bytes) as runtime:
             with pytest.raises(OutOfMemoryError, match=f"{KIND}:0") as caught:
-                runtime.peaks(StepShape(((2**17,),)))
+                runtime.peaks(StepShape(((limit_bytes // 256,),)))
             assert (caught.value.device, caught.value.device_index) == (f"{KIND}:0", 0)
-            assert 0 < runtime.peaks(StepShape(((8,),)))[0] <= 32 * MIB
+            assert 0 < runtime.peaks(StepShape(((8,),)))[0] <= limit_bytes
 
     @needs_emulated
     def test_an_optimizer_that_ran_out_of_memory_half_way_starts_anew(self):
@@ -403,7 +405,7 @@ class TestOneDevice:
 
     def test_what_no_trace_can_follow_is_told_by_real_steps(self):
         """A UserCodeError said that the model failed on the processor, where it was never to run."""
-        reserve = room(f"{KIND}:0", 48 * MIB)
+        reserve = room(f"{KIND}:0", 48 * MIB + WORKSPACE_BYTES)
         found = find_ceiling(on_its_device(Asking), f"{KIND}:0", role="primary", reserve=reserve)
         assert found.batch_size > 1000
         assert found.confirmed
@@ -455,7 +457,7 @@ assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
         path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
         environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.runtime.build_small import TooLarge, built_within
+from autosplit.torch_versions import default_device
 
 MIB = 2**20
 HUGE = 10**6
@@ -138,7 +139,7 @@ def test_the_bound_ends_with_the_build():
     ("read", "write", "meanwhile"),
     [
         (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-        (torch.get_default_device, torch.set_default_device, torch.device("meta")),
+        (default_device, torch.set_default_device, torch.device("meta")),
         (torch.is_grad_enabled, torch.set_grad_enabled, False),
     ],
 )

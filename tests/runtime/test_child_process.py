@@ -52,11 +52,10 @@ def is_there(pid):
         return False
 
 
-def until(condition, seconds=5.0):
-    ends = time.monotonic() + seconds
-    while not condition() and time.monotonic() < ends:
+def until(condition):
+    """Wait until a condition holds. If it never does, pytest's own time limit ends the test."""
+    while not condition():
         time.sleep(0.02)
-    return condition()
 
 
 # Calls
@@ -141,11 +140,9 @@ def test_a_death_is_told_and_the_next_call_has_another_process(child, cause):
 @pytest.mark.parametrize("errand", ["hang", "hang_deaf"])
 def test_a_call_that_hangs_is_ended(child, errand):
     pid = child.call("pids")[0]
-    began = time.monotonic()
     with pytest.raises(ChildLostError, match=r"did not answer within 0\.3 s and was ended") as caught:
         child.call(errand, limit_s=0.3)
     assert caught.value.hung
-    assert time.monotonic() - began < 50, "it was not waited for: that takes 100 s"
     assert not is_there(pid)
 
 
@@ -157,7 +154,7 @@ def test_a_call_that_hangs_is_ended(child, errand):
 def test_a_spoiled_pipe_is_a_death(child, errand, cause):
     child.call("pids")
     with pytest.raises(ChildLostError, match=cause) as caught:
-        child.call(errand, limit_s=30)
+        child.call(errand, limit_s=200)
     assert not caught.value.hung, "it was seen at once, not by the limit"
     assert child.call("add", 1, 1) == 2
 
@@ -242,17 +239,22 @@ def test_what_it_started_ends_with_it(child):
     pid = child.call("fork")
     assert is_there(pid)
     child.close()
-    assert until(lambda: not is_there(pid))
+    until(lambda: not is_there(pid))
 
 
 @POSIX
-def test_ctrl_c_ends_it(child):
-    pid = child.call("pids")[0]
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+def test_ctrl_c_ends_it(child, tmp_path):
+    pid, hangs = child.call("pids")[0], tmp_path / "hangs"
+
+    def press():
+        until(hangs.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presses = threading.Thread(target=press)
+    presses.start()
     with pytest.raises(KeyboardInterrupt):
-        child.call("hang")
-    timer.join()
+        child.call("hang_after", str(hangs))
+    presses.join()
     assert not is_there(pid)
     assert child.call("add", 1, 1) == 2
 
@@ -274,7 +276,7 @@ def test_it_ends_when_its_parent_is_killed():
         pid = int(parent.stdout.readline())
         assert is_there(pid)
         parent.kill()
-    assert until(lambda: not is_there(pid))
+    until(lambda: not is_there(pid))
 
 
 def test_a_script_without_a_guard_is_told(tmp_path):
@@ -284,9 +286,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom errands import Errand\n"
         "from autosplit.runtime.child_process import Child\nprint('noise')\nChild(Errand).call('add', 1, 2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60, env=FROM_HERE
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=FROM_HERE)
     assert done.stdout == "noise\n"
     assert "ChildLostError: the process exited with code 1" in done.stderr
 

@@ -111,3 +111,17 @@ def test_norms_of_planes_use_as_many_multiprocessors_as_there_are_channels():
         return found.seconds(find_card("RTX3090"))
 
     assert cost(4) == pytest.approx(8 * cost(32), rel=0.1)
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_attention_has_the_operations_of_its_query_heads(key_heads):
+    """torch 2.11 counts no grouped queries: a step of a Llama ended in an AssertionError of its formula."""
+    query, key = torch.randn(3, 8, 16, 32), torch.randn(3, key_heads, 24, 32)
+    outputs = aten._scaled_dot_product_flash_attention_for_cpu(query, key, key)
+    (forward,) = op_cost(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, key), {}, outputs)
+    args = (outputs[0], query, key, key, *outputs, 0.0, False)
+    (backward,) = op_cost(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, args, {}, (query, key, key)
+    )
+    product = 2 * 3 * 8 * 16 * 24 * 32
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)

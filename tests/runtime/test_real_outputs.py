@@ -83,7 +83,8 @@ def test_other_ops_return_what_they_return():
     factors = torch.ones(2, 2), torch.ones(2, 2)
     outputs = torch.ops.aten.mm.default(*factors)
     assert workspaces.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
-    assert workspaces.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
+    if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.6 has no such overload
+        assert workspaces.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
 
 
 def test_a_product_of_unlike_dtypes_is_refused():

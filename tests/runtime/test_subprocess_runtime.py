@@ -300,6 +300,9 @@ def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
     assert limits(child) == [600, 600, 10, 3]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason=f"torch {torch.__version__} has no fp32_precision (2.9 has)"
+)
 def test_what_a_process_set_of_torch_holds_in_the_other():
     """torch refuses its old switch of a float32's precision once a new one was used: no process could be started."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"

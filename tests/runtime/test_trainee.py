@@ -359,6 +359,7 @@ class TestCustomSteps:
         run(trainee, (1, 3))
         assert [len(o.param_groups[0]["params"]) for o in trainee.optimizers.items] == [2, 2]
 
+    @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8
     def test_a_closure_optimizer_in_a_step(self):
         def step(model, optimizer, batch):
             def closure():

@@ -153,6 +153,9 @@ def test_what_is_proposed_outside_the_space_is_left_to_the_sampler():
     assert all(map(SPACE.holds, evaluation.asked))
 
 
+@pytest.mark.skipif(
+    not hasattr(optuna.Trial, "set_constraint"), reason=f"optuna {optuna.__version__} has no Trial.set_constraint"
+)
 def test_a_failed_trial_breaks_a_constraint_and_has_no_value(tmp_path):
     trials = run(Evaluation(failing=lambda c: c.batch_size > 86), n_trials=8, storage=url_of(tmp_path))
     study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))

@@ -130,7 +130,6 @@ class TestCards:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 class TestThisMachine:
     def test_two_processes_meet(self):
         found = meeting.met([CPU, CPU])
@@ -166,7 +165,6 @@ class TestThisMachine:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(240)
 class TestAccelerators:
     def test_all_of_it_is_looked_at_and_nothing_private_said(self, capsys, tmp_path):
         saved = tmp_path / "cards.toml"

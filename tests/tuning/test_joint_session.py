@@ -22,7 +22,6 @@ import spinning
 import torch
 from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards, stand_in
-from marks import slow
 from ranks import found_by, run_ranks, starting
 from torch import distributed as dist
 from torch import nn
@@ -57,8 +56,6 @@ from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
 from autosplit.workload import precision as precisions
-
-pytestmark = pytest.mark.alone
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 300
@@ -304,13 +301,14 @@ def waiting_for_another() -> dict[str, Any]:
     """Tune while somebody else does: rank 0 waits, and the others with it."""
     real, heard = profiles.turn_path, []
     path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / "held.lock"
-    begun, others = threading.Event(), []
+    begun, failed, others = threading.Event(), threading.Event(), []
 
     def hold() -> None:
         with Turn(path, limit_s=9.0, tell=others.append) as turn:
             turn.wait()
             begun.set()
-            time.sleep(2.0)
+            while "waiting" not in heard and not failed.is_set():
+                time.sleep(0.01)
 
     profiles.turn_path = lambda _key: path
     holder = threading.Thread(target=hold)
@@ -321,6 +319,7 @@ def waiting_for_another() -> dict[str, Any]:
         plan = tune(workload(), n_trials=1, name="waits", progress=lambda told: heard.append(told.stage))
     finally:
         profiles.turn_path = real
+        failed.set()
     if rank_here() == 0:
         holder.join()
     return {"plan": plan.to_json(), "waited": "waiting" in heard}
@@ -395,6 +394,7 @@ def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
 
 @pytest.mark.timeout(LIMIT_S + 60)  # both run all scenarios before the first test
 @pytest.mark.slow
+@pytest.mark.alone
 class TestTwoRanks:
     def test_get_one_plan_that_was_measured_together(self, ranks: Any) -> None:
         one, other = found_by(ranks, "tuned")
@@ -581,23 +581,26 @@ def die_while_tuning(rank: int, port: int, victim: int, folder: str) -> None:
     (Path(folder) / str(rank)).write_text(json.dumps([time.time(), *said]))
 
 
-@pytest.mark.parametrize("victim", [slow(0), 2])
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "within_s"), [pytest.param(0, 20, marks=[pytest.mark.slow, pytest.mark.alone]), (2, LIMIT_S)]
+)
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int, within_s: float) -> None:
     context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = store.port, victim, str(tmp_path)
     processes = [context.Process(target=die_while_tuning, args=(rank, *arguments)) for rank in range(3)]
     for process in processes:
         process.start()
+    deadline_s = time.monotonic() + LIMIT_S
     for process in processes:
-        process.join(LIMIT_S)
+        process.join(max(0.0, deadline_s - time.monotonic()))
     for process in processes:
         process.kill()
         process.join()
     killed = float((tmp_path / "killed").read_text())
     for rank in {0, 1, 2} - {victim}:
         ended, kind, said, code = json.loads((tmp_path / str(rank)).read_text())
-        assert ended - killed < 20
+        assert ended - killed < within_s
         assert (kind, code) == (RankFailedError.__name__, 1)
         assert said.startswith(f"rank {victim} is gone: "), said
 
@@ -627,7 +630,7 @@ def run_cli(folder: Path, *arguments: str, spring: str = "pass", **environment: 
     (folder / "work.py").write_text(FILE.format(spring=spring))
     command = [sys.executable, "-m", *arguments]
     everything = {**os.environ, **environment}
-    return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -684,7 +687,7 @@ def test_nothing_is_left_where_the_command_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "SPRING": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "autosplit", "tune", "work.py", *OPTIONS]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as started:
-        until = time.monotonic() + 100
+        until = time.monotonic() + 300
         while not (found := list(tmp_path.glob("*.rank"))):
             assert time.monotonic() < until
             time.sleep(0.2)
@@ -702,12 +705,12 @@ def test_ctrl_c_is_the_commands_own_exit_code_and_one_line(tmp_path: Path) -> No
     command = [sys.executable, "-m", "autosplit", "tune", "work.py", *OPTIONS[:-1], "24"]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **streams) as started:
-        until = time.monotonic() + 100
+        until = time.monotonic() + 300
         while not (tmp_path / "reached").exists():
             assert time.monotonic() < until
             time.sleep(0.2)
         os.killpg(started.pid, signal.SIGINT)
-        _, said = started.communicate(timeout=100)
+        _, said = started.communicate(timeout=200)
     assert started.returncode == 4, said
     assert len([line for line in said.splitlines() if line.startswith("error: interrupted")]) == 1, said
     assert "Traceback" not in said

@@ -164,6 +164,7 @@ class Sleeping(Dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_loader_that_sleeps():
     found = tuned("cpu", loader=DataLoader(Sleeping(), batch_size=16), n_trials=3)
     assert found.loader_samples_per_s is not None

@@ -219,7 +219,6 @@ class TestCommand:
         assert [n for n in names if n not in {*described, "progress"} and f"--{n.replace('_', '-')}" not in out] == []
 
     @pytest.mark.slow
-    @pytest.mark.timeout(240)
     def test_ddp_is_measured_by_a_process_for_each_device(self, capfd):
         words = ["measure", "examples/char_gpt.py", "--devices", "cpu:512MiB,cpu:256MiB", "--strategy", "ddp"]
         assert main([*words, "--split", "8,4", "--accumulation-steps", "2", "--json"]) == 0
@@ -231,7 +230,6 @@ class TestCommand:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(240)
 class TestAccelerators:
     def test_each_device_holds_its_part(self):
         found = measure(char_gpt(), devices=KIND, split=(4,) * COUNT, accumulation_steps=3)

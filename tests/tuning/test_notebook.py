@@ -87,7 +87,7 @@ from nbclient import NotebookClient
 manager = AsyncKernelManager()
 manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(sys.stdin.read())])
-NotebookClient(book, km=manager, timeout=110).execute()
+NotebookClient(book, km=manager, timeout=400).execute()
 print(nbformat.writes(book))
 """
 

@@ -28,5 +28,6 @@ def test_a_dry_pass_peaks_at_its_own_batch():
         large, few = steps._dry((2**16,)), steps._dry((8,))
     finally:
         steps.close()
-    assert large > 2 * few > 0
+    assert few > 0
+    assert large - few > 2**24  # both hold the workspaces of cuBLAS
     assert next(steps.workload.model.parameters()).device == torch.device("cpu")

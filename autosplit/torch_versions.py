@@ -1,0 +1,238 @@
+"""Differences between torch versions: one function for each difference, which names the versions it is for.
+
+The rest of the package calls these functions and does not look at torch's version. docs/private-names.md lists every
+private name of torch that the package uses. If torch has dropped one that has no fallback, importing this module
+raises ImportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_wrapper_subclass", "unset_fake_temporarily"]
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"torch {torch.__version__} has no {name}, which autosplit needs here. Install a torch version that autosplit "
+        "was tested with (docs/private-names.md)."
+    )
+
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
+except ImportError as error:
+    raise ImportError(_unknown("torch._subclasses.fake_tensor or torch.utils._python_dispatch as expected")) from error
+
+
+_NEEDED: Sequence[tuple[Any, str]] = (
+    (torch._C, "_current_autograd_node _current_graph_task_id"),
+    (torch._C._autograd, "_get_sequence_nr"),
+    (torch.autograd.Variable, "_execution_engine"),
+    (Tensor, "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version"),
+    (nn.Module(), "_buffers _modules _parameters _replicate_for_data_parallel"),
+)
+"""Owners and their private names without a fallback."""
+
+
+def check_private_names(needed: Sequence[tuple[Any, str]] = _NEEDED) -> None:
+    """Raise ImportError if torch lacks a private name that has no fallback."""
+    for owner, names in needed:
+        for name in names.split():
+            if not hasattr(owner, name):
+                raise ImportError(_unknown(name))
+
+
+check_private_names()
+
+
+def private(owner: object, name: str) -> Any:
+    """Return a private attribute that only instances have; raise RuntimeError if this torch gives them none."""
+    if not hasattr(owner, name):
+        raise RuntimeError(_unknown(f"{type(owner).__name__}.{name}"))
+    return getattr(owner, name)
+
+
+# ----------------------------------------------------------------------------------------------------------- devices
+
+
+def available_accelerator() -> torch.device | None:
+    """Return the accelerator that this process sees. torch < 2.7 takes no `check_available`."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def built_accelerator() -> torch.device | None:
+    """Return the accelerator that torch was built for, present or not. torch 2.6 raises without one."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
+def accelerator_index(index: int) -> AbstractContextManager[Any]:
+    """Make an accelerator the current one within a context. torch < 2.8 has it for each back end alone."""
+    if hasattr(torch.accelerator, "device_index"):
+        return torch.accelerator.device_index(index)
+    there = available_accelerator()
+    assert there is not None, "the caller has seen one"
+    module: Any = torch.get_device_module(there.type)
+    context: AbstractContextManager[Any] = module.device(index)
+    return context
+
+
+def default_device() -> torch.device:
+    """Return the device of tensors that are made without one.
+
+    torch 2.6 and 2.7 do not report the device of `with torch.device(...)`. torch 2.6 to 2.8 raise AttributeError after
+    `set_default_device(None)`. There a new tensor shows its device.
+    """
+    if torch.__version__ >= "2.8":
+        with suppress(AttributeError):
+            return torch.get_default_device()
+    return torch.empty(0).device
+
+
+# ----------------------------------------------------------------------------------------------------------- tensors
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it lives.
+
+    A torch without `_cdata` gets Python's `id`: torch keeps one Python object for each storage.
+    """
+    key: int = getattr(storage, "_cdata", id(storage))
+    return key
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set tensors' version counters, which autograd compares to detect changes in place.
+
+    torch >= 2.8 takes tuples, torch 2.6 and 2.7 one tensor at a time. Without the function the counters stay as they
+    are, and a backward of a graph that was recorded earlier raises torch's error about an in-place change.
+    """
+    setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if setter is None or not tensors:
+        return
+    try:
+        setter(tuple(tensors), tuple(versions))
+    except TypeError:
+        for tensor, version in zip(tensors, versions, strict=True):
+            setter(tensor, version)
+
+
+def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+    """Group dense tensors of one dtype and device into lists of at most `most_bytes`; a larger tensor is alone."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind, nbytes = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if sizes.get(kind) and sizes[kind] + nbytes > most_bytes:
+            yield filling.pop(kind)
+            sizes[kind] = 0
+        filling.setdefault(kind, []).append(tensor)
+        sizes[kind] = sizes.get(kind, 0) + nbytes
+    yield from filling.values()
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target: in one call, or one by one if torch has no `_foreach_copy_`."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply each tensor by a number, in place: in one call, or one by one if torch has no `_foreach_mul_`."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+BATCH_NORMS: tuple[type[nn.Module], ...] = (
+    getattr(nn.modules.batchnorm, "_BatchNorm", nn.SyncBatchNorm),
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+"""Classes of BatchNorm layers. With torch's private base class, users' subclasses of it count, too."""
+
+NORMS: tuple[type[nn.Module], ...] = (
+    getattr(nn.modules.batchnorm, "_NormBase", nn.SyncBatchNorm),
+    *BATCH_NORMS,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+"""Classes of BatchNorm and InstanceNorm layers."""
+
+
+def aten_ops(names: str) -> frozenset[Any]:
+    """Return torch's operators of these names, less those that this torch does not have."""
+    return frozenset(getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name))
+
+
+# ------------------------------------------------------------------------------------------------------------- FSDP2
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return FSDP2's parameter groups of a module that was passed to `fully_shard`.
+
+    torch 2.13 keeps a list of groups. torch 2.6 to 2.11 keeps one group, or None for a module without parameters.
+
+    Raises:
+        RuntimeError: This torch keeps the groups elsewhere.
+    """
+    return _groups_of(private(module, "_get_fsdp_state")())
+
+
+def reset_fsdp(root: Any) -> None:
+    """Discard what an exception in a forward or a backward left in FSDP2; do nothing if `root` is not the root module.
+
+    torch 2.13 has `reset_iter_state` for this. On torch 2.6 to 2.11 this function does the same: it waits for
+    unfinished collectives, reshards all parameters and clears FSDP2's records of the step.
+    """
+    state = private(root, "_get_fsdp_state")()
+    if not private(state, "_is_root"):  # None before the first forward, which makes a module the root
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared, streams = state._state_ctx, state._comm_ctx
+    current = state._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        running = getattr(streams, name)
+        if running is not None and running.event is not None:
+            current.wait_event(running.event)
+        setattr(streams, name, None)
+    for part in shared.all_states:
+        part._modules_to_run_forward.clear()
+        part._training_state = type(part._training_state).IDLE
+        for group in _groups_of(part):
+            group.finalize_backward()  # waits, and clears the all-gather that it waited for
+            group._partial_reduce_output = None
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    streams.post_forward_order.clear()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if not hasattr(state, "_fsdp_param_group"):
+        raise RuntimeError(_unknown("FSDPState._fsdp_param_groups"))
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

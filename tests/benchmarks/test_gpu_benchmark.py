@@ -1,0 +1,71 @@
+"""The script for a GPU machine: every stage runs on an emulated device, and a stage that fails ends alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import emulated
+import pytest
+from folders import BENCHMARKS, ROOT
+
+sys.path.insert(0, str(BENCHMARKS))
+import gpu
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+def child(code: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "status"),
+    [("pass", 60, "done"), ("raise SystemExit(2)", 60, "crashed"), (SLEEPS, 0, "out of time")],
+)
+def test_how_a_stage_ends(code, limit_s, status):
+    process = child(code)
+    assert gpu._status_of(process, time.monotonic() + limit_s) == status
+    assert process.poll() is not None
+
+
+def test_a_stage_without_time_is_not_started():
+    assert gpu._run(gpu.STAGES[0], gpu.LEAST_S - 1, small=True)["status"] == "no time"
+
+
+def test_the_budgets_of_the_first_stages_fit_the_limit():
+    """The last ones get what the others left."""
+    assert sum(stage.budget_s for stage in gpu.STAGES[:-2]) <= gpu.LIMIT_S
+
+
+def test_every_predicted_setting_was_predicted():
+    known = json.loads(gpu.PREDICTIONS.read_text(encoding="utf-8"))["settings"]
+    assert len(known) == 16
+    assert [name for name, one in known.items() if "error" in one] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(emulated.wanted(), reason="starts emulated devices of its own")
+def test_every_stage_ends_on_an_emulated_device(tmp_path):
+    try:
+        emulated.built_library()
+    except emulated.NoCompiler as error:
+        pytest.skip(str(error))
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--small", "--budget-factor", "20", "--limit-s", "1700"]
+    environment = {**os.environ, "EMULATED_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--output", str(output)], env=environment, capture_output=True, text=True, check=False
+    )
+    found = json.loads(output.read_text(encoding="utf-8"))
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert list(stages) == [stage.name for stage in gpu.STAGES], done.stderr[-2000:]
+    assert {name: stage["status"] for name, stage in stages.items() if stage["status"] != "done"} == {}, done.stdout
+    assert [name for name, stage in stages.items() if not stage["findings"]] == []
+    findings = [finding for stage in stages.values() for finding in stage["findings"]]
+    assert [finding for finding in findings if finding["verdict"] == "error"] == []
+    assert [finding for finding in stages["ranks"]["findings"] if finding["verdict"] != "holds"] == []
