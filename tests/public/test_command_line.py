@@ -100,7 +100,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (("tun",), "'tune'? See autosplit --help"),
+            (("tun",), "autosplit --help"),
             (("tune",), "see autosplit tune --help"),
             (("tune", "train.py", "--device", "cpu"), "--devices"),
             (("tune", "train.py", "--devices"), "see autosplit tune --help"),
