@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -329,19 +328,6 @@ def summed_up(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def card_of(name: str) -> str:
-    """Return the catalogue's name for what CUDA calls a card: ``NVIDIA H100 80GB HBM3`` is ``H100-80GB``.
-
-    Raises:
-        DeviceError: It is not in the catalogue, under either.
-    """
-    try:
-        return find_card(name).name
-    except DeviceError:
-        # The memory's kind and the socket are in CUDA's names, and in the catalogue's only where they tell cards apart.
-        return find_card(re.sub(r"[ -](HBM\w*|SXM\d?|PCIE)(?=[ -]|$)", "", name, flags=re.IGNORECASE)).name
-
-
 def measured(kinds: dict[str, Kind], card: str | None, limit_s: float, output: Path, *, quick: bool) -> dict[str, Any]:
     """Measure everything that there is time for; the file is written after each case."""
     begun_s = time.perf_counter()
@@ -430,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     card = None
     if torch.cuda.is_available():
-        card = card_of(arguments.card or torch.cuda.get_device_name(0))
+        card = find_card(arguments.card or torch.cuda.get_device_name(0)).name
     quick = arguments.quick or card is None  # the large ones would take a processor hours
     kinds = QUICK_KINDS if quick else KINDS
     chosen = {name: kind for name, kind in kinds.items() if name in (arguments.only or kinds)}

@@ -31,8 +31,7 @@ def requirements_of(path) -> dict[str, Requirement]:
 
 
 def ours() -> dict[str, Requirement]:
-    extras = PROJECT["optional-dependencies"]["integrations"]
-    found = [Requirement(line) for line in (*PROJECT["dependencies"], *extras)]
+    found = map(Requirement, PROJECT["dependencies"])
     return {canonicalize_name(requirement.name): requirement for requirement in found}
 
 

@@ -31,27 +31,6 @@ def bench() -> ModuleType:
         del sys.modules[spec.name]
 
 
-@pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-        ("NVIDIA GeForce RTX 3090", "RTX3090"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"),
-    ],
-)
-def test_cards_are_known_by_what_cuda_calls_them(bench, name, card):
-    assert bench.card_of(name) == card
-
-
-def test_an_unknown_card_is_refused(bench):
-    with pytest.raises(DeviceError, match="not in the catalogue"):
-        bench.card_of("NVIDIA H300 SXM9")
-
-
 def test_ratios_are_summed_up_by_their_distance_from_one(bench):
     assert bench.spread([1.5, 0.9, 1.0]) == {
         "count": 3,

@@ -65,6 +65,12 @@ def samplers(num_samples: int, sizes: tuple[int, ...], effective: int, **options
     ]
 
 
+def without_forwards() -> Plan:
+    plan = make_plan((4,))
+    rank = replace(plan.ddp.ranks[0], accumulation_steps=0)
+    return replace(plan, ddp=replace(plan.ddp, ranks=(rank,)))
+
+
 class TestRankSlices:
     @given(jobs(), st.booleans())
     def test_the_ranks_together_take_every_sample_once(self, job: tuple[Any, ...], shuffle: bool) -> None:
@@ -362,7 +368,7 @@ class TestOneProcess:
                 PlanError,
                 "the plan has no DDP ranks: cpu:0 can't hold a DDP rank; expected one for each device",
             ),
-            (make_plan((4,), forwards=0), PlanError, r"the plan's ranks have \[0\] accumulation steps"),
+            (without_forwards(), PlanError, r"the plan's ranks have \[0\] accumulation steps"),
             (
                 make_plan((4,), device="cuda:99"),
                 DeviceError,
