@@ -37,7 +37,6 @@ from torch.nn import functional as F
 from autosplit.devices.catalog import find_card
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import DeviceError
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime

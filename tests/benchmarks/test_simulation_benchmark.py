@@ -10,8 +10,6 @@ from types import ModuleType
 import pytest
 from folders import BENCHMARKS
 
-from autosplit.errors import DeviceError
-
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
