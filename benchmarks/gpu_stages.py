@@ -60,7 +60,7 @@ def tests_stage(*, small: bool) -> None:
         if marked.search(path.read_text(encoding="utf-8")) and not path.name.startswith("test_emulated")
     )
     if small:
-        files = [path for path in files if path.name in {"test_accelerator.py", "test_peer_copy_check.py"}]
+        files = [path for path in files if path.name == "test_peer_copy_check.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu and not slow", "--tb=short", "--timeout=60"]
     command += ["-p", "no:cacheprovider", "-o", "addopts=", *map(str, files)]
     has_xdist = importlib.util.find_spec("xdist") is not None
