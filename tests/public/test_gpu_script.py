@@ -20,7 +20,7 @@ def test_it_plans_and_reports_that_there_is_no_gpu(tmp_path):
     output = tmp_path / "gpu.json"
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--output", str(output)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EMULATED")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "no GPU: nothing was checked\n"), done.stderr
     found = json.loads(output.read_text(encoding="utf-8"))
     assert found["gpu"] is None

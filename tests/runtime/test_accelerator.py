@@ -66,6 +66,9 @@ class FakeBackEnd:
     def step(self, _mark):
         self.count += self.left.pop(0) if self.left else 0
 
+    def synchronize(self, _gpu):
+        """Every step is over when its call returns."""
+
     def memory_stats(self, _gpu):
         return {"num_alloc_retries": self.count}
 
