@@ -121,7 +121,7 @@ def _ceiling(build: Callable[[bool], Workload], small: bool, room_bytes: int) ->
     torch.manual_seed(0)
     workload = _built(build, small)
     capacity = autosplit.parse_devices(GPU)[0].capacity_bytes
-    reserve = capacity - room_bytes
+    reserve = capacity - room_bytes if capacity > room_bytes else None
     began_s = time.perf_counter()
     found = autosplit.find_ceiling(workload, GPU, role="primary", reserve=reserve)
     seconds = time.perf_counter() - began_s
