@@ -44,7 +44,7 @@ ROOMY = 0.9
 """A step for which the allocator reserves no more than this share of the limit is not run again to see it thrash."""
 
 MOST_STEPS = 32
-"""Steps in a timed block. The host launches at most about 1,024 kernels ahead, which is a few steps."""
+"""Most steps in a timed block, so that short steps leave several blocks for the median."""
 
 UPDATES_TIMED = 2
 """Timed runs of the optimizer; waiting for what comes before it keeps them out of the timed steps."""
