@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -182,6 +183,41 @@ NORMS: tuple[type[nn.Module], ...] = (
 def aten_ops(names: str) -> frozenset[Any]:
     """Return torch's operators of these names, less those that this torch does not have."""
     return frozenset(getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name))
+
+
+# ------------------------------------------------------------------------------------------------- CUDA's operators
+
+
+NN_FUNCTIONS: Any = getattr(torch._C, "_nn", nn.functional)
+"""The functions that `torch.nn.functional` calls: those that are written in C++."""
+
+
+def has_autocast(name: str) -> bool:
+    """Return whether CUDA's autocast has a rule for an operator; torch < 2.13 has none for `rms_norm`."""
+    asks = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    if asks is None:
+        return torch.__version__ >= "2.13"
+    return hasattr(torch.ops.aten, name) and bool(asks(f"aten::{name}", "AutocastCUDA"))
+
+
+@dataclass(frozen=True)
+class CudnnAttention:
+    """When this torch runs attention by cuDNN.
+
+    Attributes:
+        is_preferred: torch tries cuDNN first on compute capability 9 and 10.
+        takes_any_dropout: Otherwise only multiples of 1/16.
+        head_size: The largest on compute capability 9.0.
+    """
+
+    is_preferred: bool
+    takes_any_dropout: bool
+    head_size: int
+
+
+def cudnn_attention_rules() -> CudnnAttention:
+    """Return when this torch runs attention by cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return CudnnAttention(True, True, 256)
 
 
 # --------------------------------------------------------------------------------------------------------------- DDP

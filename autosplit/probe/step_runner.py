@@ -107,7 +107,7 @@ class StepRunner:
         """Predict each device's peak in a step, in bytes."""
         before = self.tracer.runs
         with named_steps(shape):
-            found = traced_peaks(self._traces, shape)
+            found = traced_peaks(self._traces, shape, self.runtime.devices)
         if not self.tracer.fake:  # followed with real tensors, a trace is a step
             self.count(self.tracer.runs - before)
         return found
@@ -139,7 +139,7 @@ class StepRunner:
         if not (self.tracer.fake or self.runtime.simulated):
             return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
         with named_steps(shape):
-            found = traced_parts(self._traces, shape)
+            found = traced_parts(self._traces, shape, self.runtime.devices)
         measured = not self.runtime.simulated
         return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
 

@@ -15,10 +15,11 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.gradient_arrivals import Way
 from autosplit.runtime.kernel_time import Codes, Numbers
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
@@ -36,29 +37,52 @@ _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "le
 _PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce", "update")
 
 MOST_KEPT = 256
-"""Steps that are kept as they were told: a search asks for the same ones again and again."""
+"""The most predicted traces that are kept."""
+
+
+@dataclass
+class _Shared:
+    """The state of the traces of one workload that its traces for other GPUs share.
+
+    Attributes:
+        by_tracer: The traces of each tracer, by its `id`.
+        checks: Compare predictions with traces.
+        traces: Predicted traces: a search asks for the same steps again and again.
+    """
+
+    by_tracer: dict[int, AffineTraces]
+    checks: bool = False
+    given_up: bool = False
+    traces: dict[tuple[int, StepShape, StepShape], Trace] = field(default_factory=dict)
 
 
 class AffineTraces:
-    """Tells what steps hold and how they work as a `Tracer` does, after few real traces.
-
-    Attributes:
-        given_up: Whether steps were found that follow no law, so that each is followed.
-    """
+    """Predicts what steps hold and how they work, as a `Tracer` does, after few traces."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.fake = tracer.fake
         self.accumulation_costs = tracer.accumulation_costs
         self.zeroing_costs = tracer.zeroing_costs
-        self.given_up = False
+        self._shared = _Shared({id(tracer): self})
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
         self._held_to: dict[bool, int] = {}
         self._ones: dict[bool, bool] = {}
         self._ones_timed: dict[bool, bool] = {}
-        self._checks = False
-        self._told: dict[tuple[StepShape, StepShape], Trace] = {}
+
+    @property
+    def given_up(self) -> bool:
+        """Whether steps were found that follow no law on some GPU, so that each step is traced."""
+        return self._shared.given_up
+
+    def for_kernels(self, kernels: GpuKernels) -> AffineTraces:
+        """Return the traces of the same steps on another GPU: these, if the GPU runs the same operators."""
+        tracer = self.tracer.for_kernels(kernels)
+        if id(tracer) not in self._shared.by_tracer:
+            other = self._shared.by_tracer[id(tracer)] = AffineTraces(tracer)
+            other._shared = self._shared
+        return self._shared.by_tracer[id(tracer)]
 
     @property
     def trainee(self) -> Trainee:
@@ -69,24 +93,24 @@ class AffineTraces:
         """Return the trace of a step, or of a further micro-step, which the first one's law tells where it will do."""
         if first is None or (first != shape and 1 in shape.splits[0] and not self._times_one(shape)):
             first = shape
-        if self._checks:
+        if self._shared.checks:
             self._check(first)
-        key = shape, first
-        if key not in self._told:
-            if len(self._told) >= MOST_KEPT:
-                self._told.clear()
+        key, traces = (id(self), shape, first), self._shared.traces
+        if key not in traces:
+            if len(traces) >= MOST_KEPT:
+                traces.clear()
             law = self._law_for(first)
-            self._told[key] = self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
-        return self._told[key]
+            traces[key] = self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
+        return traces[key]
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Hold the law of each step that is asked for against the step itself, unless a larger one of its like was."""
-        self._checks = True
+        """Compare each prediction with a trace of the same step, unless a larger step of its kind was compared."""
+        self._shared.checks = True
         try:
             yield
         finally:
-            self._checks = False
+            self._shared.checks = False
 
     def _law_for(self, shape: StepShape) -> _Law | None:
         """Return the law that a step follows, where a share of one may have its own; None where there is none."""
@@ -196,8 +220,8 @@ class AffineTraces:
             self._held_to[shape.arrangement == "eval"] = shape.num_samples
             return
         _log.info("steps of other sizes take another way than %s: each is followed", shape)
-        self.given_up = True
-        self._told.clear()
+        self._shared.given_up = True
+        self._shared.traces.clear()
 
     def _followed_twice(self, unit: StepShape) -> _Law:
         """Follow a step of real tensors with as many samples as the sample batch has, and twice as many."""

@@ -1,13 +1,17 @@
-"""Run torch's functions on the processor as CUDA runs them: under its autocast, and its dropout.
+"""Run torch's functions on the CPU as CUDA would run them.
 
-What a simulated card holds and does depends on it. Autocast runs fewer ops in float32 on the processor: a layer norm in
-float32 keeps four bytes of each value, and the next product casts them back. Dropout is one kernel on a GPU, which
-keeps a byte of each value; on the processor it is three, which keep a number (aten/src/ATen/native/Dropout.cpp).
+CUDA runs other operators than the CPU: its own attention, fused dropout and normalisation, and an autocast with other
+lists. Memory and time of a simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above autograd
+and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces only functions whose operators the
+CPU has, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,44 +19,31 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autosplit.torch_versions import FakeTensor, aten_ops
+from autosplit.runtime.attention import HALVES, AttentionCall, Backend, attend, chosen_backend
+from autosplit.runtime.cuda_autocast import FLOAT32, FLOAT32_RESULT, LOWER, PROMOTED
+from autosplit.runtime.gpu_kernels import GpuKernels
+from autosplit.runtime.rms_norm import has_fused_rms_norm, rms_norm
+from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor
 
-# "CUDA Ops that can autocast to float32" of torch's documentation (torch.amp), without those that training loops lack.
-_NAMES = (
-    "cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist exp expm1 group_norm "
-    "hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss "
-    "multi_margin_loss "
-    "multilabel_margin_loss nll_loss norm poisson_nll_loss pow prod reciprocal rsqrt smooth_l1_loss soft_margin_loss "
-    "softmax softmin softplus sum __pow__ __rpow__ triplet_margin_loss"
-)
-_FLOAT32 = {
-    getattr(place, name)
-    for place in (torch, F, Tensor)
-    for name in _NAMES.split()
-    if callable(getattr(place, name, None))
-}
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-_SOFTMAX = {
-    getattr(place, name): kernel
-    for name in ("softmax", "log_softmax")
-    for kernel in aten_ops(f"_{name}")
-    for place in (torch, F, Tensor)
-}
-"""Functions whose kernels on GPUs read halves and write float32, and those kernels."""
+aten = torch.ops.aten
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Run in float32, inside autocast, what CUDA's autocast runs in it, and dropout as one kernel.
+    """Replaces functions that CUDA runs by other operators than the CPU.
+
+    Args:
+        kernels: The GPU whose choices count.
 
     Attributes:
-        needed: There was something that the processor does otherwise.
+        needed: A function was replaced. A step without any runs as fast without this mode.
+        calls: The calls of attention, with the back end that was chosen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: GpuKernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.needed = False
+        self.calls: dict[AttentionCall, Backend] = {}
 
     def __torch_function__(
         self,
@@ -63,30 +54,245 @@ class CudaFunctions(TorchFunctionMode):
     ) -> Any:
         """Run a function as CUDA would."""
         kwargs = dict(kwargs or {})
-        # F.dropout gives all but the values by name.
-        if func is F.dropout and kwargs["training"] and not kwargs["inplace"] and 0.0 < kwargs["p"] < 1.0:
-            self.needed = True
-            return torch.native_dropout(args[0], kwargs["p"], True)[0]
-        if func in _FLOAT32 and torch.is_autocast_enabled("cpu"):
-            self.needed = True
-            found = _softmax(_SOFTMAX[func], args, kwargs) if func in _SOFTMAX else None
+        body = _body(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            found = replacement(self, *args, **kwargs)
             if found is not None:
+                self.needed = True
                 return found
-            args = tuple(map(_as_float32, args))
-            kwargs = {name: _as_float32(value) for name, value in kwargs.items()}
+        if torch.is_autocast_enabled("cpu"):
+            return self._autocast(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _autocast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function under CUDA's autocast, if it is in CUDA's lists."""
+        if func in FLOAT32:
+            cast: Callable[[Any], Any] = _as_float32
+        elif func in FLOAT32_RESULT:
+            return self._with_float32_result(func, args, kwargs)
+        elif func in LOWER:
+            cast = functools.partial(_as_lower, dtype=torch.get_autocast_dtype("cpu"))
+        elif func in PROMOTED and _is_fake((*args, *kwargs.values())):
+            dtypes = {one.dtype for one in _tensors((*args, *kwargs.values()))}
+            cast = _as_float32 if torch.float32 in dtypes else _as_it_is
+        else:
+            return func(*args, **kwargs)
+        self.needed = True
+        with _without_autocast():
+            return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+    def _with_float32_result(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = args[0] if args else kwargs.get("input")
+        has_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+        if has_dtype or not isinstance(values, Tensor) or values.dtype not in HALVES:
+            return func(*args, **kwargs)
+        self.needed = True
+        with _without_autocast():
+            return func(*args, **(kwargs | {"dtype": torch.float32}))
+
+    def again(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with this mode on, from a function that replaces another one."""
+        with self:
+            return func(*args, **kwargs)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+
+
+def _is_fake(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, FakeTensor) for value in values)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _as_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_as_float32, value))
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
-def _softmax(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what GPUs' kernel returns of a fake half; None of anything else: the processor has no such kernel."""
-    values = args[0] if args else kwargs.get("input")
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    is_half = isinstance(values, FakeTensor) and values.dtype in _HALVES
-    if not is_half or not isinstance(dim, int) or kwargs.get("dtype", torch.float32) not in (None, torch.float32):
+def _as_lower(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_as_lower(one, dtype) for one in value)
+    is_cast = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return value.to(dtype) if is_cast else value
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Switch the CPU's autocast off, as CUDA's is within an operator of its lists."""
+    enabled = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", enabled)
+
+
+# ------------------------------------------------------------------------------------- Python functions of torch
+
+_MODULES = frozenset({"torch.nn.functional", "torch.functional"})
+_METHODS: frozenset[Any] = frozenset({Tensor.backward, Tensor.norm, torch.autograd.backward, torch.autograd.grad})
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@functools.cache
+def _body(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a copy of a Python function of torch that can run with the mode on; None for any other function.
+
+    torch takes the mode off while it handles a function. Then the functions that the body calls are not seen: the
+    attention within multi-head attention, or what a checkpoint computes again during `backward`. A function asks for
+    modes by `has_torch_function` and its variants, which the copy finds to be False.
+    """
+    if not isinstance(func, FunctionType) or not (func in _METHODS or func.__globals__.get("__name__") in _MODULES):
         return None
-    found: Tensor = kernel(values, dim, True)
+    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    if not asks:
+        return None
+    names = {**func.__globals__, **dict.fromkeys(asks, _never)}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# ------------------------------------------------------------------------------------------ functions that differ
+
+
+def _attention(
+    mode: CudaFunctions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Run attention by the back end that CUDA would choose; of real tensors none but the CPU's has kernels."""
+    if not isinstance(query, FakeTensor):
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value, attn_mask = (_as_lower(one, dtype) for one in (query, key, value, attn_mask))
+    with _without_autocast():
+        inputs = query, key, value
+        call = AttentionCall.of(inputs, attn_mask, dropout_p, causal=is_causal, grouped=enable_gqa)
+        mode.calls[call] = backend = chosen_backend(call, mode.kernels)
+        return attend(inputs, attn_mask, call, backend, scale)
+
+
+def _dropout(mode: CudaFunctions, input: Tensor, p: float, train: bool) -> Tensor | None:  # noqa: ARG001, A002  # torch's
+    """Run dropout as one kernel that keeps a byte of each value (aten/src/ATen/native/Dropout.cpp)."""
+    return torch.native_dropout(input, p, True)[0] if train and 0.0 < p < 1.0 else None
+
+
+def _softmax(
+    mode: CudaFunctions,  # noqa: ARG001  # as all replacements
+    input: Tensor,  # noqa: A002  # torch's name
+    dim: Any,
+    dtype: torch.dtype | None = None,
+    *,
+    kernel: Any,
+) -> Tensor | None:
+    """Run the kernel that reads float16 and writes float32 (aten/src/ATen/native/SoftMax.cpp)."""
+    result = torch.float32 if dtype is None and torch.is_autocast_enabled("cpu") else dtype
+    if not isinstance(input, FakeTensor) or input.dtype is not torch.float16 or result is not torch.float32:
+        return None
+    found: Tensor = kernel(input, dim, True)
     return found
+
+
+def _group_norm(mode: CudaFunctions, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # torch's name
+    """Copy an image in channels_last, whose layout CUDA's kernel does not take (native/group_norm.cpp)."""
+    if input.is_contiguous():
+        return None
+    given = _as_float32(input) if torch.is_autocast_enabled("cpu") else input
+    return mode.again(torch.group_norm, given.contiguous(), *args, **kwargs)
+
+
+def _rms_norm(
+    mode: CudaFunctions,  # noqa: ARG001  # as all replacements
+    input: Tensor,  # noqa: A002  # torch's name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001  # no matter to memory and time
+) -> Tensor | None:
+    """Run the fused kernel, which takes a weight of the input's dtype (aten/src/ATen/native/layer_norm.cpp)."""
+    if not has_fused_rms_norm() or not isinstance(input, FakeTensor):
+        return None
+    if torch.is_autocast_enabled("cpu") and torch.rms_norm in FLOAT32:
+        input, weight = _as_float32(input), _as_float32(weight)  # noqa: A001  # torch's name
+    if weight is not None and weight.dtype != input.dtype:
+        return None
+    with _without_autocast():
+        return rms_norm(input, len(normalized_shape), weight)
+
+
+def _cross_entropy(
+    mode: CudaFunctions,
+    input: Tensor,  # noqa: A002  # torch's name
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Run the loss of halves as CUDA's autocast does: log_softmax in half, then a loss in float32 (native/LossNLL.cpp).
+
+    The CPU's autocast casts the logits. That holds four bytes of each instead of two.
+    """
+    if not torch.is_autocast_enabled("cpu") or input.dtype not in HALVES:
+        return None
+    return mode.again(_cross_entropy_of_halves, input, target, weight, reduction, ignore_index, label_smoothing)
+
+
+def _cross_entropy_of_halves(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, smoothing: float
+) -> Tensor:
+    classes = 0 if logits.dim() == 1 else 1
+    num_classes = logits.shape[classes]
+    scores = torch.log_softmax(logits, classes, dtype=logits.dtype)
+    sides = [1] * logits.dim()
+    sides[classes] = -1
+    weighted = scores if weight is None else scores * weight.view(sides)
+    if target.shape == logits.shape:
+        if smoothing:
+            target = target * (1 - smoothing) + smoothing / num_classes
+        return _reduced(-(weighted * target).sum(classes), reduction, logits.numel() / num_classes)
+    loss = NN_FUNCTIONS.nll_loss_nd(scores, target, weight, reduction, ignore_index)
+    if not smoothing:
+        return loss
+    smooth = (-weighted.sum(classes)).masked_fill(target == ignore_index, 0.0)
+    smooth = _reduced(smooth, reduction, (target != ignore_index).sum())
+    return (1 - smoothing) * loss + smooth * (smoothing / num_classes)
+
+
+def _reduced(losses: Tensor, reduction: int, count: Any) -> Tensor:
+    if reduction == 0:
+        return losses
+    return losses.sum() if reduction == 2 else losses.sum() / count
+
+
+_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    torch.dropout: _dropout,
+    torch.group_norm: _group_norm,
+    torch.rms_norm: _rms_norm,
+    getattr(NN_FUNCTIONS, "cross_entropy_loss", F.cross_entropy): _cross_entropy,
+    torch.softmax: functools.partial(_softmax, kernel=aten._softmax),
+    Tensor.softmax: functools.partial(_softmax, kernel=aten._softmax),
+    torch.log_softmax: functools.partial(_softmax, kernel=aten._log_softmax),
+    Tensor.log_softmax: functools.partial(_softmax, kernel=aten._log_softmax),
+}
+"""Replacements return None if CUDA's operator is the CPU's."""

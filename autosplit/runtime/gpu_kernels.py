@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_GENERATIONS = (50, 60, 70, 75, 80, 86, 90, 100, 120)
+"""Compute capabilities from which on torch chooses otherwise.
+
+Ada (8.9) runs what 8.6 runs, and 10.3 and 12.1 what 10.0 and 12.0 run (sdp_utils.cpp).
+"""
+
 
 @dataclass(frozen=True)
 class GpuKernels:
-    """The properties of an NVIDIA GPU by which torch and its libraries choose kernels.
+    """The property of an NVIDIA GPU by which torch and its libraries choose kernels.
 
     Attributes:
         capability: Compute capability times ten: 75 for Turing, 80 and 86 for Ampere, 89 for Ada, 90 for Hopper, 100
@@ -15,3 +21,10 @@ class GpuKernels:
     """
 
     capability: int = 80
+
+    @classmethod
+    def of(cls, capability: str) -> GpuKernels:
+        """Return the kernels of a GPU of a compute capability ("8.9"); GPUs that run the same kernels are equal."""
+        major, minor = map(int, capability.split("."))
+        own = 10 * major + minor
+        return cls(max((one for one in _GENERATIONS if one <= own), default=_GENERATIONS[0]))

@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
 from autosplit.runtime.memory_tracker import tensors_among
+from autosplit.runtime.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
 from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
@@ -166,6 +167,7 @@ _KINDS = {
     "copy": "clone copy_ _to_copy cat stack constant_pad_nd fill_ zero_ fill zeros zeros_like new_zeros ones_like",
 }
 _KIND_OF = {op: kind for kind, names in _KINDS.items() for op in aten_ops(names)}
+_KIND_OF |= {RMS_NORM: "layer_norm", RMS_NORM_BACKWARD: "layer_norm_backward"}
 
 _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds whose kernels are others where channels lie beside each other."""

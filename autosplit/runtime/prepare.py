@@ -24,6 +24,7 @@ from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import bytes_on_accelerators, training_copy
 from autosplit.runtime.protocol import Runtime
@@ -289,7 +290,8 @@ def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
     if is_accelerator(device.kind):
         return make_device_tracer(workload, torch.device(device.kind, device.index))
     refuse_quantized(workload)
-    return make_tracer(workload, like_gpu=device.kind == "sim")
+    kernels = None if device.spec is None else GpuKernels.of(device.spec.compute_capability)
+    return make_tracer(workload, like_gpu=device.kind == "sim", kernels=kernels)
 
 
 def _built_for_real(error: Exception) -> str:

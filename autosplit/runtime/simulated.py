@@ -24,6 +24,7 @@ from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.clocks import Clocks
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.kernel_time import Part
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
@@ -73,7 +74,7 @@ class SimulatedRuntime:
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
-        peaks = traced_peaks(self.tracer, shape)
+        peaks = traced_peaks(self.tracer, shape, self.devices)
         self._refuse_overflow(peaks, shape)
         return peaks
 
@@ -85,7 +86,7 @@ class SimulatedRuntime:
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
-        source = _source_of(self.tracer, shape)
+        source = _source_of(self.tracer, shape, self.devices)
         peaks = source.peaks() if shape.updates else ()
         if peaks:
             self._refuse_overflow(peaks, shape)
@@ -124,14 +125,18 @@ class SimulatedRuntime:
                 )
 
 
-def traced_peaks(tracer: Traces, shape: StepShape) -> tuple[int, ...]:
-    """Predict each device's peak from traces, in bytes, whatever it may hold."""
-    return _source_of(tracer, shape).peaks()
+def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[int, ...]:
+    """Predict each device's peak from traces, in bytes, whatever its capacity.
+
+    Args:
+        devices: The devices of the step. Without any, all run the kernels of `tracer`.
+    """
+    return _source_of(tracer, shape, devices).peaks()
 
 
-def traced_parts(tracer: Traces, shape: StepShape) -> tuple[MemoryParts, ...]:
+def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
     """Return the parts of each device's peak, from traces; they add up to what `traced_peaks` returns."""
-    return _source_of(tracer, shape).parts()
+    return _source_of(tracer, shape, devices).parts()
 
 
 _NOTHING = MemoryParts(0, 0, 0, 0, 0)
@@ -141,13 +146,16 @@ def _active(split: tuple[int, ...]) -> list[int]:
     return [index for index, samples in enumerate(split) if samples]
 
 
-def _source_of(tracer: Traces, shape: StepShape) -> _Whole | _Composed:
-    # Over two devices device 0's trace is the whole step.
-    if shape.arrangement == "balanced" and len({0, *_active(shape.splits[0])}) > 2:
-        composed = _Composed(tracer, shape)
+def _source_of(tracer: Traces, shape: StepShape, devices: Sequence[Device]) -> _Whole | _Composed:
+    specs = [device.spec for device in devices] or [None] * len(shape.splits[0])
+    tracers = [tracer if spec is None else tracer.for_kernels(GpuKernels.of(spec.compute_capability)) for spec in specs]
+    placed = {0, *_active(shape.splits[0])}
+    # Over two devices that run the same kernels, device 0's trace is the whole step.
+    if shape.arrangement == "balanced" and (len(placed) > 2 or len({id(tracers[index]) for index in placed}) > 1):
+        composed = _Composed(tracers, shape)
         if composed.fits_together():
             return composed
-    return _Whole(tracer, shape)
+    return _Whole(tracers, shape)
 
 
 def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
@@ -244,13 +252,13 @@ def _devices_of(event: Event) -> set[int]:
 class _Whole:
     """A step traced over all devices that have samples, the first one among them."""
 
-    def __init__(self, tracer: Traces, shape: StepShape) -> None:
-        self._tracer = tracer
+    def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._shape = shape
         self._num_devices = len(shape.splits[0])
         alone = shape.alone
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
+        self._tracer = tracer = tracers[self._place[0]]
         # Where real tensors are followed, a trace costs a step: one for all roles, and the buckets beside it.
         self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
@@ -308,35 +316,44 @@ def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
 
 
 class _Composed:
-    """A step put together: device 0 beside stand-ins for all the rest, and each other device beside another."""
+    """A step put together: device 0 next to stand-ins for all others, and each other device next to one like it.
 
-    def __init__(self, tracer: Traces, shape: StepShape) -> None:
-        self._tracer = tracer
+    Args:
+        tracers: The traces of each device. GPUs that run other operators have other traces.
+    """
+
+    def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
+        self._tracers = tracers
         self._shape = shape
         self._split = split = shape.splits[0]  # the largest
-        self._num_stand_ins = 2 if split[0] == 0 else 1
-        self._events: dict[tuple[int, _Played], list[Event]] = {}
+        self._num_stand_ins = 2 if split[0] == 0 and len(_active(split)) > 1 else 1
+        self._events: dict[tuple[int, int, _Played], list[Event]] = {}
 
     def fits_together(self) -> bool:
-        """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
+        """Return whether every trace moves the same tensors, so that they can be combined."""
         return all(
-            len(_moves(self._beside(samples, phase))) == len(_moves(self._primary().events(phase)))
-            for samples in set(self._split[1:]) - {0}
+            len(_moves(self._replica_events(device, samples, phase))) == len(_moves(self._primary().events(phase)))
+            for device, samples in self._different_replicas()
             for phase in _BALANCED_PHASES
         )
 
+    def _different_replicas(self) -> list[tuple[int, int]]:
+        """Return a device and its samples, for each kind of device and each number of samples among the replicas."""
+        found = {(id(self._tracers[d]), self._split[d]): d for d in _active(self._split) if d}
+        return [(device, samples) for (_, samples), device in found.items()]
+
     def peaks(self) -> tuple[int, ...]:
-        others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in self._split[1:]]
+        others = [self._replica(d, n).peak_bytes[1] if n else 0 for d, n in enumerate(self._split[1:], 1)]
         return (self._primary().peak_bytes[0], *others)
 
     def parts(self) -> tuple[MemoryParts, ...]:
-        others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in self._split[1:]]
+        others = [self._replica(d, n).parts[1] if n else _NOTHING for d, n in enumerate(self._split[1:], 1)]
         return (self._primary().parts[0], *others)
 
     def play(self, clocks: Clocks, split: tuple[int, ...], phase: _Played) -> None:
         short = self._short(split)
         others = len(_active(split[1:]))
-        primary = _micro_step(self._tracer, self._shape, short, self._short(self._split), phase, others)
+        primary = _micro_step(self._tracers[0], self._shape, short, self._short(self._split), phase, others)
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
@@ -344,7 +361,7 @@ class _Composed:
         replicas = {}
         for device, samples in enumerate(split[1:], 1):
             if samples:
-                events = self._beside(samples, phase)
+                events = self._replica_events(device, samples, phase)
                 clocks.foresee(device, _works(events, 1))
                 replicas[device] = _played(clocks, device, events)
         for event in primary:
@@ -358,27 +375,28 @@ class _Composed:
         for replica in replicas.values():
             next(replica, None)
 
-    def _beside(self, samples: int, phase: _Played) -> list[Event]:
+    def _replica_events(self, device: int, samples: int, phase: _Played) -> list[Event]:
         """Return what a device with so many samples does in a phase."""
-        if (samples, phase) not in self._events:
-            self._events[samples, phase] = [
+        key = id(self._tracers[device]), samples, phase
+        if key not in self._events:
+            self._events[key] = [
                 event
-                for event in _events(self._replica(samples), phase)
+                for event in _events(self._replica(device, samples), phase)
                 if (event.device == 1 if isinstance(event, Work) else 1 in (event.source, event.destination))
             ]
-        return self._events[samples, phase]
+        return self._events[key]
 
     def _short(self, split: tuple[int, ...]) -> tuple[int, ...]:
         return (split[0], *_stand_ins(split, self._num_stand_ins))
 
     def _primary(self) -> Trace:
-        return self._tracer.trace(_followed(self._shape, self._short(self._split)))
+        return self._tracers[0].trace(_followed(self._shape, self._short(self._split)))
 
-    def _replica(self, samples: int) -> Trace:
-        """Return a trace of two devices: what the second holds and does is the same whatever the first has."""
+    def _replica(self, device: int, samples: int) -> Trace:
+        """Return a trace of two devices. What the second one holds and does does not depend on the first one."""
         others = self._split[1:]
         first, own = (_followed(self._shape, (share, share)) for share in (max(others), samples))
-        return self._tracer.trace(own, own if samples in others else first)
+        return self._tracers[device].trace(own, own if samples in others else first)
 
 
 def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:

@@ -6,6 +6,7 @@ tensors are fake where the model allows it: no numbers, no memory, and the same 
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,10 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, users_errors
 from autosplit.rng import kept_rng
+from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
@@ -31,6 +34,7 @@ from autosplit.runtime.op_recorder import Event, OpRecorder, Recorded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
+from autosplit.runtime.transformers_masks import masks_of_real_tensors
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.torch_versions import NORMS
@@ -81,15 +85,27 @@ class Tracer:
 
     Args:
         fake: Follow fake tensors; otherwise real ones on the CPU.
-        like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
-        device: The device that fake tensors claim, so that ops are those of that device.
+        like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
+        device: The device that fake tensors claim, so that operators are those of that device.
+        kernels: The GPU whose operators are run, if `like_gpu` is set and the tensors are fakes of the CPU.
 
     Attributes:
+        attention: The calls of attention, with the back end that was chosen for each.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
 
-    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        fake: bool,
+        like_gpu: bool,
+        device: torch.device = CPU,
+        kernels: GpuKernels | None = None,
+    ) -> None:
         self.workload = workload
+        self.kernels = kernels or GpuKernels()
+        self.attention: dict[AttentionCall, Backend] = {}
         self.fake = fake
         self.like_gpu = like_gpu
         self.runs = 0
@@ -111,6 +127,19 @@ class Tracer:
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
+        self._by_kernels: dict[GpuKernels, Tracer] = {self.kernels: self}
+
+    def for_kernels(self, kernels: GpuKernels) -> Tracer:
+        """Return a tracer of the same steps on another GPU: this one, if the GPU runs the same operators.
+
+        It shares the copy of the model and the state of the optimizer.
+        """
+        if all(chosen_backend(call, kernels) == own for call, own in self.attention.items()):
+            return self
+        if kernels not in self._by_kernels:
+            other = self._by_kernels[kernels] = copy.copy(self)
+            vars(other).update(kernels=kernels, attention={}, _kept={})
+        return self._by_kernels[kernels]
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
         """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
@@ -182,7 +211,7 @@ class Tracer:
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
         tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
-        functions = CudaFunctions() if self._has_cuda_functions else None
+        functions = CudaFunctions(self.kernels) if self._has_cuda_functions else None
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -192,13 +221,15 @@ class Tracer:
             # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
+            masks_of_real_tensors(self.workload.sample_batch) if self.fake else nullcontext(),
             recorder.recurrent.watching(self.trainee.models.modules) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
         self.runs += 1
         if shape.arrangement != "eval" and functions is not None:
-            self._has_cuda_functions = functions.needed  # it is asked at every call of torch's functions
+            self._has_cuda_functions = functions.needed  # the mode takes time at every call of torch's functions
+            self.attention.update(functions.calls)
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         parts = [_parts_of(tracker, device) for device in range(len(names))]
@@ -350,10 +381,10 @@ def _cause_text(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
-    """Make a tracer of fake tensors, or of real ones where the model can't be faked, with a sentence that says why."""
+def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | None = None) -> tuple[Tracer, str | None]:
+    """Make a tracer of fake tensors, or of real ones if the model can't be faked, with a sentence that says why."""
     shape = StepShape(((workload.sample_batch_size,),))
-    failure = _followed_fake(workload, shape, like_gpu=like_gpu)
+    failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
     if isinstance(failure, Tracer):
         return failure, None
     if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
@@ -367,11 +398,16 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
 
 
 def _followed_fake(
-    workload: Workload, shape: StepShape, *, like_gpu: bool, device: torch.device = CPU
+    workload: Workload,
+    shape: StepShape,
+    *,
+    like_gpu: bool,
+    device: torch.device = CPU,
+    kernels: GpuKernels | None = None,
 ) -> Tracer | Exception:
     """Return a tracer that has followed a step with fake tensors, or why there is none."""
     try:
-        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device)
+        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device, kernels=kernels)
     except AutosplitError:
         raise
     except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
@@ -379,10 +415,16 @@ def _followed_fake(
 
 
 def _traced_once(
-    workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool, device: torch.device = CPU
+    workload: Workload,
+    shape: StepShape,
+    *,
+    fake: bool,
+    like_gpu: bool,
+    device: torch.device = CPU,
+    kernels: GpuKernels | None = None,
 ) -> Tracer:
-    """Make a tracer that has followed a step; where that fails, a borrowed model is as it was."""
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device)
+    """Make a tracer that has traced a step; if that fails, a borrowed model is as it was."""
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels)
     try:
         tracer.trace(shape)
         if "eval" in workload.fits:  # `generate` looks at numbers, mostly

@@ -1,0 +1,35 @@
+"""Let transformers make the attention masks for fake tensors that it makes for real ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+@contextmanager
+def masks_of_real_tensors(sample_batch: Any) -> Iterator[None]:
+    """Report that no sequences are packed while a step of fake tensors runs, if the sample batch has none.
+
+    transformers looks for packed sequences in `position_ids` (`masking_utils.find_packed_sequence_indices`). It cannot
+    look into fake tensors. So it builds a mask of (batch, 1, length, length) for them in any case, which rules out
+    flash attention. A transformers without this function makes no such mask.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    find = getattr(module, "find_packed_sequence_indices", None)
+    if module is None or find is None or _has_packed(find, sample_batch):
+        yield
+        return
+    module.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[attr-defined]  # noqa: ARG005
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = find  # type: ignore[attr-defined]
+
+
+def _has_packed(find: Any, sample_batch: Any) -> bool:
+    given = sample_batch.get("position_ids") if isinstance(sample_batch, Mapping) else None
+    return isinstance(given, Tensor) and find(given) is not None
