@@ -215,9 +215,13 @@ class CudnnAttention:
     head_size: int
 
 
-def cudnn_attention_rules() -> CudnnAttention:
-    """Return when this torch runs attention by cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    return CudnnAttention(True, True, 256)
+def cudnn_attention_rules(version: str = torch.__version__) -> CudnnAttention:
+    """Return when a version of torch runs attention by cuDNN (native/transformers/cuda/sdp_utils.cpp).
+
+    benchmarks/results/kernels/attention.json has the choices of torch that these rules follow.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return CudnnAttention((major, minor) >= (2, 10), True, 256)
 
 
 # --------------------------------------------------------------------------------------------------------------- DDP

@@ -47,6 +47,7 @@ class AttentionCall:
         trains_mask: The mask needs a gradient.
         is_grouped: `enable_gqa` was given.
         is_dense: Neighbours in the last dimension of query, key, value and mask are neighbours in memory.
+        allowed: The back ends that the user has not ruled out, see `allowed_backends`; the math back end always is.
     """
 
     query: tuple[int, ...]
@@ -60,6 +61,7 @@ class AttentionCall:
     is_grouped: bool
     needs_grad: bool
     is_dense: bool
+    allowed: frozenset[Backend]
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class AttentionCall:
             grouped,
             torch.is_grad_enabled() and any(one.requires_grad for one in inputs),
             all(one.stride(-1) == 1 for one in given),
+            allowed_backends(),
         )
 
     @property
@@ -93,17 +96,29 @@ class AttentionCall:
         return self.query[-1], self.value[-1]
 
 
+def allowed_backends() -> frozenset[Backend]:
+    """Return the back ends that `torch.nn.attention.sdpa_kernel` and its like have not ruled out."""
+    cuda = torch.backends.cuda
+    switches: dict[Backend, Any] = {
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+    }
+    return frozenset(name for name, is_on in switches.items() if is_on())
+
+
 def chosen_backend(call: AttentionCall, kernels: GpuKernels) -> Backend:
     """Return the back end that torch chooses on a GPU."""
     if not (len(call.query) == len(call.key) == len(call.value) == 4) or not call.is_dense:
         return "math"
     if call.query[0] != call.key[0] or 0 in (*call.query, *call.key):
         return "math"
-    if kernels.capability // 10 in (9, 10) and _takes_cudnn(call, kernels):
+    prefers_cudnn = kernels.capability // 10 in (9, 10)
+    if "cudnn" in call.allowed and prefers_cudnn and _takes_cudnn(call, kernels):
         return "cudnn"
-    if _takes_flash(call, kernels):
+    if "flash" in call.allowed and _takes_flash(call, kernels):
         return "flash"
-    return "efficient" if _takes_efficient(call, kernels) else "math"
+    return "efficient" if "efficient" in call.allowed and _takes_efficient(call, kernels) else "math"
 
 
 def _takes_half(call: AttentionCall, kernels: GpuKernels) -> bool:

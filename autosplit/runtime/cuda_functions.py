@@ -270,7 +270,7 @@ def _cross_entropy_of_halves(
         if smoothing:
             target = target * (1 - smoothing) + smoothing / num_classes
         return _reduced(-(weighted * target).sum(classes), reduction, logits.numel() / num_classes)
-    loss = NN_FUNCTIONS.nll_loss_nd(scores, target, weight, reduction, ignore_index)
+    loss: Tensor = NN_FUNCTIONS.nll_loss_nd(scores, target, weight, reduction, ignore_index)
     if not smoothing:
         return loss
     smooth = (-weighted.sum(classes)).masked_fill(target == ignore_index, 0.0)
@@ -278,7 +278,7 @@ def _cross_entropy_of_halves(
     return (1 - smoothing) * loss + smooth * (smoothing / num_classes)
 
 
-def _reduced(losses: Tensor, reduction: int, count: Any) -> Tensor:
+def _reduced(losses: Tensor, reduction: int, count: Tensor | float) -> Tensor:
     if reduction == 0:
         return losses
     return losses.sum() if reduction == 2 else losses.sum() / count

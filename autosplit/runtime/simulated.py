@@ -86,7 +86,7 @@ class SimulatedRuntime:
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
-        source = _source_of(self.tracer, shape, self.devices)
+        source = _source_of(_tracers_of(self.tracer, shape, self.devices), shape)
         peaks = source.peaks() if shape.updates else ()
         if peaks:
             self._refuse_overflow(peaks, shape)
@@ -131,12 +131,12 @@ def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = (
     Args:
         devices: The devices of the step. Without any, all run the kernels of `tracer`.
     """
-    return _source_of(tracer, shape, devices).peaks()
+    return _source_of(_tracers_of(tracer, shape, devices), shape).peaks()
 
 
 def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
     """Return the parts of each device's peak, from traces; they add up to what `traced_peaks` returns."""
-    return _source_of(tracer, shape, devices).parts()
+    return _source_of(_tracers_of(tracer, shape, devices), shape).parts()
 
 
 _NOTHING = MemoryParts(0, 0, 0, 0, 0)
@@ -146,9 +146,13 @@ def _active(split: tuple[int, ...]) -> list[int]:
     return [index for index, samples in enumerate(split) if samples]
 
 
-def _source_of(tracer: Traces, shape: StepShape, devices: Sequence[Device]) -> _Whole | _Composed:
+def _tracers_of(tracer: Traces, shape: StepShape, devices: Sequence[Device]) -> list[Traces]:
+    """Return the traces of each device of a step."""
     specs = [device.spec for device in devices] or [None] * len(shape.splits[0])
-    tracers = [tracer if spec is None else tracer.for_kernels(GpuKernels.of(spec.compute_capability)) for spec in specs]
+    return [tracer if spec is None else tracer.for_kernels(GpuKernels.of(spec.compute_capability)) for spec in specs]
+
+
+def _source_of(tracers: Sequence[Traces], shape: StepShape) -> _Whole | _Composed:
     placed = {0, *_active(shape.splits[0])}
     # Over two devices that run the same kernels, device 0's trace is the whole step.
     if shape.arrangement == "balanced" and (len(placed) > 2 or len({id(tracers[index]) for index in placed}) > 1):

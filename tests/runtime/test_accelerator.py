@@ -186,7 +186,7 @@ def test_device_0s_plane_has_the_slope_of_real_steps():
         """Hold a quarter of what a trace says beyond the smallest step."""
 
         def __init__(self) -> None:
-            self.devices = tuple(SimpleNamespace(kind="cuda", index=i, label=f"cuda:{i}", name="A") for i in range(2))
+            self.devices = tuple(Device("cuda", index, "A", 2**40) for index in range(2))
             self.capacities_bytes = (2**40,) * 2
 
         def memory(self, shape):
