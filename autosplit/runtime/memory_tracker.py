@@ -20,7 +20,7 @@ Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -38,13 +38,8 @@ from autosplit.devices.transfer import (
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.real_outputs import as_real
-from autosplit.torch_versions import (
-    FakeTensor,
-    TorchDispatchMode,
-    is_wrapper_subclass,
-    storage_key,
-    unset_fake_temporarily,
-)
+from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
+from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key, unset_fake_temporarily
 
 BLOCK_BYTES = 512
 
@@ -53,15 +48,6 @@ NUMBER_BYTES = 16
 
 _DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
 """The purpose of a storage; ``"left"`` by an earlier step, for whatever the workload keeps."""
@@ -146,39 +132,6 @@ class Arrivals:
         return None if is_repeated else found
 
 
-def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an op's arguments or outputs, and in the lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_among(value)
-
-
-def _dense_parts(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the strided tensors that hold a tensor's memory."""
-    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided:  # nearly all, and asked for at every op
-        return (tensor,)
-    return _parts_of(tensor)
-
-
-def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    parts = _SPARSE_PARTS.get(tensor.layout)
-    if parts is not None:
-        for part in parts:
-            yield getattr(tensor, part)()
-    elif is_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _dense_parts(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
-
-
 class Tracker(TorchDispatchMode, Placement):
     """Count the bytes each device of a step holds, and raise where one would hold more than it may.
 
@@ -250,8 +203,8 @@ class Tracker(TorchDispatchMode, Placement):
 
     def classify(self, tensor: Tensor, kind: Kind) -> None:
         """Say what a tensor is for; one that nobody holds is left out."""
-        for part in _dense_parts(tensor):
-            held = self._held.get(_storage_key(part))
+        for part in dense_parts(tensor):
+            held = self._held.get(key_of(part))
             if held is not None:
                 held.kind = kind
 
@@ -290,7 +243,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
-        for part in _dense_parts(tensor):
+        for part in dense_parts(tensor):
             self._hold(part.untyped_storage(), device)
 
     def adopt_left(self, left: Left, device: int) -> None:
@@ -371,8 +324,8 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _held_of(self, tensor: Tensor) -> _Held | None:
         """Return the record of a tensor's storage, of a sparse one's indices."""
-        for part in _dense_parts(tensor):
-            return self._held.get(_storage_key(part))
+        for part in dense_parts(tensor):
+            return self._held.get(key_of(part))
         return None
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
@@ -385,7 +338,7 @@ class Tracker(TorchDispatchMode, Placement):
         if purpose == "gradient":
             self.classify(args[0], "gradients")
         if self._observer is not None:
-            nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
+            nbytes = sum(part.untyped_storage().nbytes() for part in dense_parts(copy))
             self._observer.on_transfer(source, destination, nbytes, purpose)
         return copy
 
@@ -401,19 +354,19 @@ class Tracker(TorchDispatchMode, Placement):
         """Charge what an op made; what shares an input's storage is not new."""
         input_keys: set[int] | None = None
         for output in outputs:
-            for part in _dense_parts(output):
-                key = _storage_key(part)
+            for part in dense_parts(output):
+                key = key_of(part)
                 if key in self._held:
                     self._regrow(part)
                     continue
                 if input_keys is None:
-                    input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
+                    input_keys = {key_of(piece) for tensor in inputs for piece in dense_parts(tensor)}
                 if key not in input_keys:
                     self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
-        held = self._held[_storage_key(tensor)]
+        held = self._held[key_of(tensor)]
         exact_bytes = tensor.untyped_storage().nbytes()
         nbytes = rounded(exact_bytes)
         if nbytes != held.nbytes:
