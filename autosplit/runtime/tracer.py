@@ -21,6 +21,7 @@ from autosplit.errors import AutosplitError, WorkloadError, from_user_code, user
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
@@ -181,7 +182,10 @@ class Tracer:
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
+        kernels = GpuKernels() if self.like_gpu else None
+        tracker = Tracker(
+            names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True, kernels=kernels
+        )
         functions = CudaFunctions() if self._has_cuda_functions else None
         with (
             kept_rng(),
@@ -209,7 +213,7 @@ class Tracer:
             found.append([])
             for split in (shape.splits[0], *resized):
                 size = resizer(shape.splits[0], split)
-                others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
+                others = tuple(entry._replace(nbytes=size(entry.nbytes)) for entry in entries)
                 is_own = way == "plain" and split == shape.splits[0]
                 found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
         return found
