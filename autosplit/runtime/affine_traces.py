@@ -1,6 +1,7 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
-Each storage takes ``c + s * samples`` bytes, and each op as much work. A step of an odd size shows which is which (see
+Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels stop growing at a
+constant (`Entry.most_bytes`). A step of an odd size shows which is which (see
 `op_calls`), so that one trace of a kind of step tells any batch: bytes are rounded to blocks and added up in their
 order, which gives the peak to the byte; work is played on the clocks of any card. Where something is quadratic in the
 samples (a loss over the whole batch), that is told, too, for one device. What is told is held against a small step and,

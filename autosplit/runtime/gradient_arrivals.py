@@ -42,9 +42,9 @@ class ArrivalCall:
 
 
 def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int = 0) -> tuple[Entry, ...]:
-    """Return what came and went in a step of one device, or would in one of another way, in order.
+    """Return the storages that come and go in a step of one device, or would in a step of another way, in order.
 
-    What only goes at the end is left out: nothing depends on it.
+    Workspaces come first. Storages that only go at the end are left out, because they do not change the peak.
 
     Args:
         begun_at: Entries before the first op, where DDP has its buckets already.

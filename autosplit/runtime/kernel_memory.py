@@ -1,4 +1,4 @@
-"""The memory that CUDA kernels and libraries take beside the tensors that a trace sees.
+"""The memory that CUDA kernels and libraries allocate in addition to the tensors that a trace sees.
 
 # Note [Temporary blocks]
 A kernel may allocate blocks, use them and free them before it returns. A trace sees the operator's outputs only, so
@@ -61,7 +61,7 @@ Blocks = tuple[Block, ...]
 
 
 def temporary_blocks(func: Any, args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
-    """Return the blocks that an operator allocates and frees inside on a GPU, those of its fullest moment."""
+    """Return the blocks that an operator holds on a GPU when it needs the most, and frees before it returns."""
     inside = _INSIDE.get(getattr(func, "overloadpacket", None))
     return () if inside is None else inside(args, outputs, kernels)
 
@@ -275,3 +275,8 @@ _FORMULAS: dict[str, Callable[[Sequence[Any], Any, GpuKernels], Blocks]] = {
     "embedding_dense_backward": _embedding_backward,
 }
 _INSIDE = {op: formula for name, formula in _FORMULAS.items() for op in aten_ops(name)}
+
+WITH_INNER_MEMORY = frozenset(
+    getattr(packet, overload) for packet in (*_INSIDE, *_PRODUCTS) for overload in packet.overloads()
+)
+"""Operators for which `temporary_blocks` or `workspaces` may return something."""

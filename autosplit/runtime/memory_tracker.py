@@ -11,6 +11,8 @@ and no longer. The rules:
 * Sparse tensors are followed through their indices and values.
 * A few random numbers on the host are what a model decides by (which layers to leave out). Where draws are given, they
   are these.
+* With `kernels`, an operator's temporary blocks on a GPU are charged and released at once, and the workspaces of
+  libraries are charged for the whole step (`kernel_memory`).
 * A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
 
 Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
@@ -40,7 +42,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.drawn_numbers import replace_drawn
 from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.kernel_memory import temporary_blocks, workspaces
+from autosplit.runtime.kernel_memory import WITH_INNER_MEMORY, temporary_blocks, workspaces
 from autosplit.runtime.op_cost import running_part
 from autosplit.runtime.real_outputs import as_real
 from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
@@ -226,7 +228,7 @@ class Tracker(TorchDispatchMode, Placement):
                 held.kind = kind
 
     def peak_account(self, device: int) -> dict[Kind, int]:
-        """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
+        """Return the bytes of each kind of storage that a device held at its peak. Their sum is the peak."""
         found: dict[Kind, int] = {}
         for held, place, nbytes, _ in self.account[: self._entries_at_peak[device]]:
             if place == device:
@@ -237,9 +239,9 @@ class Tracker(TorchDispatchMode, Placement):
         return found
 
     def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
-        """Do something, and return what makes another tracker count the same again.
+        """Call `act`, and return a function that charges the same to another tracker.
 
-        None where it touched gradients or parameters, which come and go by what else a step does.
+        Return None if `act` touched gradients or parameters: their life depends on the rest of the step.
         """
         begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
@@ -255,7 +257,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     @property
     def account(self) -> list[tuple[_Place, int, int, int]]:
-        """Storages that came and went, in order: each with its device, and its bytes rounded and as they are."""
+        """Blocks that came and went, in order: each with its device, its rounded bytes and its exact bytes."""
         assert self._account is not None, "the tracker keeps no accounts"
         return self._account
 
@@ -264,8 +266,8 @@ class Tracker(TorchDispatchMode, Placement):
         return tuple(Entry(one.kind, device, exact, one.most_bytes) for one, device, _, exact in self.account)
 
     def workspaces(self) -> tuple[Entry, ...]:
-        """Return the workspaces of libraries, which are there all through the step."""
-        return tuple(Entry("left", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
+        """Return the workspaces of libraries. They exist during the whole step."""
+        return tuple(Entry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
@@ -325,9 +327,9 @@ class Tracker(TorchDispatchMode, Placement):
         return outputs
 
     def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
-        """Charge what a kernel takes on a GPU beside its outputs: temporary blocks, and workspaces that stay."""
+        """Charge an operator's temporary blocks, and the workspaces that it needs for the first time."""
         kernels = self._kernels
-        if kernels is None or device < 0:
+        if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
             return
         for library, nbytes in workspaces(func, args, kernels).items():
             self._keep_workspace((device, library, running_part()), nbytes)
@@ -344,8 +346,8 @@ class Tracker(TorchDispatchMode, Placement):
     def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
         """Charge the workspace of a library to a device, as if it had been there from the start of the step.
 
-        It is there in every step but the process's first. Autograd runs backwards in a thread of its own, which has a
-        workspace of its own.
+        Only the first step of a process starts without it. Autograd runs the backward in another thread, which gets its
+        own workspace.
 
         Args:
             key: The device, the library and the thread.

@@ -87,12 +87,14 @@ class Tracer:
 
     Attributes:
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
+        kernels: The GPU whose kernels' inner memory is counted; None if it is not counted.
     """
 
     def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool, device: torch.device = CPU) -> None:
         self.workload = workload
         self.fake = fake
         self.like_gpu = like_gpu
+        self.kernels = GpuKernels() if like_gpu else None
         self.runs = 0
         self.norms_over_samples = False
         with kept_rng(), held_interrupts() if fake else nullcontext():
@@ -182,9 +184,13 @@ class Tracer:
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        kernels = GpuKernels() if self.like_gpu else None
         tracker = Tracker(
-            names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True, kernels=kernels
+            names,
+            [None] * len(names),
+            observer=recorder,
+            draws=self.trainee.draws,
+            accounts=True,
+            kernels=self.kernels,
         )
         functions = CudaFunctions() if self._has_cuda_functions else None
         with (
