@@ -7,6 +7,8 @@ raises ImportError.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -222,6 +224,26 @@ def cudnn_attention_rules(version: str = torch.__version__) -> CudnnAttention:
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     return CudnnAttention((major, minor) >= (2, 10), True, 256)
+
+
+def cublas_workspace_bytes(capability: int) -> int:
+    """Return the bytes of cuBLAS's workspace on a GPU, see `parseChosenWorkspaceSize` in CublasHandlePool.cpp.
+
+    torch <= 2.11 gives 32 MiB to Hopper only. torch >= 2.12 gives 32 MiB to Blackwell, too.
+
+    Args:
+        capability: Compute capability times ten.
+    """
+    config = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if config:
+        return sum(int(kib) * 1024 * int(count) for kib, count in config)
+    is_large = capability == 90 or (capability >= 100 and torch.__version__ >= "2.12")
+    return 32 * 2**20 if is_large else 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+def cublaslt_workspace_bytes() -> int:
+    """Return the bytes of a workspace of cuBLASLt's own; torch >= 2.12 lets it use that of cuBLAS."""
+    return 0 if torch.__version__ >= "2.12" else 2**20
 
 
 # --------------------------------------------------------------------------------------------------------------- DDP

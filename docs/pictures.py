@@ -81,7 +81,7 @@ def tracker_chart(entries: tuple[Entry, ...]) -> Chart:
     """Draw what a device holds as the storages of a step come and go."""
     held: Counter[str] = Counter()
     places, heights = [0], {kind: [0.0] for kind in KINDS}
-    for place, (kind, _, nbytes) in enumerate(entries, 1):
+    for place, (kind, _, nbytes, _) in enumerate(entries, 1):
         held[kind if kind in KINDS else "activations"] += nbytes
         if max(abs(held[name] / 2**20 - values[-1]) for name, values in heights.items()) >= LEAST_SEEN_MIB:
             places.append(place)

@@ -1,6 +1,7 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
-Each storage takes ``c + s * samples`` bytes, and each op as much work. A step of an odd size shows which is which (see
+Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels stop growing at a
+constant (`Entry.most_bytes`). A step of an odd size shows which is which (see
 `op_calls`), so that one trace of a kind of step tells any batch: bytes are rounded to blocks and added up in their
 order, which gives the peak to the byte; work is played on the clocks of any card. Where something is quadratic in the
 samples (a loss over the whole batch), that is told, too, for one device. What is told is held against a small step and,
@@ -270,10 +271,10 @@ class _Columns:
     def of(cls, split: tuple[int, ...], trace: Trace) -> _Columns:
         events = [event for phase in _PHASES for event in trace.events(phase)]
         works = [event for event in events if isinstance(event, Work)]
-        columns = [np.array([float(nbytes) for _, _, nbytes in trace.entries])]
+        columns = [np.array([float(entry.nbytes) for entry in trace.entries])]
         columns += [work.numbers.ravel() for work in works]
         columns.append(np.array([float(event.nbytes) for event in events if isinstance(event, Move)]))
-        order: list[object] = [(kind, device, nbytes < 0) for kind, device, nbytes in trace.entries]
+        order: list[object] = [(one.kind, one.device, one.nbytes < 0, one.most_bytes) for one in trace.entries]
         for phase in _PHASES:
             order.append(phase)
             for event in trace.events(phase):
@@ -281,8 +282,8 @@ class _Columns:
                     order.append((event.source, event.destination, event.purpose))
                 else:
                     order.append((event.device, event.labels))
-        kinds = np.array([_KINDS.index(kind) for kind, _, _ in trace.entries], dtype=np.int64)
-        devices = np.array([device for _, device, _ in trace.entries], dtype=np.int64)
+        kinds = np.array([_KINDS.index(entry.kind) for entry in trace.entries], dtype=np.int64)
+        devices = np.array([entry.device for entry in trace.entries], dtype=np.int64)
         return cls(split, trace, np.concatenate(columns), tuple(order), kinds, devices)
 
 
@@ -325,7 +326,9 @@ class _Law:
         base = self._points[0].trace
         numbers = np.rint(_evaluated(self._points, split))
         count = len(base.entries)
-        rounded = np.sign(numbers[:count]) * np.ceil(np.abs(numbers[:count]) / BLOCK_BYTES) * BLOCK_BYTES
+        most_bytes = np.array([entry.most_bytes for entry in base.entries])
+        sizes = np.minimum(np.abs(numbers[:count]), most_bytes)
+        rounded = np.sign(numbers[:count]) * np.ceil(sizes / BLOCK_BYTES) * BLOCK_BYTES
         here = [self._points[0].devices == device for device in range(len(split))]
         parts = tuple(_parts(rounded[mask], self._points[0].kinds[mask]) for mask in here)
         made = iter(_events([event for phase in _PHASES for event in base.events(phase)], numbers[count:]))

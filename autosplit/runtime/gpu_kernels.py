@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_GENERATIONS = (50, 60, 70, 75, 80, 86, 90, 100, 120)
-"""Compute capabilities from which on torch chooses otherwise.
-
-Ada (8.9) runs what 8.6 runs, and 10.3 and 12.1 what 10.0 and 12.0 run (sdp_utils.cpp).
-"""
+_GENERATIONS = (50, 60, 70, 75, 80, 86, 89, 90, 100, 120)
+"""Compute capabilities from which on torch or its libraries choose other kernels."""
 
 
 @dataclass(frozen=True)

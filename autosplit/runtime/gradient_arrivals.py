@@ -42,9 +42,9 @@ class ArrivalCall:
 
 
 def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int = 0) -> tuple[Entry, ...]:
-    """Return what came and went in a step of one device, or would in one of another way, in order.
+    """Return the storages that come and go in a step of one device, or would in a step of another way, in order.
 
-    What only goes at the end is left out: nothing depends on it.
+    Workspaces come first. Storages that only go at the end are left out, because they do not change the peak.
 
     Args:
         begun_at: Entries before the first op, where DDP has its buckets already.
@@ -54,10 +54,10 @@ def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int 
     else:
         entries = list(_entries(tracker, way))
         if way == "bucketed":
-            entries.insert(begun_at, ("gradients", 0, bucket_bytes))
-    while entries and entries[-1][2] <= 0:
+            entries.insert(begun_at, Entry("gradients", 0, bucket_bytes))
+    while entries and entries[-1].nbytes <= 0:
         entries.pop()
-    return tuple(entries)
+    return (*tracker.workspaces(), *entries)
 
 
 def _entries(tracker: Tracker, way: Way) -> Iterator[Entry]:
@@ -69,11 +69,11 @@ def _entries(tracker: Tracker, way: Way) -> Iterator[Entry]:
     for arrival in tracker.arrivals if way == "accumulating" else []:
         beside[id(arrival.parameter)].append(arrival.nbytes)
     for at, (held, device, _, exact_bytes) in enumerate(tracker.account):
-        yield from (("activations", 0, -nbytes) for nbytes in going[at])
+        yield from (Entry("activations", 0, -nbytes) for nbytes in going[at])
         kind = _kind(way, arrivals.get(id(held)), held.kind, goes=exact_bytes < 0)
         if kind is not None:
-            yield kind, device, exact_bytes
-        yield from (("gradients", 0, nbytes) for nbytes in beside.pop(id(held), []))
+            yield Entry(kind, device, exact_bytes, held.most_bytes)
+        yield from (Entry("gradients", 0, nbytes) for nbytes in beside.pop(id(held), []))
 
 
 def _kind(way: Way, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:

@@ -11,6 +11,8 @@ and no longer. The rules:
 * Sparse tensors are followed through their indices and values.
 * A few random numbers on the host are what a model decides by (which layers to leave out). Where draws are given, they
   are these.
+* With `kernels`, an operator's temporary blocks on a GPU are charged and released at once, and the workspaces of
+  libraries are charged for the whole step (`kernel_memory`).
 * A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
 
 Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
@@ -19,11 +21,12 @@ Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Token
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,14 +40,13 @@ from autosplit.devices.transfer import (
 )
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
+from autosplit.runtime.drawn_numbers import replace_drawn
+from autosplit.runtime.gpu_kernels import GpuKernels
+from autosplit.runtime.kernel_memory import WITH_INNER_MEMORY, temporary_blocks, workspaces
+from autosplit.runtime.op_cost import running_part
 from autosplit.runtime.real_outputs import as_real
-from autosplit.torch_versions import (
-    FakeTensor,
-    TorchDispatchMode,
-    is_wrapper_subclass,
-    storage_key,
-    unset_fake_temporarily,
-)
+from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
+from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key
 
 BLOCK_BYTES = 512
 
@@ -53,28 +55,9 @@ NUMBER_BYTES = 16
 
 _DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
 """The purpose of a storage; ``"left"`` by an earlier step, for whatever the workload keeps."""
-
-MOST_DECIDED_BY = 64
-"""Random numbers that are drawn at once and on no device; of more, nobody asks each."""
-
-_DRAWS = frozenset(
-    getattr(packet, overload)
-    for packet in (torch.ops.aten.rand, torch.ops.aten.uniform_, torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)
-    for overload in packet.overloads()
-    if "out" not in overload
-)
 
 _ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "copy_", "clone"))
 """Ops by which a gradient comes to a parameter that has none: what autograd made itself, or a copy of it."""
@@ -83,8 +66,19 @@ _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "g
 """The kind of what a transfer is for."""
 
 
-Entry = tuple[Kind, int, int]
-"""A storage's kind, the device it came to or went from, and its bytes, not rounded; negative where it went."""
+class Entry(NamedTuple):
+    """A storage that came to a device or went from it.
+
+    Attributes:
+        nbytes: Its size, not rounded; negative if it went.
+        most_bytes: The size that is charged at most, at any batch.
+    """
+
+    kind: Kind
+    device: int
+    nbytes: int
+    most_bytes: float = math.inf
+
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
 """Storages that a step left behind, as long as they live."""
@@ -101,15 +95,22 @@ class Observer(Protocol):
 
 
 @dataclass
-class _Held:
-    """A storage that lives: where, how large rounded and as it is, and what calls back when it dies."""
+class _Place:
+    """The device of a block of memory, its purpose, and the size that is charged at most."""
 
     device: int
+    kind: Kind = field(default="activations", kw_only=True)
+    most_bytes: float = field(default=math.inf, kw_only=True)
+
+
+@dataclass
+class _Held(_Place):
+    """A storage that lives: its rounded and its exact size, and the callback for its end."""
+
     nbytes: int
     exact_bytes: int
     finalizer: weakref.finalize[..., Any]
     storage: weakref.ref[torch.UntypedStorage]
-    kind: Kind = "activations"
 
 
 @dataclass(frozen=True)
@@ -146,39 +147,6 @@ class Arrivals:
         return None if is_repeated else found
 
 
-def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an op's arguments or outputs, and in the lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_among(value)
-
-
-def _dense_parts(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the strided tensors that hold a tensor's memory."""
-    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided:  # nearly all, and asked for at every op
-        return (tensor,)
-    return _parts_of(tensor)
-
-
-def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    parts = _SPARSE_PARTS.get(tensor.layout)
-    if parts is not None:
-        for part in parts:
-            yield getattr(tensor, part)()
-    elif is_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _dense_parts(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
-
-
 class Tracker(TorchDispatchMode, Placement):
     """Count the bytes each device of a step holds, and raise where one would hold more than it may.
 
@@ -187,6 +155,7 @@ class Tracker(TorchDispatchMode, Placement):
         capacities: Bytes each may hold; None for no bound.
         draws: Numbers that replace those drawn to decide by; None for what chance brings.
         accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
+        kernels: Also charge the memory that kernels and libraries take on such a GPU; None for none of it.
 
     Attributes:
         live_bytes: Bytes held now, per device.
@@ -205,6 +174,7 @@ class Tracker(TorchDispatchMode, Placement):
         observer: Observer | None = None,
         draws: ExtremeDraws | None = None,
         accounts: bool = False,
+        kernels: GpuKernels | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         assert len(labels) == len(capacities), (labels, capacities)
@@ -218,10 +188,12 @@ class Tracker(TorchDispatchMode, Placement):
         self._token: Token[Placement | None] | None = None
         # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
         # peak is accounted for at the end, from what came and went until then.
-        self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
+        self._account: list[tuple[_Place, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
         self._arrivals = Arrivals()
         self._entries_at_peak = [0] * len(labels)
+        self._kernels = kernels
+        self._workspaces: dict[tuple[int, str, str], int] = {}
 
     @property
     def num_devices(self) -> int:
@@ -250,47 +222,56 @@ class Tracker(TorchDispatchMode, Placement):
 
     def classify(self, tensor: Tensor, kind: Kind) -> None:
         """Say what a tensor is for; one that nobody holds is left out."""
-        for part in _dense_parts(tensor):
-            held = self._held.get(_storage_key(part))
+        for part in dense_parts(tensor):
+            held = self._held.get(key_of(part))
             if held is not None:
                 held.kind = kind
 
     def peak_account(self, device: int) -> dict[Kind, int]:
-        """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
+        """Return the bytes of each kind of storage that a device held at its peak. Their sum is the peak."""
         found: dict[Kind, int] = {}
         for held, place, nbytes, _ in self.account[: self._entries_at_peak[device]]:
             if place == device:
                 found[held.kind] = found.get(held.kind, 0) + nbytes
+        for kind, place, nbytes, _ in self.workspaces():
+            if place == device:
+                found[kind] = found.get(kind, 0) + rounded(nbytes)
         return found
 
     def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
-        """Do something, and return what makes another tracker count the same again.
+        """Call `act`, and return a function that charges the same to another tracker.
 
-        None where it touched gradients or parameters, which come and go by what else a step does.
+        Return None if `act` touched gradients or parameters: their life depends on the rest of the step.
         """
-        begin = len(self.account)
+        begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
-        account = self.account[begin:]
+        account, workspaces = self.account[begin:], [*self._workspaces.items()][begin_workspaces:]
 
         def repeat(tracker: Tracker) -> None:
+            for key, nbytes in workspaces:
+                tracker._keep_workspace(key, nbytes)
             for held, _, nbytes, exact_bytes in account:
                 tracker._charge(held, nbytes, exact_bytes)
 
         return None if any(held.kind in ("gradients", "parameters") for held, *_ in account) else repeat
 
     @property
-    def account(self) -> list[tuple[_Held, int, int, int]]:
-        """Storages that came and went, in order: each with its device, and its bytes rounded and as they are."""
+    def account(self) -> list[tuple[_Place, int, int, int]]:
+        """Blocks that came and went, in order: each with its device, its rounded bytes and its exact bytes."""
         assert self._account is not None, "the tracker keeps no accounts"
         return self._account
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return what came and went, in order."""
-        return tuple((held.kind, device, exact_bytes) for held, device, _, exact_bytes in self.account)
+        """Return the storages that came and went, in order, without `workspaces`."""
+        return tuple(Entry(one.kind, device, exact, one.most_bytes) for one, device, _, exact in self.account)
+
+    def workspaces(self) -> tuple[Entry, ...]:
+        """Return the workspaces of libraries. They exist during the whole step."""
+        return tuple(Entry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
-        for part in _dense_parts(tensor):
+        for part in dense_parts(tensor):
             self._hold(part.untyped_storage(), device)
 
     def adopt_left(self, left: Left, device: int) -> None:
@@ -332,17 +313,53 @@ class Tracker(TorchDispatchMode, Placement):
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
         outputs = as_real(func, args, func(*args, **kwargs))
-        if func in _DRAWS and device < 0 and self._draws is not None:
-            self._drawn(self._draws, func, args, outputs)
+        if device < 0 and self._draws is not None:
+            replace_drawn(self._draws, func, args, outputs)
         if device >= 0 and not by_scalar:
             for tensor, record in zip(inputs, held, strict=True):
                 if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
                     self.adopt(tensor, device)
         self._follow(inputs, tensors_among((outputs,)), device)
         self._note_arrival(func, outputs)
+        self._charge_inside(func, args, outputs, device)
         if self._observer is not None and device >= 0:
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs
+
+    def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
+        """Charge an operator's temporary blocks, and the workspaces that it needs for the first time."""
+        kernels = self._kernels
+        if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
+            return
+        for library, nbytes in workspaces(func, args, kernels).items():
+            self._keep_workspace((device, library, running_part()), nbytes)
+        charged: list[tuple[_Place, int, int]] = []
+        try:
+            for block in temporary_blocks(func, args, outputs, kernels):
+                nbytes = rounded(int(min(block.nbytes, block.most_bytes)))
+                charged.append((_Place(device, most_bytes=block.most_bytes), nbytes, block.nbytes))
+                self._charge(*charged[-1])
+        finally:
+            for place, nbytes, exact_bytes in charged:
+                self._uncharge(place, nbytes, exact_bytes)
+
+    def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
+        """Charge the workspace of a library to a device, as if it had been there from the start of the step.
+
+        Only the first step of a process starts without it. Autograd runs the backward in another thread, which gets its
+        own workspace.
+
+        Args:
+            key: The device, the library and the thread.
+        """
+        if key in self._workspaces:
+            return
+        device, *_ = key
+        self._workspaces[key] = nbytes
+        nbytes = rounded(nbytes)
+        self.live_bytes[device] += nbytes
+        self.peak_bytes[device] += nbytes
+        self._check(device, nbytes, self.peak_bytes[device])
 
     def _note_arrival(self, func: Any, gradient: Tensor) -> None:
         variable = None if self._account is None else self._arrivals.parameter_of(func)
@@ -353,26 +370,10 @@ class Tracker(TorchDispatchMode, Placement):
             nbytes, is_copy = gradient.numel() * gradient.element_size(), func is not torch.ops.aten.detach.default
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
 
-    def _drawn(self, draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Tensor) -> None:
-        """Replace what was drawn, where that is few numbers; of a fake, tell it so that it can be asked for."""
-        number = draws.draw() if drawn.numel() <= MOST_DECIDED_BY else None
-        if number is None:
-            return
-        if "bernoulli" in func.name():
-            number = float(round(number))
-        elif func is torch.ops.aten.uniform_.default:
-            low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
-            number = low + (high - low) * number
-        if not isinstance(drawn, FakeTensor):
-            drawn.fill_(number)
-        elif drawn.numel() == 1:
-            with unset_fake_temporarily():
-                drawn.constant = torch.full(drawn.shape, number, dtype=drawn.dtype)
-
     def _held_of(self, tensor: Tensor) -> _Held | None:
         """Return the record of a tensor's storage, of a sparse one's indices."""
-        for part in _dense_parts(tensor):
-            return self._held.get(_storage_key(part))
+        for part in dense_parts(tensor):
+            return self._held.get(key_of(part))
         return None
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
@@ -385,7 +386,7 @@ class Tracker(TorchDispatchMode, Placement):
         if purpose == "gradient":
             self.classify(args[0], "gradients")
         if self._observer is not None:
-            nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
+            nbytes = sum(part.untyped_storage().nbytes() for part in dense_parts(copy))
             self._observer.on_transfer(source, destination, nbytes, purpose)
         return copy
 
@@ -401,19 +402,19 @@ class Tracker(TorchDispatchMode, Placement):
         """Charge what an op made; what shares an input's storage is not new."""
         input_keys: set[int] | None = None
         for output in outputs:
-            for part in _dense_parts(output):
-                key = _storage_key(part)
+            for part in dense_parts(output):
+                key = key_of(part)
                 if key in self._held:
                     self._regrow(part)
                     continue
                 if input_keys is None:
-                    input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
+                    input_keys = {key_of(piece) for tensor in inputs for piece in dense_parts(tensor)}
                 if key not in input_keys:
                     self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
-        held = self._held[_storage_key(tensor)]
+        held = self._held[key_of(tensor)]
         exact_bytes = tensor.untyped_storage().nbytes()
         nbytes = rounded(exact_bytes)
         if nbytes != held.nbytes:
@@ -439,34 +440,42 @@ class Tracker(TorchDispatchMode, Placement):
         if device >= 0:
             self._charge(held, nbytes, exact_bytes)
 
-    def _charge(self, held: _Held, nbytes: int, exact_bytes: int) -> None:
-        device = held.device
-        live_bytes = self.live_bytes[device]
-        capacity_bytes = self.capacities[device]
+    def _charge(self, place: _Place, nbytes: int, exact_bytes: int) -> None:
+        device = place.device
         # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
-        self.live_bytes[device] = live_bytes + nbytes
+        self.live_bytes[device] += nbytes
+        live_bytes = self.live_bytes[device]
         if self._account is not None:
-            self._account.append((held, device, nbytes, exact_bytes))
-        if capacity_bytes is not None and live_bytes + nbytes > capacity_bytes:
-            raise OutOfMemoryError(
-                f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {live_bytes} held, "
-                f"{capacity_bytes} allowed; give it fewer samples or a larger budget",
-                device=self.labels[device],
-                device_index=device,
-                requested_bytes=nbytes,
-                live_bytes=live_bytes,
-                capacity_bytes=capacity_bytes,
-            )
-        if live_bytes + nbytes > self.peak_bytes[device]:
-            self.peak_bytes[device] = live_bytes + nbytes
+            self._account.append((place, device, nbytes, exact_bytes))
+        self._check(device, nbytes, live_bytes)
+        if live_bytes > self.peak_bytes[device]:
+            self.peak_bytes[device] = live_bytes
             self._entries_at_peak[device] = len(self._account or ())
 
+    def _check(self, device: int, nbytes: int, held_bytes: int) -> None:
+        """Raise OutOfMemoryError if a device holds more than it may, with these bytes that came last."""
+        capacity_bytes = self.capacities[device]
+        if capacity_bytes is None or held_bytes <= capacity_bytes:
+            return
+        raise OutOfMemoryError(
+            f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {held_bytes - nbytes} held, "
+            f"{capacity_bytes} allowed; give it fewer samples or a larger budget",
+            device=self.labels[device],
+            device_index=device,
+            requested_bytes=nbytes,
+            live_bytes=held_bytes - nbytes,
+            capacity_bytes=capacity_bytes,
+        )
+
+    def _uncharge(self, place: _Place, nbytes: int, exact_bytes: int) -> None:
+        self.live_bytes[place.device] -= nbytes
+        if self._account is not None:
+            self._account.append((place, place.device, -nbytes, -exact_bytes))
+
     def _release(self, key: int) -> None:
-        held = self._held.pop(key, None)  # None where an interrupt came between the finalizer and its record
+        held = self._held.pop(key, None)  # None if an interrupt came between the finalizer and its record
         if held is not None and held.device >= 0:
-            self.live_bytes[held.device] -= held.nbytes
-            if self._account is not None:
-                self._account.append((held, held.device, -held.nbytes, -held.exact_bytes))
+            self._uncharge(held, held.nbytes, held.exact_bytes)
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:

@@ -15,8 +15,8 @@ from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
-from autosplit.runtime.memory_tracker import tensors_among
 from autosplit.runtime.rms_norm import RMS_NORM, RMS_NORM_BACKWARD
+from autosplit.runtime.tensor_parts import tensors_among
 from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten

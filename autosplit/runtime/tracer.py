@@ -37,7 +37,7 @@ from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.runtime.transformers_masks import masks_of_real_tensors
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
-from autosplit.torch_versions import NORMS
+from autosplit.torch_versions import NORMS, cublas_workspace_bytes
 from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class Tracer:
     Attributes:
         attention: The calls of attention, with the back end that was chosen for each.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
+        kernels: The GPU whose operators and workspaces count; None for the CPU's.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Tracer:
         kernels: GpuKernels | None = None,
     ) -> None:
         self.workload = workload
-        self.kernels = kernels or GpuKernels()
         self.attention: dict[AttentionCall, Backend] = {}
         self.fake = fake
         self.like_gpu = like_gpu
+        self.kernels = (kernels or GpuKernels()) if like_gpu else None
         self.runs = 0
         self.norms_over_samples = False
         with kept_rng(), held_interrupts() if fake else nullcontext():
@@ -127,19 +128,27 @@ class Tracer:
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
-        self._by_kernels: dict[GpuKernels, Tracer] = {self.kernels: self}
+        self._by_kernels: dict[GpuKernels | None, Tracer] = {self.kernels: self}
 
     def for_kernels(self, kernels: GpuKernels) -> Tracer:
         """Return a tracer of the same steps on another GPU: this one, if the GPU runs the same operators.
 
-        It shares the copy of the model and the state of the optimizer.
+        It shares the copy of the model and the state of the optimizer. The temporary blocks of `sum` have another bound
+        on another GPU (`kernel_memory`), which alone is no reason for a trace of its own.
         """
-        if all(chosen_backend(call, kernels) == own for call, own in self.attention.items()):
+        if self.kernels is None or self._runs_alike(kernels):
             return self
         if kernels not in self._by_kernels:
             other = self._by_kernels[kernels] = copy.copy(self)
             vars(other).update(kernels=kernels, attention={}, _kept={})
         return self._by_kernels[kernels]
+
+    def _runs_alike(self, kernels: GpuKernels) -> bool:
+        assert self.kernels is not None, "the caller has seen it"
+        own_bytes, other_bytes = (cublas_workspace_bytes(one.capability) for one in (self.kernels, kernels))
+        return own_bytes == other_bytes and all(
+            chosen_backend(call, kernels) == own for call, own in self.attention.items()
+        )
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
         """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
@@ -210,8 +219,15 @@ class Tracer:
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
-        functions = CudaFunctions(self.kernels) if self._has_cuda_functions else None
+        tracker = Tracker(
+            names,
+            [None] * len(names),
+            observer=recorder,
+            draws=self.trainee.draws,
+            accounts=True,
+            kernels=self.kernels,
+        )
+        functions = CudaFunctions(self.kernels) if self._has_cuda_functions and self.kernels else None
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -240,7 +256,7 @@ class Tracer:
             found.append([])
             for split in (shape.splits[0], *resized):
                 size = resizer(shape.splits[0], split)
-                others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
+                others = tuple(entry._replace(nbytes=size(entry.nbytes)) for entry in entries)
                 is_own = way == "plain" and split == shape.splits[0]
                 found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
         return found

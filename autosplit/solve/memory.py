@@ -122,8 +122,8 @@ class MemoryParts:
         gradients_bytes: Gradients of the parameters; a rank's buckets, too.
         optimizer_bytes: The optimizer's state.
         gathered_bytes: Outputs of all devices, put together on the first.
-        activations_bytes: What is kept for the backward, the batch, the loss, and what ops need in passing.
-        untraced_bytes: Measured beyond all of these: workspaces of libraries, and blocks that an allocator keeps.
+        activations_bytes: The batch, tensors kept for the backward, the loss, temporary blocks, cuBLAS's workspaces.
+        untraced_bytes: Measured beyond all of these: workspaces of cuDNN, and blocks that an allocator keeps.
     """
 
     parameters_bytes: int

@@ -1,0 +1,282 @@
+"""The memory that CUDA kernels and libraries allocate in addition to the tensors that a trace sees.
+
+# Note [Temporary blocks]
+A kernel may allocate blocks, use them and free them before it returns. A trace sees the operator's outputs only, so
+this module computes the blocks from the operator's arguments. One trace predicts every batch size (`op_calls`).
+Therefore a block is one of these:
+
+* a constant,
+* exactly proportional to the batch,
+* the smaller of a proportional size and a constant (`Block.most_bytes`).
+
+Example: the gradient of a bias of 1,024 numbers in float32. `sum` adds rows in groups and writes each group's result.
+For up to 16,896 rows the results take 8,192 bytes per row. Then an H100 has no room for more groups, and the results
+stay at 132 MiB.
+
+The formulas are from torch 2.11's sources, which are named at each function. The GPU measurements that they are
+compared with are in benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's
+convolutions and recurrent layers are not here: cuDNN is closed source, and no bound is published.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.runtime.gpu_kernels import GpuKernels
+from autosplit.torch_versions import aten_ops, cublas_workspace_bytes, cublaslt_workspace_bytes
+
+aten = torch.ops.aten
+
+LEAST_BYTES = 2**20
+"""Group results of a `sum` that can never exceed this size are left out."""
+
+_GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
+_GPUS |= {100: (148, 2048), 120: (188, 1536)}
+"""The largest GPU of each compute capability: multiprocessors, and threads that each of them runs at once."""
+
+_LARGE_SHARED_MEMORY = (80, 90, 100)
+"""Compute capabilities whose blocks of threads may use more than 100 KiB of shared memory."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of GPU memory.
+
+    Attributes:
+        nbytes: Its size, not rounded. A constant, or exactly proportional to the batch.
+        most_bytes: The size that it does not exceed at any batch.
+    """
+
+    nbytes: int
+    most_bytes: float = math.inf
+
+
+Blocks = tuple[Block, ...]
+
+
+def temporary_blocks(func: Any, args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
+    """Return the blocks that an operator holds on a GPU when it needs the most, and frees before it returns."""
+    inside = _INSIDE.get(getattr(func, "overloadpacket", None))
+    return () if inside is None else inside(args, outputs, kernels)
+
+
+def workspaces(func: Any, args: Sequence[Any], kernels: GpuKernels) -> dict[str, int]:
+    """Return the workspaces that an operator needs from libraries: their names and bytes.
+
+    torch allocates a workspace when a thread first calls the library on a stream, and keeps it (CublasHandlePool.cpp).
+    """
+    packet = getattr(func, "overloadpacket", None)
+    if packet not in _PRODUCTS:
+        return {}
+    found = {"cublas": cublas_workspace_bytes(kernels.capability)}
+    # A product with a bias vector runs in cuBLASLt (addmm_out_cuda_impl in Blas.cpp).
+    if packet is aten.addmm and args[0].dim() == 1 and (own_bytes := cublaslt_workspace_bytes()):
+        found["cublasLt"] = own_bytes
+    return found
+
+
+_PRODUCTS = aten_ops("mm addmm bmm baddbmm addbmm mv addmv dot _scaled_mm")
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def _copies(*tensors: Tensor) -> Blocks:
+    """Return the copies of those tensors of (batch, heads, length, width) whose memory is in another order.
+
+    The kernels want (batch, length, heads, width). They copy a gradient or an output that has another layout.
+    """
+    return tuple(Block(_nbytes(tensor)) for tensor in tensors if not _is_length_first(tensor))
+
+
+def _is_length_first(tensor: Tensor) -> bool:
+    _, heads, length, width = tensor.shape
+    wanted = (length * heads * width, width, heads * width, 1)
+    return all(
+        size == 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), wanted, strict=True)
+    )
+
+
+def _flash_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
+    """See `mha_bwd` in transformers/cuda/flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`, `dk_expanded`."""
+    grad, query, key, _, out = args[:5]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _up(length, 128)
+    blocks: Blocks = (Block(rows * _up(width, 32 if width <= 128 else 64) * 4), Block(rows * 4))
+    if key.shape[1] != heads:  # grouped queries: one gradient of keys and values for each query head, added up later
+        expanded = Block(batch * heads * key.shape[2] * width * key.element_size())
+        blocks += (expanded, expanded)
+    return blocks + _copies(grad, out)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The queries and keys of a block of threads, and whether it keeps the gradients of keys in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -> _Tile:
+    """Return the tile of the memory-efficient backward, see `dispatch_cutlassB` in kernels/cutlassB.h.
+
+    torch takes the first kernel that fits the GPU's shared memory. For GPUs with little of it this is an assumption,
+    which differs only for widths above 64: the smaller tile needs more memory for half precision.
+    """
+    is_half, large = dtype is not torch.float32, kernels.capability in _LARGE_SHARED_MEMORY
+    if width <= 64:
+        return _Tile(64, 64, is_half)
+    if is_half and width <= 96 and kernels.capability in (86, 89) and not drops:
+        return _Tile(128, 64, in_registers=True)
+    if is_half and width <= 128 and large:
+        return _Tile(128, 128, in_registers=True)
+    return _Tile(128 if large else 64, 64, in_registers=False)
+
+
+def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels) -> Blocks:
+    """See `_efficient_attention_backward` in attention_backward.cu, and `workspace_size` in kernel_backward.h.
+
+    Below 200 heads in the batch the kernel may split the keys, and then takes more for widths that do not fit its
+    registers. The figure is that of larger batches, which are not split.
+    """
+    grad, query, _, value = args[:4]
+    batch, heads, length, width = query.shape
+    own_width = value.shape[3]
+    tile = _tile(query.dtype, max(width, own_width), kernels, drops=args[9] > 0)
+    # `GradQTempStorage`: a lock, a counter and padding, then the numbers of a tile.
+    per_head = -(-length // tile.queries) * -(-width // tile.keys) * (16 + tile.queries * tile.keys * 4)
+    if query.dtype is not torch.float32 and not tile.in_registers:
+        per_head += tile.keys * (_up(width, tile.queries) + _up(own_width, tile.queries)) * 4
+    delta = Block(batch * heads * length * 4)
+    workspace = Block(batch * heads * _up(per_head, 16))
+    if query.dtype is torch.float32:  # delta is the sum of a product, copied into another order
+        product = Block(_nbytes(grad))
+        if product.nbytes + delta.nbytes > workspace.nbytes:
+            return (product, delta, delta, *_copies(grad))
+    return (workspace, delta, *_copies(grad))
+
+
+def _efficient_forward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
+    """See `output_accum` in attention.cu, and `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h."""
+    query, _, value = args[:3]
+    if query.dtype is torch.float32 or value.shape[3] <= 128:
+        return ()
+    return (Block(query.shape[0] * query.shape[1] * query.shape[2] * value.shape[3] * 4),)
+
+
+def _cudnn_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
+    """Return cuDNN's workspace: the gradient of the queries in float32, one number for each row, and 512 bytes.
+
+    cuDNN is closed source. This is fitted to an H100 with cuDNN of torch 2.11, for head widths of 64, 80 and 256.
+    """
+    batch, heads, length, width = args[1].shape
+    return Block(batch * heads * length * (width + 1) * 4), Block(512)
+
+
+# ---------------------------------------------------------------------------------------------------------- softmax
+
+
+def _softmax_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
+    """See `softmax_backward_cuda_out` in SoftMax.cu: the product of the gradient and the output."""
+    return (Block(_nbytes(args[0])),)
+
+
+def _safe_softmax(args: Sequence[Any], outputs: Tensor, _kernels: GpuKernels) -> Blocks:
+    """See `_safe_softmax` in transformers/attention.cpp: which numbers are minus infinity, and which whole rows."""
+    return Block(outputs.numel()), Block(outputs.numel() // max(1, outputs.shape[args[1]]))
+
+
+# ------------------------------------------------------------------------------------------------------ sums of rows
+
+
+def _sum(args: Sequence[Any], _outputs: Any, kernels: GpuKernels) -> Blocks:
+    if len(args) < 2 or not isinstance(args[1], (tuple, list)):
+        return ()
+    return _group_results(args[0], args[1], kernels)
+
+
+def _convolution_backward(args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
+    """See `convolution_backward` in Convolution.cpp: the gradient of the bias is a sum."""
+    if outputs[2] is None:
+        return ()
+    return _group_results(args[0], (0, *range(2, args[0].dim())), kernels)
+
+
+def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> Blocks:
+    """Return the results that groups of threads leave for the last group, when all dimensions but the last are summed.
+
+    See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. With another dimension last in memory, or
+    with more than one left, such a sum needs little or no memory. From some 280 million numbers on it needs more than
+    `most_bytes`: half a byte for each number.
+    """
+    summed = {dim % values.dim() for dim in over}
+    kept = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
+    strides = [values.stride(dim) for dim in summed if values.shape[dim] > 1]
+    if len(kept) != 1 or values.stride(kept[0]) > min(strides, default=1):
+        return ()
+    columns = values.shape[kept[0]]
+    vector = math.gcd(4, columns, *strides) if values.stride(kept[0]) == 1 else 1
+    threads = 512 // vector
+    across = min(32, 2 ** int(math.log2(min(columns // vector, threads))))
+    down = threads // across
+    multiprocessors, threads_per_multiprocessor = _GPUS[max(c for c in _GPUS if c <= max(70, kernels.capability))]
+    most_groups = multiprocessors * (threads_per_multiprocessor // threads)
+    groups_across = -(-columns // vector // across)
+    group_bytes = columns * across * vector * (8 if values.element_size() == 8 else 4)
+    most_bytes = group_bytes * -(-most_groups // groups_across)
+    if groups_across > most_groups or most_bytes < LEAST_BYTES:
+        return ()
+    rows = math.prod(values.shape[dim] for dim in summed)
+    return (Block(rows * -(-group_bytes // (16 * down)), most_bytes),)
+
+
+# ------------------------------------------------------------------------------------------------------- embeddings
+
+
+def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
+    """See Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, and sums for each index and each ten of them.
+
+    Not measured. Up to 3,072 indices need nothing, so that the figure is a bound there.
+    """
+    grad, indices, num_weights = args[:3]
+    row_bytes = grad.shape[-1] * max(4, grad.element_size())
+    count = indices.numel()
+    return (
+        Block(2 * count * indices.element_size()),
+        Block(count * -(-row_bytes // 10)),
+        Block(count * row_bytes, num_weights * row_bytes),
+    )
+
+
+_FORMULAS: dict[str, Callable[[Sequence[Any], Any, GpuKernels], Blocks]] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention": _efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "_safe_softmax": _safe_softmax,
+    "sum": _sum,
+    "convolution_backward": _convolution_backward,
+    "embedding_dense_backward": _embedding_backward,
+}
+_INSIDE = {op: formula for name, formula in _FORMULAS.items() for op in aten_ops(name)}
+
+WITH_INNER_MEMORY = frozenset(
+    getattr(packet, overload) for packet in (*_INSIDE, *_PRODUCTS) for overload in packet.overloads()
+)
+"""Operators for which `temporary_blocks` or `workspaces` may return something."""
