@@ -77,7 +77,7 @@ _family = partial(Family, model=CLASSIFIER, batch=_images, vocabulary={})
 OF_TRANSFORMERS = (
     _family("ViT", "ViTConfig", _TWO_LAYERS),
     _family("ViT, attention dropout", "ViTConfig", {**_TWO_LAYERS, "attention_probs_dropout_prob": 0.1}),
-    _family("DeiT", "DeiTConfig", _TWO_LAYERS),
+    _family("DeiT", "DeiTConfig", _TWO_LAYERS, model="DeiTForImageClassification"),
     _family("BEiT", "BeitConfig", {**_TWO_LAYERS, "use_relative_position_bias": True}),
     _family("DINOv2", "Dinov2Config", {**_TWO_LAYERS, "image_size": SIZE, "patch_size": 14}),
     _family("Swin", "SwinConfig", {"depths": [2, 2, 2, 2]}),
