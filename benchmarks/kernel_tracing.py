@@ -6,15 +6,15 @@ the CUDA runtime, see there. torch then chooses kernels as on a GPU, and its met
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ import torch
 from kernel_cases import Case
 from torch import Tensor, _meta_registrations
 
+from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime import tracer as tracer_module
 from autosplit.runtime.gpu_kernels import GpuKernels
@@ -103,7 +104,7 @@ def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer
                 trace = tracer.trace(StepShape(((samples,),)))
                 activations.append(trace.parts[0].activations_bytes)
                 saved.append(trackers[-1].saved_bytes or 0)
-            runtime = SimulatedRuntime(parse_devices(TIMED_ON), (UNLIMITED_BYTES,), tracer)
+            runtime = SimulatedRuntime((_timed_gpu(capability),), (UNLIMITED_BYTES,), tracer)
             compute_s = runtime.measure(StepShape(((large,),))).busy_s[0]
     except Exception as error:  # noqa: BLE001  # one case must not end the run
         return Row(case.name, capability, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -111,12 +112,17 @@ def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer
     return Row(case.name, capability, *per_sample, float(f"{compute_s:.6g}"), note)
 
 
+def _timed_gpu(capability: int) -> Device:
+    """Return a GPU whose kernels are those of a compute capability, and whose speed is always the same."""
+    (device,) = parse_devices(TIMED_ON)
+    assert device.spec is not None
+    major, minor = divmod(capability, 10)
+    return replace(device, spec=replace(device.spec, compute_capability=f"{major}.{minor}"))
+
+
 def product_tracer(case: Case, capability: int) -> tuple[Tracer, str]:
     """Return the tracer that `sim:` uses."""
-    options: dict[str, Any] = {}
-    if "kernels" in inspect.signature(make_tracer).parameters:
-        options["kernels"] = GpuKernels(capability=capability)
-    tracer, note = make_tracer(case.build(), like_gpu=True, **options)
+    tracer, note = make_tracer(case.build(), like_gpu=True, kernels=GpuKernels(capability))
     return tracer, note or ""
 
 
@@ -140,6 +146,7 @@ class _OwnFunctions:
     """Replaces autosplit's `CudaFunctions`: torch itself runs its functions, as on a GPU."""
 
     needed = False
+    calls: Mapping[Any, Any] = MappingProxyType({})
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
