@@ -28,12 +28,21 @@ def _unknown(name: str) -> str:
 
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        unset_fake_temporarily,
+    )
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 except ImportError as error:
     raise ImportError(_unknown("torch._subclasses.fake_tensor or torch.utils._python_dispatch as expected")) from error
 
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+"""Exceptions of operators that need the values of a fake tensor."""
 
 _NEEDED: Sequence[tuple[Any, str]] = (
     (torch._C, "_current_autograd_node _current_graph_task_id"),

@@ -40,6 +40,7 @@ from autosplit.devices.transfer import (
 )
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
+from autosplit.runtime.data_dependent import DataDependent
 from autosplit.runtime.drawn_numbers import replace_drawn
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.kernel_memory import WITH_INNER_MEMORY, temporary_blocks, workspaces
@@ -156,6 +157,7 @@ class Tracker(TorchDispatchMode, Placement):
         draws: Numbers that replace those drawn to decide by; None for what chance brings.
         accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
         kernels: Also charge the memory that kernels and libraries take on such a GPU; None for none of it.
+        data_dependent: Runs the operators; None if none of them needs values of fake tensors.
 
     Attributes:
         live_bytes: Bytes held now, per device.
@@ -175,6 +177,7 @@ class Tracker(TorchDispatchMode, Placement):
         draws: ExtremeDraws | None = None,
         accounts: bool = False,
         kernels: GpuKernels | None = None,
+        data_dependent: DataDependent | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         assert len(labels) == len(capacities), (labels, capacities)
@@ -184,6 +187,7 @@ class Tracker(TorchDispatchMode, Placement):
         self.peak_bytes = [0] * len(labels)
         self._observer = observer
         self._draws = draws
+        self._run = (data_dependent or DataDependent()).run
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
         # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
@@ -312,7 +316,7 @@ class Tracker(TorchDispatchMode, Placement):
         inputs = list(tensors_among((*args, *kwargs.values())))
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
-        outputs = as_real(func, args, func(*args, **kwargs))
+        outputs = as_real(func, args, self._run(func, args, kwargs))
         if device < 0 and self._draws is not None:
             replace_drawn(self._draws, func, args, outputs)
         if device >= 0 and not by_scalar:

@@ -141,6 +141,8 @@ _ATTENTION_BACKWARD = aten_ops(
     "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
 )
 
+_GROUPED = aten_ops("_grouped_mm")
+
 _KINDS = {
     "batch_norm": (
         "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
@@ -342,6 +344,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
         return _attention_flops(*args[:3])
     if packet in _ATTENTION_BACKWARD:
         return _attention_flops(*args[1:4], backward=True)
+    if packet in _GROUPED:
+        # Each row is multiplied by the matrix of one group. torch 2.13 has no formula for this operator.
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 

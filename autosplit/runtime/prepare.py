@@ -263,6 +263,9 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
         why_real = _built_for_real(error)
     else:
         why_real = note or why_real
+        bounded = tracer.data_dependent.bounded
+        if built.fake and bounded and _bytes_to_train(workload) <= available_host_bytes():
+            why_real = f"the workload was built with its memory, since {', '.join(bounded)} depends on values"
         if built.fake and why_real is not None:
             tracer.trainee.restore()  # the function may return the very same model again, and that may be borrowed
     if built.fake and why_real is not None:
@@ -299,13 +302,18 @@ def _built_for_real(error: Exception) -> str:
 
 
 def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
-    """Refuse to build for real what would fill this machine: a model, its copy, and gradients of that."""
-    needed = 3 * sum(parameter.nbytes for module in workload.modules for parameter in module.parameters())
+    """Raise WorkloadError if the model cannot be trained with real tensors on this machine."""
+    needed = _bytes_to_train(workload)
     if needed > available_host_bytes():
         raise WorkloadError(
             f"the workload can't be followed without its memory ({one_line(error)}); with it, a copy and gradients "
             f"take {size_text(needed)}; expected no more than this machine has; plan a model with fewer layers"
         ) from error
+
+
+def _bytes_to_train(workload: Workload) -> int:
+    """Return the bytes of the model, of a copy of it, and of the copy's gradients."""
+    return 3 * sum(parameter.nbytes for module in workload.modules for parameter in module.parameters())
 
 
 def _built(source: Source) -> Workload:

@@ -1,14 +1,14 @@
-"""Differences of real ops from fake ones: the memory of an LSTM layer's outputs and of four losses, a refused dtype.
+"""Replace fake outputs whose memory differs from real outputs, and refuse dtypes that real operators refuse.
 
-The layer's workspace for the backward has a size that only the library knows, and torch's fake op returns an empty
-one: a traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its
-backward the two biases' gradients are one tensor where it is fake, and two where it is real (torch
-_meta_registrations.py, meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.cpp).
-
-The losses make what they return as large as their input, and then a number of it, which keeps the memory of all
-elements for as long as it lives (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
-
-A product of unlike dtypes, of float64 that came from numpy for instance, is an error of real ops alone.
+- oneDNN's LSTM layer keeps a workspace for the backward. Only the library knows its size, and torch's fake operator
+  returns an empty one. So the real operator runs once for each shape. In its backward the gradients of the two biases
+  are one fake tensor, but two real ones (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
+  aten/src/ATen/native/mkldnn/RNN.cpp).
+- Four losses allocate an output as large as their input and shrink it to one number. The number keeps the memory of
+  all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+- The backward of CTC allocates a second table next to its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
+  The trace frees the table with the gradient, a few operators too late.
+- A product of two dtypes, for example with float64 from numpy, raises an error with real tensors only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
+from autosplit.torch_versions import FakeTensor, aten_ops, unset_fake_temporarily
 
 _RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 _RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
@@ -32,20 +32,24 @@ _SECOND_BIAS = 4
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_CTC_BACKWARD = aten_ops("_ctc_loss_backward")
 _KEEPING_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss}
 
 
 def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
-    """Return an op's outputs with the memory of real ones; only fake outputs of these ops are replaced.
+    """Return an operator's outputs with the memory of real outputs. Only fake outputs of a few operators change.
 
     Raises:
-        RuntimeError: Torch's own, of a product of unlike dtypes.
+        RuntimeError: The operator is a product of two dtypes. The text is torch's.
     """
     packet = getattr(func, "overloadpacket", None)
     if func in _PRODUCTS and args[-1].dtype != args[-2].dtype:
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {args[-2].dtype} and {args[-1].dtype}")
     if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:
         return outputs.new_empty(args[0].numel()).as_strided((), ())
+    if packet in _CTC_BACKWARD and isinstance(outputs, FakeTensor):
+        log_alpha: Tensor = args[6]
+        return outputs.new_empty(outputs.numel() + log_alpha.numel()).as_strided(outputs.shape, outputs.stride())
     if packet is None or packet not in (_RNN_LAYER, _RNN_LAYER_BACKWARD) or not isinstance(outputs[0], FakeTensor):
         return outputs
     real = list(outputs)

@@ -22,6 +22,7 @@ from autosplit.errors import AutosplitError, WorkloadError, from_user_code, user
 from autosplit.rng import kept_rng
 from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
+from autosplit.runtime.data_dependent import DataDependent, needs_values
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.gradient_arrivals import Way, entries_of
@@ -32,6 +33,8 @@ from autosplit.runtime.op_calls import resizer
 from autosplit.runtime.op_cost import Move, OpCost
 from autosplit.runtime.op_recorder import Event, OpRecorder, Recorded
 from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.replayed_trace import replayed
+from autosplit.runtime.sample_values import SampleValues
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.runtime.transformers_masks import masks_of_real_tensors
@@ -88,9 +91,11 @@ class Tracer:
         like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
         device: The device that fake tensors claim, so that operators are those of that device.
         kernels: The GPU whose operators are run, if `like_gpu` is set and the tensors are fakes of the CPU.
+        values: Records the values that steps of real tensors read, or replays them in steps of fake ones.
 
     Attributes:
         attention: The calls of attention, with the back end that was chosen for each.
+        data_dependent: Replaces values that fake tensors lack, and reports it.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
         kernels: The GPU whose operators and workspaces count; None for the CPU's.
     """
@@ -103,6 +108,7 @@ class Tracer:
         like_gpu: bool,
         device: torch.device = CPU,
         kernels: GpuKernels | None = None,
+        values: SampleValues | None = None,
     ) -> None:
         self.workload = workload
         self.attention: dict[AttentionCall, Backend] = {}
@@ -111,6 +117,7 @@ class Tracer:
         self.kernels = (kernels or GpuKernels()) if like_gpu else None
         self.runs = 0
         self.norms_over_samples = False
+        self.data_dependent = DataDependent(values)
         with kept_rng(), held_interrupts() if fake else nullcontext():
             # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
             self.trainee: Trainee = training_copy(
@@ -226,6 +233,7 @@ class Tracer:
             draws=self.trainee.draws,
             accounts=True,
             kernels=self.kernels,
+            data_dependent=self.data_dependent,
         )
         functions = CudaFunctions(self.kernels) if self._has_cuda_functions and self.kernels else None
         with (
@@ -238,6 +246,7 @@ class Tracer:
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
             masks_of_real_tensors(self.workload.sample_batch) if self.fake else nullcontext(),
+            self.data_dependent.step(shape.splits[0]),
             recorder.recurrent.watching(self.trainee.models.modules) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
@@ -299,11 +308,12 @@ class Tracer:
         return self._leaves_unused and self.workload.step is None
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return what the workload leaves open and was taken for granted, a sentence each."""
+        """Return what the workload and its traces assume, a sentence each."""
+        replaced = self.data_dependent.notes()
         if not self.workload.takes_loss_itself or not self.runs:
-            return self.workload.assumptions()
+            return (*self.workload.assumptions(), *replaced)
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
-            return self.workload.assumptions(self.trainee.outputs())
+            return (*self.workload.assumptions(self.trainee.outputs()), *replaced)
 
 
 def _trace_of(
@@ -372,6 +382,8 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     failures: list[Exception] = []
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
         tried = _followed_fake(workload, shape, like_gpu=True, device=place)
+        if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # real steps decide, and a bound may be far off
+            tried = NotImplementedError(*tried.data_dependent.notes()[:1])
         if isinstance(tried, Exception):
             failures.append(tried)
         elif place == device:
@@ -398,12 +410,19 @@ def _cause_text(error: Exception) -> str:
 
 
 def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | None = None) -> tuple[Tracer, str | None]:
-    """Make a tracer of fake tensors, or of real ones if the model can't be faked, with a sentence that says why."""
+    """Make a tracer of fake tensors, or of real ones if the model can't run with fake ones, with the reason for that.
+
+    If steps depend on values, and the model has some, the tracer replays them. See Note [Replayed values].
+    """
     shape = StepShape(((workload.sample_batch_size,),))
     failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
+    has_values = not (mode_of(workload) or any(p.is_meta for module in workload.modules for p in module.parameters()))
+    if has_values and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
+        found = replayed(partial(_traced_once, workload, shape, kernels=kernels), shape, like_gpu=like_gpu)
+        failure = failure if found is None else found
     if isinstance(failure, Tracer):
         return failure, None
-    if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
+    if not has_values:
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     with users_errors(workload.sample_text):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
@@ -438,9 +457,10 @@ def _traced_once(
     like_gpu: bool,
     device: torch.device = CPU,
     kernels: GpuKernels | None = None,
+    values: SampleValues | None = None,
 ) -> Tracer:
-    """Make a tracer that has traced a step; if that fails, a borrowed model is as it was."""
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels)
+    """Make a tracer that has traced a step. If that fails, a borrowed model is put back."""
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels, values=values)
     try:
         tracer.trace(shape)
         if "eval" in workload.fits:  # `generate` looks at numbers, mostly

@@ -1,0 +1,173 @@
+"""Run operators whose results depend on values, while a step is traced with fake tensors, which have no values.
+
+- Operators whose number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`): the trace takes the
+  recorded number of rows (see Note [Replayed values]), or, without a recorded step, the upper bound.
+- Reads of values (`.item()`, `if tensor`): the trace takes the recorded value. Without a recorded step, torch's
+  exception ends the trace.
+- Reads by an optimizer's arithmetic, such as Adafactor's norms of parameters: the trace takes 1. These numbers scale
+  an update and decide no shape.
+
+`DataDependent.notes` reports each replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.runtime.row_counts import OPERATORS, grouped_product
+from autosplit.runtime.sample_values import SampleValues, WholeReads, calling_module
+from autosplit.torch_versions import DATA_DEPENDENT_ERRORS, FakeTensor, aten_ops
+
+_aten = torch.ops.aten
+
+_ARITHMETIC_READERS = ("torch.optim.", "transformers.optimization")
+"""Modules of optimizers that read values only to compute with them."""
+
+_MISSING = (".numpy() is not supported", "its data is not allocated yet")
+"""Texts of torch's other errors about values that a fake tensor lacks."""
+
+_MASKS = (torch.bool, torch.uint8)
+_READS = aten_ops("_local_scalar_dense item equal allclose is_nonzero")
+_GROUPED_PRODUCTS = aten_ops("_grouped_mm")
+_NOTHING = object()
+
+
+class DataDependent:
+    """Runs the operators of a tracer's steps.
+
+    Args:
+        values: Records or replays the values that steps read.
+
+    Attributes:
+        bounded: Operators that took the upper bound; the keys of a dict, in order.
+    """
+
+    def __init__(self, values: SampleValues | None = None) -> None:
+        self.bounded: dict[str, None] = {}
+        self._arithmetic: dict[str, None] = {}
+        self._values = values
+
+    @contextmanager
+    def step(self, split: Sequence[int]) -> Iterator[None]:
+        """Begin a step of this split."""
+        if self._values is not None:
+            self._values.begin(split)
+        with nullcontext() if self._values is None else WholeReads(self._values):
+            yield
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, with replacements for the values that fake tensors lack.
+
+        Raises:
+            Exception: The operator's own, if there is no replacement.
+        """
+        try:
+            outputs = func(*args, **kwargs)
+        except RuntimeError as error:  # torch's exceptions for missing values are RuntimeErrors
+            outputs = self._replaced(func, args, kwargs, error)
+            if outputs is _NOTHING:
+                raise
+        else:
+            if self._values is not None and self._values.phase != "replay":
+                self._record(self._values, func, args, kwargs, outputs)
+        return outputs
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence or two for each kind of replacement."""
+        found = []
+        if self.bounded:
+            found.append(
+                f"the number of rows that {_listed(self.bounded)} returns depends on values, which traces do not "
+                "have: the upper bound was taken. Real steps may take less memory and time"
+            )
+        if self._values is not None and self._values.replayed:
+            found.append(
+                f"the model's code depends on values of tensors ({_listed(self._values.replayed)}): they were taken "
+                "from one step of the sample batch on the CPU. Batches with other values may take more or less"
+            )
+        if self._arithmetic:
+            found.append(
+                f"the optimizer reads numbers from tensors ({_listed(self._arithmetic)}): 1 was taken for each. They "
+                "decide no tensor's shape"
+            )
+        return tuple(found)
+
+    def _record(
+        self, values: SampleValues, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+    ) -> None:
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _READS:
+            values.note_values([outputs])
+        elif packet is _aten.index:
+            for mask in args[1]:
+                if mask is not None and mask.dtype in _MASKS:
+                    values.note_rows(_name(_aten.nonzero), mask.numel(), int(mask.count_nonzero()))
+        elif packet in OPERATORS:
+            operator = OPERATORS[packet]
+            values.note_rows(_name(packet), operator.elements(*args, **kwargs), operator.rows(outputs, *args, **kwargs))
+
+    def _replaced(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: RuntimeError) -> Any:
+        """Return fake outputs or a value in place of an operator that failed; `_NOTHING` if there is no replacement."""
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _GROUPED_PRODUCTS and isinstance(args[0], FakeTensor):
+            return grouped_product(args, kwargs)
+        if not isinstance(error, DATA_DEPENDENT_ERRORS):
+            return _NOTHING
+        if packet is _aten.index:
+            return self._indexed(args)
+        if packet in OPERATORS:
+            return self._made(packet, args, kwargs)
+        return self._read(packet, args) if packet in _READS else _NOTHING
+
+    def _made(self, packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        operator, name = OPERATORS[packet], _name(packet)
+        if self._values is not None:
+            rows = self._values.rows(name, operator.elements(*args, **kwargs), grows=operator.grows)
+        elif operator.bound is None:
+            return _NOTHING
+        else:
+            rows = operator.bound(*args, **kwargs)
+            self.bounded[name] = None
+        return operator.make(rows, *args, **kwargs)
+
+    def _indexed(self, args: Sequence[Any]) -> Any:
+        """Index with the places of each mask's true elements, as torch's own kernels do."""
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in _MASKS:
+                indices.append(index)
+            else:
+                indices.extend(self._made(_aten.nonzero, (index,), {}).unbind(1))
+        return _aten.index.Tensor(args[0], indices)
+
+    def _read(self, packet: Any, args: Sequence[Any]) -> Any:
+        name = _name(packet)
+        if calling_module().startswith(_ARITHMETIC_READERS):
+            self._arithmetic[name] = None
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return _NOTHING if self._values is None else self._values.values(1, name)[0].item()
+
+
+def needs_values(found: DataDependent | Exception) -> bool:
+    """Return whether the values of a real step would change a trace, or make one possible that failed."""
+    if isinstance(found, DataDependent):
+        return bool(found.bounded)
+    error: BaseException | None = found
+    while error is not None:
+        if isinstance(error, DATA_DEPENDENT_ERRORS) or any(text in str(error) for text in _MISSING):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _name(packet: Any) -> str:
+    return str(packet)
+
+
+def _listed(names: Mapping[str, None]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,180 @@
+"""Values that a model's code reads from tensors: recorded in a real step, replayed in steps of fake tensors.
+
+Code that calls `.item()`, `.tolist()` or `.numpy()`, or that selects rows by a mask, needs values. A fake tensor has
+none. See Note [Replayed values].
+"""
+
+# Note [Replayed values]
+# ----------------------
+# A step of the sample batch runs once with real tensors on the CPU. It records two things for each line of code:
+#
+#   values   `.item()`, `.tolist()`, `.numpy()`, `bool(tensor)`: the numbers, in the order in which they were read.
+#   rows     `nonzero`, `masked_select`, ...: the number of elements of the input, and of rows of the output.
+#
+# Batches of other sizes repeat the samples of the sample batch, so the replay repeats the recorded numbers:
+#
+#   sample batch of 2:   lengths.tolist() == [7, 9]         mask.nonzero(): 5 rows of 20 elements
+#   batch of 5:          lengths.tolist() == [7, 9, 7, 9, 7]     mask.nonzero(): 15 rows of 50 elements
+#
+# A sample has 2.5 rows here. The replay rounds them up to 3: `AffineTraces` extrapolates whole rows of a sample.
+#
+# A real step of twice the sample batch follows. It shows which inputs grow with the batch: the number of rows of an
+# input that does not (one flag for each expert) is replayed unchanged. `replayed_trace.replayed` also compares the
+# replay with both real steps. So it rejects a number that grows with the batch, for example a sum of lengths.
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
+
+Site = tuple[str, str, int]
+"""What was read, and the file and the line that read it."""
+
+_WHOLE_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
+"""Functions that read all values of a tensor and that the dispatcher does not see."""
+
+
+_CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
+"""Modules of torch and autosplit that call operators of a step themselves."""
+
+
+class UnknownValueError(RuntimeError):
+    """The recorded step did not read at this line of code."""
+
+
+def calling_module() -> str:
+    """Return the name of the module whose code called the running operator. Only `torch.optim` counts within torch."""
+    return str(_caller().f_globals.get("__name__", ""))
+
+
+def _caller() -> Any:
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and _is_between(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    return frame
+
+
+def _is_between(module: str) -> bool:
+    # An operator of the backward is started by `Trainee`, from no line of the model.
+    return module.startswith(("torch.", "autosplit.runtime.")) and not module.startswith(_CALLERS)
+
+
+class SampleValues:
+    """The values that one step of the sample batch read. See Note [Replayed values].
+
+    Attributes:
+        phase: A real step of the sample batch, a real step of twice that batch, or a step of fake tensors.
+        replayed: What was replayed, for example ``".numpy()"``; the keys of a dict, in order.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Literal["sample", "twice", "replay"] = "sample"
+        self.replayed: dict[str, None] = {}
+        self._values: dict[Site, list[Any]] = {}
+        self._rows: dict[Site, list[tuple[int, int]]] = {}
+        self._elements_twice: dict[Site, list[int]] = {}
+        self._used: dict[Site, int] = {}
+        self._sizes: tuple[int, ...] = ()
+
+    def begin(self, split: Sequence[int]) -> None:
+        """Start replaying from the first value again, for a step of this split."""
+        self._used.clear()
+        self._sizes = tuple(sorted({*split, sum(split)} - {0}, reverse=True))
+
+    def note_values(self, values: Sequence[Any]) -> None:
+        """Record values that the calling line read in the step of the sample batch."""
+        if self.phase == "sample":
+            self._values.setdefault(_site("values"), []).extend(values)
+
+    def note_rows(self, operator: str, elements: int, rows: int) -> None:
+        """Record how many rows an operator returned for an input of so many elements."""
+        if self.phase == "sample":
+            self._rows.setdefault(_site(operator), []).append((elements, rows))
+        elif self.phase == "twice":
+            self._elements_twice.setdefault(_site(operator), []).append(elements)
+
+    def values(self, count: int, name: str) -> Any:
+        """Return the next values that the calling line read, as an array; those after the last are the first again.
+
+        Raises:
+            UnknownValueError: The line read nothing when it was recorded.
+        """
+        site, recorded = self._recorded(self._values, "values")
+        start = self._used.get(site, 0)
+        self._used[site] = (start + count) % len(recorded)
+        self.replayed[name] = None
+        return np.resize(np.roll(np.asarray(recorded), -start), count)
+
+    def rows(self, operator: str, elements: int, *, grows: bool) -> int:
+        """Return how many rows the operator returns for an input of so many elements.
+
+        Args:
+            grows: The number of rows is proportional to the elements. Otherwise it is the recorded number.
+
+        Raises:
+            UnknownValueError: The calling line did not run this operator when it was recorded.
+        """
+        site, recorded = self._recorded(self._rows, operator)
+        at = self._used.get(site, 0)
+        self._used[site] = at + 1
+        self.replayed[operator] = None
+        before, rows = map(int, recorded[at % len(recorded)])
+        twice = self._elements_twice.get(site, [2 * before])
+        if not grows or twice[at % len(twice)] == before:
+            return rows
+        samples = next((size for size in self._sizes if elements % size == 0), 1)
+        return samples * -(-rows * elements // (before * samples))
+
+    def _recorded(self, record: dict[Site, list[Any]], what: str) -> tuple[Site, list[Any]]:
+        site = _site(what)
+        if not record.get(site):
+            raise UnknownValueError(f"{site[1]}:{site[2]} read no values ({what}) in the recorded step")
+        return site, record[site]
+
+
+def _site(what: str) -> Site:
+    frame = _caller()
+    return what, frame.f_code.co_filename, frame.f_lineno
+
+
+class WholeReads(TorchFunctionMode):
+    """Record or replay functions that read whole tensors or lists, which the dispatcher does not see."""
+
+    def __init__(self, values: SampleValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch."""
+        if func is F.ctc_loss:  # torch makes real tensors of lists of lengths, which fail next to fake ones
+            args = tuple(map(_as_tensor, args))
+            kwargs = {name: _as_tensor(value) for name, value in (kwargs or {}).items()}
+        if func in _WHOLE_READS:
+            tensor = args[0]
+            if isinstance(tensor, FakeTensor):
+                array = self._values.values(tensor.numel(), f".{getattr(func, '__name__', func)}()")
+                with unset_fake_temporarily():
+                    tensor = torch.as_tensor(array).to(tensor.dtype).reshape(tensor.shape)
+                    return func(tensor, *args[1:], **(kwargs or {}))
+            if self._values.phase == "sample" and tensor.numel():
+                self._values.note_values(tensor.detach().reshape(-1).tolist())
+        return func(*args, **(kwargs or {}))
+
+
+def _as_tensor(lengths: Any) -> Any:
+    return torch.tensor(lengths) if isinstance(lengths, (list, tuple)) else lengths

@@ -1,0 +1,391 @@
+"""Steps whose operators depend on values are traced with fake tensors, and hold as much memory as real steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import WorkloadError
+from autosplit.runtime import prepare
+from autosplit.runtime.affine_traces import AffineTraces
+from autosplit.runtime.data_dependent import DataDependent
+from autosplit.runtime.fake_copy import fake_mode
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.op_cost import op_cost
+from autosplit.runtime.prepare import Followed
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.sample_values import SampleValues, UnknownValueError
+from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.workload.workload import Workload
+
+SAMPLES, LENGTH, WIDTH, CLASSES = 4, 12, 16, 300
+
+
+class Encoder(nn.Module):
+    """One layer of SDPA attention, and a head that is wider than all else, so that it decides the peak."""
+
+    def __init__(self, select=None) -> None:
+        super().__init__()
+        self.select = select
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def hidden(self, x):
+        query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.attention(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.head(hidden if self.select is None else hidden[self.select(x)])
+
+
+def workload(loss, optimizer=torch.optim.AdamW) -> Workload:
+    labels = torch.randint(1, CLASSES, (SAMPLES, LENGTH // 2))
+    labels[:, -2:] = -100
+    batch = (torch.randn(SAMPLES, LENGTH, WIDTH), labels)
+    return Workload(Encoder(SELECTIONS.get(loss)), batch, compute_loss=loss, optimizer=optimizer)
+
+
+def ctc_of_selected(model, batch):
+    x, labels = batch
+    log_probs = model(x).log_softmax(-1).transpose(0, 1)
+    mask = labels >= 0
+    inputs = torch.full((len(x),), LENGTH)
+    return F.ctc_loss(log_probs, labels.masked_select(mask), inputs, mask.sum(-1), zero_infinity=True)
+
+
+def ctc_of_padded(model, batch):
+    x, labels = batch
+    log_probs = model(x).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(log_probs, labels.clamp(0), torch.full((len(x),), LENGTH), (labels >= 0).sum(-1))
+
+
+def ctc_of_python_lengths(model, batch):
+    x, labels = batch
+    log_probs = model(x).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(log_probs, labels.clamp(0), [LENGTH] * len(x), [3] * len(x))
+
+
+def masked_positions(x):
+    return (torch.arange(LENGTH) % 3 == 0).expand(len(x), LENGTH)
+
+
+def masked_head(model, batch):
+    return model(batch[0]).pow(2).mean()
+
+
+def masked_places(model, batch):
+    return model(batch[0]).pow(2).mean()
+
+
+SELECTIONS = {
+    masked_head: masked_positions,
+    masked_places: lambda x: torch.nonzero(masked_positions(x), as_tuple=True),
+}
+"""Rows that the head is applied to; all rows for other losses."""
+
+
+def unique_labels(model, batch):
+    x, labels = batch
+    classes, _ = torch.unique(labels, return_inverse=True)
+    return (model(x)[..., :1] * classes).pow(2).mean()
+
+
+def repeated_rows(model, batch):
+    x, _ = batch
+    counts = masked_positions(x).long().flatten() * 2
+    return model(x.flatten(0, 1).repeat_interleave(counts, 0)[None]).pow(2).mean()
+
+
+def counted_labels(model, batch):
+    x, labels = batch
+    counts = torch.bincount(labels[0, :2].clamp(0))
+    return model(x).pow(2).mean() * counts.sum()
+
+
+def logged(model, batch):
+    loss = model(batch[0]).pow(2).mean()
+    assert loss.item() >= 0
+    return loss
+
+
+def guarded(model, batch):
+    loss = model(batch[0]).pow(2).mean()
+    return loss * 2 if loss > 1e9 else loss
+
+
+def matched(model, batch):
+    """As DETR's matcher: costs go to the CPU as numbers, and come back as places."""
+    outputs = model(batch[0])
+    costs = outputs[..., :3].detach().cpu().tolist()
+    places = [[max(range(LENGTH), key=lambda query: cost[query][target]) for target in range(3)] for cost in costs]
+    chosen = outputs[torch.arange(len(outputs))[:, None], torch.tensor(places)]
+    return chosen.pow(2).mean() + outputs.mean()
+
+
+def matched_in_numpy(model, batch):
+    outputs = model(batch[0])
+    places = np.asarray(outputs[..., :3].detach().cpu()).argmax(1) + outputs.detach().numpy().argmax(1)[:, :3] * 0
+    return outputs[torch.arange(len(outputs))[:, None], torch.as_tensor(places)].pow(2).mean()
+
+
+LOSSES = {
+    ctc_of_selected: "aten.masked_select",
+    ctc_of_padded: "aten._ctc_loss",
+    ctc_of_python_lengths: "aten._ctc_loss",  # lists, of which torch makes real tensors
+    masked_head: "aten.nonzero",
+    masked_places: "aten.nonzero",
+    unique_labels: "aten._unique2",
+    repeated_rows: "aten.repeat_interleave",
+    counted_labels: "aten.bincount",
+    logged: "aten._local_scalar_dense",
+    guarded: "aten._local_scalar_dense",
+    matched: "aten._local_scalar_dense",
+    matched_in_numpy: ".numpy()",
+}
+BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, masked_head, masked_places, unique_labels)}
+"""Losses whose shapes give an upper bound."""
+
+
+def peaks(tracer: Tracer, samples: int) -> tuple[int, ...]:
+    return tracer.trace(StepShape(((samples,),))).peak_bytes
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
+    described = workload(loss)
+    tracer, why_real = make_tracer(described, like_gpu=False)
+    assert tracer.fake
+    assert why_real is None
+    assert any(LOSSES[loss] in note and "sample batch" in note for note in tracer.assumptions())
+    real = Tracer(described, fake=False, like_gpu=False)
+    for samples in (SAMPLES, 7, 16):
+        (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
+        assert real_bytes <= fake_bytes <= 1.12 * real_bytes
+
+
+@pytest.mark.parametrize("loss", BOUNDED, ids=lambda loss: loss.__name__)
+def test_without_values_the_upper_bound_is_taken(loss):
+    tracer = Tracer(workload(loss), fake=True, like_gpu=False)
+    real = Tracer(workload(loss), fake=False, like_gpu=False)
+    for samples in (SAMPLES, 16):
+        assert peaks(tracer, samples) >= peaks(real, samples)
+    assert BOUNDED[loss] in tracer.data_dependent.bounded
+    assert any(BOUNDED[loss] in note and "upper bound" in note for note in tracer.assumptions())
+
+
+def test_a_bound_selects_every_row_and_a_replay_those_of_the_sample_batch():
+    """Every third position is predicted: the head's outputs take a third of the bound."""
+    replaying, _ = make_tracer(workload(masked_head), like_gpu=False)
+    bounding = Tracer(workload(masked_head), fake=True, like_gpu=False)
+    growth = [peaks(tracer, 65)[0] - peaks(tracer, 64)[0] for tracer in (replaying, bounding)]
+    assert growth[1] > 2 * growth[0]
+
+
+@pytest.mark.parametrize("loss", [ctc_of_selected, masked_head, repeated_rows])
+def test_replayed_steps_are_extrapolated_to_any_batch(loss):
+    tracer, _ = make_tracer(workload(loss), like_gpu=False)
+    traces = AffineTraces(tracer)
+    for samples in (2, 64, 513):
+        shape = StepShape(((samples,),))
+        assert traces.trace(shape).peak_bytes == tracer._run(shape).peak_bytes
+    assert not traces.given_up
+
+
+def test_a_split_over_two_devices_replays_each_devices_rows():
+    tracer, _ = make_tracer(workload(masked_head), like_gpu=False)
+    real = Tracer(workload(masked_head), fake=False, like_gpu=False)
+    shape = StepShape(((5, 8),))
+    for fake_bytes, real_bytes in zip(tracer.trace(shape).peak_bytes, real.trace(shape).peak_bytes, strict=True):
+        assert real_bytes <= fake_bytes <= 1.02 * real_bytes
+
+
+class Fallback:
+    """Losses that a replay cannot follow."""
+
+    @staticmethod
+    def grows_with_a_sum(model, batch):
+        """The number that is read grows with the batch: a replay would hold as much at any batch."""
+        x, labels = batch
+        packed = x.new_zeros(int((labels >= 0).sum()), 4096)
+        return model(x).pow(2).mean() + packed.exp().mean()
+
+    @staticmethod
+    def depends_on_the_kind_of_tensor(model, batch):
+        """Real steps run one product more."""
+        outputs = model(batch[0])
+        assert outputs.mean().item() < 1e9
+        is_real = type(outputs) is torch.Tensor
+        return (model(batch[0]) if is_real else outputs).pow(2).mean()
+
+
+@pytest.mark.parametrize("loss", [Fallback.grows_with_a_sum, Fallback.depends_on_the_kind_of_tensor])
+def test_real_tensors_are_traced_if_a_replay_differs(loss):
+    tracer, why_real = make_tracer(workload(loss), like_gpu=False)
+    assert not tracer.fake
+    assert "_local_scalar_dense" in why_real
+
+
+class TestAModelWithoutMemory:
+    @pytest.fixture
+    def followed(self, monkeypatch):
+        """Return a function that traces a model built without memory, on a host with so many bytes."""
+
+        def trace(loss, host_bytes: int) -> Followed:
+            monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+            monkeypatch.setattr(prepare, "available_host_bytes", lambda: host_bytes)
+            devices = parse_devices("sim:RTX3090")
+            with ExitStack() as closing:
+                return prepare.follow(prepare.build(lambda: workload(loss), devices), devices, closing)
+
+        return trace
+
+    def test_takes_the_upper_bound_if_the_host_is_too_small_for_it(self, followed):
+        found = followed(masked_head, 0)
+        assert found.tracer.fake
+        assert found.rebuild is not None
+        assert any("aten.nonzero" in note and "upper bound" in note for note in found.notes)
+
+    def test_is_built_again_with_memory_for_its_values(self, followed):
+        found = followed(masked_head, 2**40)
+        assert found.tracer.fake
+        assert found.rebuild is None
+        assert any("built with its memory, since aten.nonzero" in note for note in found.notes)
+        assert any("aten.nonzero" in note and "sample batch" in note for note in found.notes)
+
+    def test_is_refused_if_it_reads_values_and_the_host_is_too_small(self, followed):
+        with pytest.raises(WorkloadError, match="_local_scalar_dense"):
+            followed(guarded, 0)
+
+
+class TestAdafactor:
+    def test_of_torch_reads_numbers_that_decide_no_shape(self):
+        described = workload(lambda model, batch: model(batch[0]).pow(2).mean(), optimizer=torch.optim.Adafactor)
+        tracer, why_real = make_tracer(described, like_gpu=True)
+        assert why_real is None
+        assert any("the optimizer reads numbers" in note for note in tracer.assumptions())
+        assert peaks(tracer, 8) == peaks(Tracer(described, fake=False, like_gpu=True), 8)
+
+    def test_of_transformers_reads_numbers_that_decide_no_shape(self):
+        optimizers = pytest.importorskip("transformers.optimization")
+        described = workload(lambda model, batch: model(batch[0]).pow(2).mean(), optimizer=optimizers.Adafactor)
+        tracer, why_real = make_tracer(described, like_gpu=True)
+        assert why_real is None
+        assert peaks(tracer, 8) == peaks(Tracer(described, fake=False, like_gpu=True), 8)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+class TestGroupedProducts:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("first", "second", "offsets", "shape"),
+        [
+            ((24, 8), (3, 8, 16), 3, (24, 16)),
+            ((8, 24), (24, 16), 3, (3, 8, 16)),
+            ((3, 8, 16), (16, 24), 3, (8, 24)),
+            ((3, 8, 16), (3, 16, 24), None, (3, 8, 24)),
+        ],
+    )
+    def test_have_outputs_of_the_real_shape_in_any_dtype(self, first, second, offsets, shape, dtype):
+        with fake_mode(), Tracker(["device 0"], [None]) as tracker:
+            left, right = torch.empty(first, dtype=dtype), torch.empty(second, dtype=dtype)
+            tracker.adopt(left, 0)
+            groups = None if offsets is None else torch.empty(offsets, dtype=torch.int32)
+            found = torch._grouped_mm(left, right, offs=groups)
+            assert (tuple(found.shape), found.dtype, tracker.device_of(found)) == (shape, dtype, 0)
+
+    def test_cost_a_product_of_each_row(self):
+        rows, weights = torch.empty(24, 8, device="meta"), torch.empty(3, 8, 16, device="meta")
+        (cost,) = op_cost(torch.ops.aten._grouped_mm.default, (rows, weights), {}, torch.empty(24, 16, device="meta"))
+        assert cost.flops == 2 * 24 * 8 * 16
+        assert cost.product == (24, 16, 8, 1)
+
+    @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+    def test_of_a_mixtral_in_float32(self, implementation):
+        transformers = pytest.importorskip("transformers", minversion="5.0")
+        config = transformers.MixtralConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=64,
+            num_local_experts=4,
+            experts_implementation=implementation,
+        )
+        ids = torch.randint(0, 64, (2, 16))
+        described = Workload(
+            transformers.MixtralForCausalLM(config),
+            {"input_ids": ids, "labels": ids},
+            compute_loss=lambda model, batch: model(**batch).loss,
+            optimizer=torch.optim.AdamW,
+        )
+        tracer, why_real = make_tracer(described, like_gpu=False)
+        assert why_real is None
+        real = Tracer(described, fake=False, like_gpu=False)
+        for samples in (2, 9):
+            (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
+            assert real_bytes <= fake_bytes <= 1.05 * real_bytes
+
+
+class TestSampleValues:
+    @staticmethod
+    def recorded(elements: int, rows: int, elements_twice: int) -> SampleValues:
+        values = SampleValues()
+        rows_of(values, elements, noted=rows)
+        values.phase = "twice"
+        rows_of(values, elements_twice, noted=rows)
+        values.phase = "replay"
+        return values
+
+    def test_rows_of_a_sample_are_rounded_up(self):
+        """Five rows of two samples are two and a half for each. A batch of five has three for each."""
+        values = self.recorded(20, 5, 40)
+        for split, elements, rows in (((2,), 20, 6), ((5,), 50, 15), ((1,), 10, 3), ((1031,), 10310, 3093)):
+            values.begin(split)
+            assert rows_of(values, elements) == rows
+
+    def test_rows_of_an_input_that_does_not_grow_stay(self):
+        """Three of four experts have tokens, at any batch."""
+        values = self.recorded(4, 3, 4)
+        values.begin((2,))
+        assert rows_of(values, 4) == 3
+
+    def test_values_are_repeated_as_samples_are(self):
+        values = SampleValues()
+        next_values(values, 2, noted=[1, 2])
+        for _ in range(2):  # each step begins with the first
+            values.begin((3,))
+            assert next_values(values, 3).tolist() == [1, 2, 1]
+            assert next_values(values, 3).tolist() == [2, 1, 2]
+
+    def test_a_line_that_read_nothing_is_an_error(self):
+        with pytest.raises(UnknownValueError, match=r"test_data_dependent\.py"):
+            SampleValues().values(1, "aten.item")
+
+
+def rows_of(values: SampleValues, elements: int, noted: int | None = None):
+    """Record or replay rows. It is one line for both, since each line of code has its own record."""
+    return values.note_rows("nonzero", elements, noted) if noted else values.rows("nonzero", elements, grows=True)
+
+
+def next_values(values: SampleValues, count: int, noted: list[int] | None = None):
+    return values.note_values(noted) if noted else values.values(count, "aten.item")
+
+
+def test_other_errors_pass_through():
+    with fake_mode(), pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied"):
+        DataDependent().run(torch.ops.aten.mm.default, (torch.empty(2, 3), torch.empty(2, 3)), {})
+    found = torch.ops.aten.nonzero.default(torch.tensor([0, 1]))
+    assert torch.equal(DataDependent().run(torch.ops.aten.nonzero.default, (torch.tensor([0, 1]),), {}), found)
+
+
+def test_an_operator_without_a_bound_needs_a_recorded_step():
+    with fake_mode(), pytest.raises(RuntimeError, match="repeat_interleave"):
+        DataDependent().run(torch.ops.aten.repeat_interleave.Tensor, (torch.ones(3, dtype=torch.int64),), {})
