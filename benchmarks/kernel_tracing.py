@@ -24,6 +24,7 @@ from torch import Tensor, _meta_registrations
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
+from autosplit.runtime import memory_tracker
 from autosplit.runtime import tracer as tracer_module
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.memory_tracker import Tracker
@@ -88,6 +89,11 @@ def _kept_trackers() -> Iterator[list[_BackwardTracker]]:
         yield trackers
 
 
+def _without_inner_memory() -> Any:
+    """Count outputs of operators only: meta kernels allocate nothing inside."""
+    return patch.object(memory_tracker, "WITH_INNER_MEMORY", frozenset())
+
+
 def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer, str]]) -> Row:
     """Trace a case at its two batch sizes.
 
@@ -96,7 +102,7 @@ def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer
     """
     small, large = case.samples
     try:
-        with _kept_trackers() as trackers, warnings.catch_warnings():
+        with _kept_trackers() as trackers, _without_inner_memory(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tracer, note = make(case, capability)
             activations, saved = [], []

@@ -76,7 +76,7 @@ class CudaFunctions(TorchFunctionMode):
             return self._with_float32_result(func, args, kwargs)
         elif func in LOWER:
             cast = functools.partial(_as_lower, dtype=torch.get_autocast_dtype("cpu"))
-        elif func in PROMOTED and _is_fake((*args, *kwargs.values())):
+        elif func in PROMOTED and any(map(_stands_in, (*args, *kwargs.values()))):
             dtypes = {one.dtype for one in _tensors((*args, *kwargs.values()))}
             cast = _as_float32 if torch.float32 in dtypes else _as_it_is
         else:
@@ -100,12 +100,13 @@ class CudaFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+def _stands_in(value: Any) -> bool:
+    """Return whether a tensor is a fake of the CPU, for which this module chooses the operators."""
+    return isinstance(value, FakeTensor) and value.device.type == "cpu"
+
+
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-
-
-def _is_fake(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, FakeTensor) for value in values)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -179,8 +180,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Run attention by the back end that CUDA would choose; of real tensors none but the CPU's has kernels."""
-    if not isinstance(query, FakeTensor):
+    """Run attention by the back end that CUDA would choose.
+
+    The CPU has no kernels for it. torch chooses itself for fakes on a GPU.
+    """
+    if not _stands_in(query):
         return None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -207,7 +211,7 @@ def _softmax(
 ) -> Tensor | None:
     """Run the kernel that reads float16 and writes float32 (aten/src/ATen/native/SoftMax.cpp)."""
     result = torch.float32 if dtype is None and torch.is_autocast_enabled("cpu") else dtype
-    if not isinstance(input, FakeTensor) or input.dtype is not torch.float16 or result is not torch.float32:
+    if not _stands_in(input) or input.dtype is not torch.float16 or result is not torch.float32:
         return None
     found: Tensor = kernel(input, dim, True)
     return found
@@ -229,7 +233,7 @@ def _rms_norm(
     eps: float | None = None,  # noqa: ARG001  # no matter to memory and time
 ) -> Tensor | None:
     """Run the fused kernel, which takes a weight of the input's dtype (aten/src/ATen/native/layer_norm.cpp)."""
-    if not has_fused_rms_norm() or not isinstance(input, FakeTensor):
+    if not has_fused_rms_norm() or not _stands_in(input):
         return None
     if torch.is_autocast_enabled("cpu") and torch.rms_norm in FLOAT32:
         input, weight = _as_float32(input), _as_float32(weight)  # noqa: A001  # torch's name

@@ -316,7 +316,7 @@ class Tracker(TorchDispatchMode, Placement):
         inputs = list(tensors_among((*args, *kwargs.values())))
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
-        outputs = as_real(func, args, self._run(func, args, kwargs))
+        outputs = as_real(func, args, self._run(func, args, kwargs), like_gpu=self._kernels is not None)
         if device < 0 and self._draws is not None:
             replace_drawn(self._draws, func, args, outputs)
         if device >= 0 and not by_scalar:
