@@ -36,8 +36,11 @@ _CTC_BACKWARD = aten_ops("_ctc_loss_backward")
 _KEEPING_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss}
 
 
-def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
+def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = False) -> Any:
     """Return an operator's outputs with the memory of real outputs. Only fake outputs of a few operators change.
+
+    Args:
+        like_gpu: Return outputs of a GPU, not of the CPU.
 
     Raises:
         RuntimeError: The operator is a product of two dtypes. The text is torch's.
