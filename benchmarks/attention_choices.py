@@ -2,10 +2,10 @@
 
     python benchmarks/attention_choices.py --output FILE
 
-Runs `scaled_dot_product_attention` on fake CUDA tensors: torch chooses as it does for real ones, and nothing is
-computed. It takes a CUDA build of torch, and a GPU or the stub of the CUDA runtime (see ``kernels.py``), which claims the
-compute capability of STUB_CAPABILITY. One run adds the choices of one version of torch and one capability to the file.
-tests/runtime/test_attention.py compares `chosen_backend` with them.
+Runs `scaled_dot_product_attention` on fake `cuda` tensors. torch chooses as it does for real tensors, and computes
+nothing. This needs a CUDA build of torch, and a GPU or the stub of ``cuda_stub/cuda_stub.c``. Each run adds the choices
+of one version of torch on one compute capability to the file. tests/runtime/test_attention.py compares
+`chosen_backend` with them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Operators(TorchDispatchMode):
 
 def random_calls(count: int = CALLS) -> list[dict[str, Any]]:
     """Return calls of attention that torch takes, the same ones each time."""
-    draw = random.Random(0)
+    draw = random.Random(0)  # noqa: S311  # no secret
     return [_random_call(draw) for _ in range(count)]
 
 

@@ -247,6 +247,10 @@ def _math_with_dropout(
         key, value = (one.repeat_interleave(call.query[-3] // one.shape[-3], -3) for one in (key, value))
     scores = (query * root) @ (key.transpose(-2, -1) * root)
     if mask is not None:
-        scores = scores + mask
-    weights: Tensor = aten._safe_softmax(scores, -1)  # noqa: SLF001  # an operator, which all torch >= 2.6 has
-    return (torch.native_dropout(weights, call.dropout, True)[0] @ value).to(call.dtype)
+        scores.add_(mask)
+    # One name for all: torch frees each of them as soon as the next one is there.
+    scores = aten._safe_softmax(scores, -1)  # noqa: SLF001  # an operator, which all torch >= 2.6 has
+    scores = torch.native_dropout(scores, call.dropout, True)[0]
+    output = (scores @ value).to(call.dtype)
+    scores.to(call.dtype)  # torch's operator also returns the weights
+    return output

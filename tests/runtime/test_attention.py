@@ -9,13 +9,13 @@ import torch
 from attention_choices import RESULTS, random_calls, tensors_of
 from torch.nn import functional as F
 
+from autosplit.devices.spec import parse_devices
 from autosplit.runtime.attention import AttentionCall, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import make_tracer
 from autosplit.torch_versions import cudnn_attention_rules
 from autosplit.workload.workload import Workload
