@@ -251,6 +251,7 @@ def _math_with_dropout(
     # One name for all: torch frees each of them as soon as the next one is there.
     scores = aten._safe_softmax(scores, -1)  # noqa: SLF001  # an operator, which all torch >= 2.6 has
     scores = torch.native_dropout(scores, call.dropout, True)[0]
+    weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first
     output = (scores @ value).to(call.dtype)
-    scores.to(call.dtype)  # torch's operator also returns the weights
+    del weights
     return output
