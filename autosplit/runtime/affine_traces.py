@@ -1,12 +1,13 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
 Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels do so only between
-two limits (`Entry.limits`). A step of an odd size shows which is which (see `op_calls`), so that one trace of a kind of step tells any batch: bytes are rounded to blocks and added up in their
-order, which gives the peak to the byte; work is played on the clocks of any card. Where something is quadratic in the
-samples (a loss over the whole batch), that is told, too, for one device. What is told is held against a small step and,
-beyond the odd sizes, against the largest that is asked for. What takes another way at another size (a kernel, a branch,
-a share of one sample, of which nothing has to be copied to lie in order) follows no law: it is traced at each size that
-is asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks of two steps.
+two limits (`Entry.limits`). A step of an odd size shows which is which (see `op_calls`), so that one trace of a kind of
+step tells any batch: bytes are rounded to blocks and added up in their order, which gives the peak to the byte; work is
+played on the clocks of any card. Where something is quadratic in the samples (a loss over the whole batch), that is
+told, too, for one device. What is told is held against a small step and, beyond the odd sizes, against the largest that
+is asked for. What takes another way at another size (a kernel, a branch, a share of one sample, of which nothing has to
+be copied to lie in order) follows no law: it is traced at each size that is asked for, or, where a trace takes real
+tensors and their memory, told by lines through the peaks of two steps.
 """
 
 from __future__ import annotations
