@@ -84,17 +84,25 @@ class Tracer:
         fake: Follow fake tensors; otherwise real ones on the CPU.
         like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
         device: The device that fake tensors claim, so that ops are those of that device.
+        kernels: The GPU whose kernels' inner memory is counted; None if it is not counted.
 
     Attributes:
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
-        kernels: The GPU whose kernels' inner memory is counted; None if it is not counted.
     """
 
-    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        fake: bool,
+        like_gpu: bool,
+        device: torch.device = CPU,
+        kernels: GpuKernels | None = None,
+    ) -> None:
         self.workload = workload
         self.fake = fake
         self.like_gpu = like_gpu
-        self.kernels = GpuKernels() if like_gpu else None
+        self.kernels = kernels
         self.runs = 0
         self.norms_over_samples = False
         with kept_rng(), held_interrupts() if fake else nullcontext():
@@ -333,8 +341,9 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
+    kernels = GpuKernels() if device.type == "cuda" and torch.version.hip is None else None
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
-        tried = _followed_fake(workload, shape, like_gpu=True, device=place)
+        tried = _followed_fake(workload, shape, like_gpu=True, device=place, kernels=kernels)
         if isinstance(tried, Exception):
             failures.append(tried)
         elif place == device:
@@ -363,13 +372,14 @@ def _cause_text(error: Exception) -> str:
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
     """Make a tracer of fake tensors, or of real ones where the model can't be faked, with a sentence that says why."""
     shape = StepShape(((workload.sample_batch_size,),))
-    failure = _followed_fake(workload, shape, like_gpu=like_gpu)
+    kernels = GpuKernels() if like_gpu else None
+    failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
     if isinstance(failure, Tracer):
         return failure, None
     if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     with users_errors(workload.sample_text):
-        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
+        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu, kernels=kernels)
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
         "real ones on the CPU were followed instead"
@@ -377,11 +387,11 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
 
 
 def _followed_fake(
-    workload: Workload, shape: StepShape, *, like_gpu: bool, device: torch.device = CPU
+    workload: Workload, shape: StepShape, *, like_gpu: bool, kernels: GpuKernels | None, device: torch.device = CPU
 ) -> Tracer | Exception:
     """Return a tracer that has followed a step with fake tensors, or why there is none."""
     try:
-        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device)
+        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device, kernels=kernels)
     except AutosplitError:
         raise
     except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
@@ -389,10 +399,16 @@ def _followed_fake(
 
 
 def _traced_once(
-    workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool, device: torch.device = CPU
+    workload: Workload,
+    shape: StepShape,
+    *,
+    fake: bool,
+    like_gpu: bool,
+    kernels: GpuKernels | None,
+    device: torch.device = CPU,
 ) -> Tracer:
     """Make a tracer that has followed a step; where that fails, a borrowed model is as it was."""
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device)
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels)
     try:
         tracer.trace(shape)
         if "eval" in workload.fits:  # `generate` looks at numbers, mostly

@@ -23,7 +23,7 @@ from autosplit.runtime.kernel_memory import Block, temporary_blocks, workspaces
 from autosplit.runtime.memory_tracker import Tracker, rounded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
-from autosplit.runtime.tracer import Tracer
+from autosplit.runtime.tracer import Tracer, make_device_tracer
 from autosplit.torch_versions import cublas_workspace_bytes, cublaslt_workspace_bytes
 
 aten = torch.ops.aten
@@ -358,9 +358,7 @@ def perceptron(width: int, depth: int = 4) -> Workload:
 
 
 def traced(workload: Workload, kernels: GpuKernels | None) -> Tracer:
-    tracer = Tracer(workload, fake=True, like_gpu=True)
-    tracer.kernels = kernels
-    return tracer
+    return Tracer(workload, fake=True, like_gpu=True, kernels=kernels)
 
 
 def test_a_perceptron_is_predicted_as_an_h100_measured_it():
@@ -370,6 +368,17 @@ def test_a_perceptron_is_predicted_as_an_h100_measured_it():
     peaks = [traced_peaks(traces, StepShape(((count,),)))[0] / 2**20 for count in found["samples"]]
     own_mib = cublaslt_workspace_bytes() / 2**20  # measured with torch 2.11
     assert [peak + 1 - own_mib for peak in peaks] == pytest.approx(found["allocated_mib"], abs=0.1)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", GpuKernels()), ("mps", None)])
+def test_only_traces_for_cuda_devices_count_what_cuda_kernels_take(kind, expected, monkeypatch):
+    monkeypatch.setattr("autosplit.runtime.tracer.holds_fakes", lambda _device: False)  # traced on the CPU
+    monkeypatch.setattr(torch.version, "hip", None)
+    tracer, _ = make_device_tracer(perceptron(64), torch.device(kind))
+    assert tracer.kernels == expected
+    assert [one.nbytes for one in tracer.trace(StepShape(((8,),))).entries[:2]].count(
+        cublas_workspace_bytes(80)
+    ) == 2 * (expected is not None)
 
 
 class TestTraces:
