@@ -1,13 +1,13 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
-Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels stop growing at a
-constant (`Entry.most_bytes`). A step of an odd size shows which is which (see
-`op_calls`), so that one trace of a kind of step tells any batch: bytes are rounded to blocks and added up in their
-order, which gives the peak to the byte; work is played on the clocks of any card. Where something is quadratic in the
-samples (a loss over the whole batch), that is told, too, for one device. What is told is held against a small step and,
-beyond the odd sizes, against the largest that is asked for. What takes another way at another size (a kernel, a branch,
-a share of one sample, of which nothing has to be copied to lie in order) follows no law: it is traced at each size that
-is asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks of two steps.
+Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels do so only between
+two limits (`Entry.limits`). A step of an odd size shows which is which (see `op_calls`), so that one trace of a kind of
+step tells any batch: bytes are rounded to blocks and added up in their order, which gives the peak to the byte; work is
+played on the clocks of any card. Where something is quadratic in the samples (a loss over the whole batch), that is
+told, too, for one device. What is told is held against a small step and, beyond the odd sizes, against the largest that
+is asked for. What takes another way at another size (a kernel, a branch, a share of one sample, of which nothing has to
+be copied to lie in order) follows no law: it is traced at each size that is asked for, or, where a trace takes real
+tensors and their memory, told by lines through the peaks of two steps.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class _Columns:
         columns = [np.array([float(entry.nbytes) for entry in trace.entries])]
         columns += [work.numbers.ravel() for work in works]
         columns.append(np.array([float(event.nbytes) for event in events if isinstance(event, Move)]))
-        order: list[object] = [(one.kind, one.device, one.nbytes < 0, one.most_bytes) for one in trace.entries]
+        order: list[object] = [(one.kind, one.device, one.nbytes < 0, one.limits) for one in trace.entries]
         for phase in _PHASES:
             order.append(phase)
             for event in trace.events(phase):
@@ -326,8 +326,8 @@ class _Law:
         base = self._points[0].trace
         numbers = np.rint(_evaluated(self._points, split))
         count = len(base.entries)
-        most_bytes = np.array([entry.most_bytes for entry in base.entries])
-        sizes = np.minimum(np.abs(numbers[:count]), most_bytes)
+        sizes, (least, most) = np.abs(numbers[:count]), np.array([entry.limits for entry in base.entries]).T
+        sizes = np.where(sizes < least, 0.0, np.minimum(sizes, most))
         rounded = np.sign(numbers[:count]) * np.ceil(sizes / BLOCK_BYTES) * BLOCK_BYTES
         here = [self._points[0].devices == device for device in range(len(split))]
         parts = tuple(_parts(rounded[mask], self._points[0].kinds[mask]) for mask in here)

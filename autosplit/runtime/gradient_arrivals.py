@@ -72,7 +72,7 @@ def _entries(tracker: Tracker, way: Way) -> Iterator[Entry]:
         yield from (Entry("activations", 0, -nbytes) for nbytes in going[at])
         kind = _kind(way, arrivals.get(id(held)), held.kind, goes=exact_bytes < 0)
         if kind is not None:
-            yield Entry(kind, device, exact_bytes, held.most_bytes)
+            yield Entry(kind, device, exact_bytes, held.limits)
         yield from (Entry("gradients", 0, nbytes) for nbytes in beside.pop(id(held), []))
 
 

@@ -7,11 +7,11 @@ Therefore a block is one of these:
 
 * a constant,
 * exactly proportional to the batch,
-* the smaller of a proportional size and a constant (`Block.most_bytes`).
+* proportional to the batch between two limits (`Block.limits`): absent below the first, constant above the second.
 
-Example: the gradient of a bias of 1,024 numbers in float32. `sum` adds rows in groups and writes each group's result.
-For up to 16,896 rows the results take 8,192 bytes per row. Then an H100 has no room for more groups, and the results
-stay at 132 MiB.
+Example: the gradient of a bias of 1,024 numbers in float32. From 1,021 rows on, `sum` adds rows in groups and writes
+each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Then an H100 has no room for more groups,
+and the results stay at 132 MiB.
 
 The formulas are from torch 2.11's sources, which are named at each function. The GPU measurements that they are
 compared with are in benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's
@@ -36,6 +36,9 @@ aten = torch.ops.aten
 LEAST_BYTES = 2**20
 """Group results of a `sum` that can never exceed this size are left out."""
 
+NO_LIMITS = (0.0, math.inf)
+"""The limits of a block that is always there, with a size that nothing bounds."""
+
 _GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
 _GPUS |= {100: (148, 2048), 120: (188, 1536)}
 """The largest GPU of each compute capability: multiprocessors, and threads that each of them runs at once."""
@@ -49,12 +52,18 @@ class Block:
     """A block of GPU memory.
 
     Attributes:
-        nbytes: Its size, not rounded. A constant, or exactly proportional to the batch.
-        most_bytes: The size that it does not exceed at any batch.
+        nbytes: Its size without limits, not rounded. A constant, or exactly proportional to the batch.
+        limits: With a smaller `nbytes` than the first, the block is absent. It is never larger than the second.
     """
 
     nbytes: int
-    most_bytes: float = math.inf
+    limits: tuple[float, float] = NO_LIMITS
+
+    @property
+    def limited_bytes(self) -> int:
+        """Its size within the limits."""
+        least_bytes, most_bytes = self.limits
+        return int(min(self.nbytes, most_bytes)) if self.nbytes >= least_bytes else 0
 
 
 Blocks = tuple[Block, ...]
@@ -222,7 +231,7 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
     See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. With another dimension last in memory, or
     with more than one left, such a sum needs little or no memory. From some 280 million numbers on it needs more than
-    `most_bytes`: half a byte for each number.
+    the limit: half a byte for each number.
     """
     summed = {dim % values.dim() for dim in over}
     kept = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
@@ -242,7 +251,8 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
     if groups_across > most_groups or most_bytes < LEAST_BYTES:
         return ()
     rows = math.prod(values.shape[dim] for dim in summed)
-    return (Block(rows * -(-group_bytes // (16 * down)), most_bytes),)
+    row_bytes = -(-group_bytes // (16 * down))  # a thread of a group adds at least 16 numbers
+    return (Block(rows * row_bytes, ((255 * down + 1) * row_bytes, most_bytes)),)
 
 
 # ------------------------------------------------------------------------------------------------------- embeddings
@@ -251,16 +261,14 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
     """See Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, and sums for each index and each ten of them.
 
-    Not measured. Up to 3,072 indices need nothing, so that the figure is a bound there.
+    Read in the source, not measured. Up to 3,072 indices need nothing.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())
+    sizes = (2 * indices.element_size(), -(-row_bytes // 10), row_bytes)
+    most = (math.inf, math.inf, num_weights * row_bytes)
     count = indices.numel()
-    return (
-        Block(2 * count * indices.element_size()),
-        Block(count * -(-row_bytes // 10)),
-        Block(count * row_bytes, num_weights * row_bytes),
-    )
+    return tuple(Block(count * size, (3073 * size, most_bytes)) for size, most_bytes in zip(sizes, most, strict=True))
 
 
 _FORMULAS: dict[str, Callable[[Sequence[Any], Any, GpuKernels], Blocks]] = {

@@ -21,7 +21,6 @@ Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Token
@@ -43,7 +42,7 @@ from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import DataDependent
 from autosplit.runtime.drawn_numbers import replace_drawn
 from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.kernel_memory import WITH_INNER_MEMORY, temporary_blocks, workspaces
+from autosplit.runtime.kernel_memory import NO_LIMITS, WITH_INNER_MEMORY, temporary_blocks, workspaces
 from autosplit.runtime.op_cost import running_part
 from autosplit.runtime.real_outputs import as_real
 from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
@@ -72,13 +71,13 @@ class Entry(NamedTuple):
 
     Attributes:
         nbytes: Its size, not rounded; negative if it went.
-        most_bytes: The size that is charged at most, at any batch.
+        limits: Those of `kernel_memory.Block`, which hold at any batch.
     """
 
     kind: Kind
     device: int
     nbytes: int
-    most_bytes: float = math.inf
+    limits: tuple[float, float] = NO_LIMITS
 
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
@@ -97,11 +96,11 @@ class Observer(Protocol):
 
 @dataclass
 class _Place:
-    """The device of a block of memory, its purpose, and the size that is charged at most."""
+    """The device of a block of memory, its purpose, and the limits of its size (`kernel_memory.Block`)."""
 
     device: int
     kind: Kind = field(default="activations", kw_only=True)
-    most_bytes: float = field(default=math.inf, kw_only=True)
+    limits: tuple[float, float] = field(default=NO_LIMITS, kw_only=True)
 
 
 @dataclass
@@ -267,7 +266,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def entries(self) -> tuple[Entry, ...]:
         """Return the storages that came and went, in order, without `workspaces`."""
-        return tuple(Entry(one.kind, device, exact, one.most_bytes) for one, device, _, exact in self.account)
+        return tuple(Entry(one.kind, device, exact, one.limits) for one, device, _, exact in self.account)
 
     def workspaces(self) -> tuple[Entry, ...]:
         """Return the workspaces of libraries. They exist during the whole step."""
@@ -340,8 +339,7 @@ class Tracker(TorchDispatchMode, Placement):
         charged: list[tuple[_Place, int, int]] = []
         try:
             for block in temporary_blocks(func, args, outputs, kernels):
-                nbytes = rounded(int(min(block.nbytes, block.most_bytes)))
-                charged.append((_Place(device, most_bytes=block.most_bytes), nbytes, block.nbytes))
+                charged.append((_Place(device, limits=block.limits), rounded(block.limited_bytes), block.nbytes))
                 self._charge(*charged[-1])
         finally:
             for place, nbytes, exact_bytes in charged:
@@ -356,7 +354,7 @@ class Tracker(TorchDispatchMode, Placement):
         Args:
             key: The device, the library and the thread.
         """
-        if key in self._workspaces:
+        if key in self._workspaces or not nbytes:
             return
         device, *_ = key
         self._workspaces[key] = nbytes

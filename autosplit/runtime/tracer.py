@@ -90,14 +90,14 @@ class Tracer:
         fake: Follow fake tensors; otherwise real ones on the CPU.
         like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
         device: The device that fake tensors claim, so that operators are those of that device.
-        kernels: The GPU whose operators are run, if `like_gpu` is set and the tensors are fakes of the CPU.
+        kernels: The GPU whose operators are run on fakes of the CPU, and whose inner memory is counted. None for an
+            A100's operators, and no inner memory.
         values: Records the values that steps of real tensors read, or replays them in steps of fake ones.
 
     Attributes:
         attention: The calls of attention, with the back end that was chosen for each.
         data_dependent: Replaces values that fake tensors lack, and reports it.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
-        kernels: The GPU whose operators and workspaces count; None for the CPU's.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Tracer:
         self.attention: dict[AttentionCall, Backend] = {}
         self.fake = fake
         self.like_gpu = like_gpu
-        self.kernels = (kernels or GpuKernels()) if like_gpu else None
+        self.kernels = kernels
         self.runs = 0
         self.norms_over_samples = False
         self.data_dependent = DataDependent(values)
@@ -235,7 +235,7 @@ class Tracer:
             kernels=self.kernels,
             data_dependent=self.data_dependent,
         )
-        functions = CudaFunctions(self.kernels) if self._has_cuda_functions and self.kernels else None
+        functions = CudaFunctions(self.kernels or GpuKernels()) if self._has_cuda_functions else None
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -380,8 +380,9 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
+    kernels = _kernels_of(device)
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
-        tried = _followed_fake(workload, shape, like_gpu=True, device=place)
+        tried = _followed_fake(workload, shape, like_gpu=True, device=place, kernels=kernels)
         if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # real steps decide, and a bound may be far off
             tried = NotImplementedError(*tried.data_dependent.notes()[:1])
         if isinstance(tried, Exception):
@@ -404,6 +405,14 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     )
 
 
+def _kernels_of(device: torch.device) -> GpuKernels | None:
+    """Return the kernels of an NVIDIA GPU; None for other devices, whose kernels are not known here."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return GpuKernels.of(f"{major}.{minor}")
+
+
 def _cause_text(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -415,6 +424,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     If steps depend on values, and the model has some, the tracer replays them. See Note [Replayed values].
     """
     shape = StepShape(((workload.sample_batch_size,),))
+    kernels = (kernels or GpuKernels()) if like_gpu else None
     failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
     has_values = not (mode_of(workload) or any(p.is_meta for module in workload.modules for p in module.parameters()))
     if has_values and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
@@ -425,7 +435,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     if not has_values:
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     with users_errors(workload.sample_text):
-        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
+        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu, kernels=kernels)
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
         "real ones on the CPU were followed instead"

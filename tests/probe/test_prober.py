@@ -23,6 +23,8 @@ from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
 from autosplit.tuning.tune import tune
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 KIB = 2**10
 MOST = 40
 

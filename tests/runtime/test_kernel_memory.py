@@ -23,7 +23,7 @@ from autosplit.runtime.kernel_memory import Block, temporary_blocks, workspaces
 from autosplit.runtime.memory_tracker import Tracker, rounded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
-from autosplit.runtime.tracer import Tracer
+from autosplit.runtime.tracer import Tracer, make_device_tracer
 from autosplit.torch_versions import cublas_workspace_bytes, cublaslt_workspace_bytes
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def summed(values: Tensor, over: Sequence[int] = (0,), kernels: GpuKernels = H10
 
 
 def total(blocks: Sequence[Block]) -> int:
-    return sum(rounded(int(min(block.nbytes, block.most_bytes))) for block in blocks)
+    return sum(rounded(block.limited_bytes) for block in blocks)
 
 
 def formula(name: str, operator: str) -> int:
@@ -135,7 +135,7 @@ def at_sizes(build: Callable[[int], tuple[Block, ...]]) -> None:
     for count, blocks in zip((8, 1031), others, strict=True):
         assert len(blocks) == len(one) > 0
         for block, other in zip(blocks, one, strict=True):
-            assert block.most_bytes == other.most_bytes
+            assert block.limits == other.limits
             assert block.nbytes == other.nbytes or 2 * block.nbytes == count * other.nbytes
 
 
@@ -178,13 +178,18 @@ def test_the_efficient_forward_accumulates_wide_halves_only():
 
 class TestSums:
     def test_groups_are_bounded_by_the_gpu(self):
-        """8,192 bytes per row of 1,024 numbers, until 264 groups fill the card: Note [Temporary blocks]."""
-        (block,) = summed(meta(100_000, 1024))
-        assert block == Block(100_000 * 8192, 264 * 2**19)
-        assert block.most_bytes == 16_896 * 8192
+        """See Note [Temporary blocks]."""
+        sizes = {rows: summed(meta(rows, 1024))[0].limited_bytes for rows in (1020, 1021, 6144, 16_896, 100_000)}
+        assert sizes == {
+            1020: 0,
+            1021: 1021 * 8192,
+            6144: 96 * 2**19,
+            16_896: 264 * 2**19,
+            100_000: 264 * 2**19,
+        }
 
     def test_smaller_gpus_have_fewer_groups(self):
-        bounds = [summed(meta(100_000, 1024), kernels=one)[0].most_bytes for one in (H100, A100, RTX4090, T4)]
+        bounds = [summed(meta(100_000, 1024), kernels=one)[0].limited_bytes for one in (H100, A100, RTX4090, T4)]
         assert bounds == [264 * 2**19, 216 * 2**19, 213 * 2**19, 72 * 2**19]
 
     @pytest.mark.parametrize(
@@ -269,19 +274,20 @@ class TestTracker:
             assert [one.nbytes for one in seen.entries()[-2:]] == [scores.nbytes, -scores.nbytes]
             assert seen.peak_account(0) == {"activations": seen.peak_bytes[0]}
 
-    def test_blocks_are_charged_up_to_their_bound_and_entered_whole(self):
-        values = torch.zeros(200_000, 128)
-        with tracker() as seen:
-            seen.adopt(values, 0)
-            made = values.sum(0)
-            (block,) = summed(values)
-            assert block.most_bytes < block.nbytes
-            assert seen.peak_bytes[0] == seen.live_bytes[0] + block.most_bytes
-            assert made.shape == (128,)
-            assert [(one.nbytes, one.most_bytes) for one in seen.entries()[-2:]] == [
-                (block.nbytes, block.most_bytes),
-                (-block.nbytes, block.most_bytes),
-            ]
+    def test_blocks_are_charged_within_their_limits_and_entered_whole(self):
+        for rows in (1000, 200_000):
+            values = torch.zeros(rows, 128)
+            with tracker() as seen:
+                seen.adopt(values, 0)
+                made = values.sum(0)
+                (block,) = summed(values)
+                assert block.limited_bytes < block.nbytes
+                assert seen.peak_bytes[0] == seen.live_bytes[0] + block.limited_bytes
+                assert made.shape == (128,)
+                assert [(one.nbytes, one.limits) for one in seen.entries()[-2:]] == [
+                    (block.nbytes, block.limits),
+                    (-block.nbytes, block.limits),
+                ]
 
     def test_a_block_that_does_not_fit_raises_and_is_gone(self):
         scores = torch.rand(8, 64)
@@ -352,9 +358,7 @@ def perceptron(width: int, depth: int = 4) -> Workload:
 
 
 def traced(workload: Workload, kernels: GpuKernels | None) -> Tracer:
-    tracer = Tracer(workload, fake=True, like_gpu=True)
-    tracer.kernels = kernels
-    return tracer
+    return Tracer(workload, fake=True, like_gpu=True, kernels=kernels)
 
 
 def test_a_perceptron_is_predicted_as_an_h100_measured_it():
@@ -366,11 +370,22 @@ def test_a_perceptron_is_predicted_as_an_h100_measured_it():
     assert [peak + 1 - own_mib for peak in peaks] == pytest.approx(found["allocated_mib"], abs=0.1)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", GpuKernels()), ("mps", None)])
+def test_only_traces_for_cuda_devices_count_what_cuda_kernels_take(kind, expected, monkeypatch):
+    monkeypatch.setattr("autosplit.runtime.tracer.holds_fakes", lambda _device: False)  # traced on the CPU
+    monkeypatch.setattr(torch.version, "hip", None)
+    tracer, _ = make_device_tracer(perceptron(64), torch.device(kind))
+    assert tracer.kernels == expected
+    assert [one.nbytes for one in tracer.trace(StepShape(((8,),))).entries[:2]].count(
+        cublas_workspace_bytes(80)
+    ) == 2 * (expected is not None)
+
+
 class TestTraces:
     @pytest.mark.parametrize("arrangement", ["balanced", "rank"])
-    @pytest.mark.parametrize("count", [2, 100, 3000, 30_000])
+    @pytest.mark.parametrize("count", [2, 1000, 3000, 30_000])
     def test_one_trace_predicts_blocks_at_every_batch(self, arrangement, count):
-        """30,000 rows are beyond the bound of a sum, 100 below it."""
+        """A sum of 1,000 rows needs no memory, that of 3,000 some for each row, that of 30,000 no more than can be."""
         shape = StepShape(((count,),), arrangement, 2 if arrangement == "rank" else 1)
         predicted = AffineTraces(traced(perceptron(512, 2), H100))
         assert traced_parts(predicted, shape) == traced_parts(traced(perceptron(512, 2), H100), shape)

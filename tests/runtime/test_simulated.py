@@ -26,9 +26,13 @@ from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _play, _reduced, _Whole, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.torch_versions import cublas_workspace_bytes
 from autosplit.workload.workload import Workload
 
 UNLIMITED = 2**60
+
+WORKSPACES = 2 * cublas_workspace_bytes(80)
+"""What cuBLAS takes for the forward and for the backward of a traced step."""
 
 
 def char_gpt() -> Workload:
@@ -285,7 +289,7 @@ class TestMemory:
         for micro_steps in (1, 2):
             shape = StepShape(((8,),) * micro_steps, "rank")
             alone, among = (traced_peaks(tracer, replace(shape, num_ranks=ranks))[0] for ranks in (1, 4))
-            views = micro_steps == 1  # a few gradients are there already when it holds the most
+            views = micro_steps == 1  # some gradients exist already when the device holds the most
             assert parameters * (0.97 if views else 1) <= among - alone <= parameters + 512
 
     @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
@@ -297,7 +301,7 @@ class TestMemory:
         shape = StepShape(((1,),) * micro_steps, "rank", 4)
         peaks = traced_peaks(tracer, shape)
         # A gradient is made first, and then moved into the buckets, or added to that of the micro-step before.
-        assert peaks[0] == pytest.approx(4 * 256 * 256 * (8 * times + 1), rel=0.02)
+        assert peaks[0] - WORKSPACES == pytest.approx(4 * 256 * 256 * (8 * times + 1), rel=0.02)
         assert sum(part.total_bytes for part in traced_parts(tracer, shape)) == peaks[0]
 
     def test_a_rank_anywhere_in_the_list(self, tracers):
@@ -364,7 +368,7 @@ class TestParts:
 
     def test_more_samples_are_more_activations_and_nothing_else(self, tracers):
         few, many = (traced_parts(tracers("char_gpt"), StepShape(((n,),)))[0] for n in (64, 128))
-        assert many.activations_bytes > 1.8 * few.activations_bytes
+        assert many.activations_bytes - WORKSPACES > 1.8 * (few.activations_bytes - WORKSPACES)
         assert (few.parameters_bytes, few.optimizer_bytes) == (many.parameters_bytes, many.optimizer_bytes)
 
     def test_outputs_are_gathered_on_the_first_alone(self):

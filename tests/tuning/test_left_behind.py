@@ -53,6 +53,8 @@ from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 MIB = 2**20
 
 

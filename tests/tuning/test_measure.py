@@ -21,6 +21,8 @@ from autosplit.plan.measured_step import bounds_of, faster_devices
 from autosplit.tuning import measure as measuring
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 TWO = "cpu:8MiB,cpu:4MiB"
 CARDS = "sim:RTX3090+RTX2080Ti"
 

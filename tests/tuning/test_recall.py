@@ -48,6 +48,8 @@ from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 MIB = 2**20
 OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}
 SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}

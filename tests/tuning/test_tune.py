@@ -40,6 +40,8 @@ from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.tune import ChangedTrainingWarning, DoubtfulTimesWarning, TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 KIB, MIB = 2**10, 2**20
 
 

@@ -18,6 +18,8 @@ from autosplit.tuning.tune import tune
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 WIDTH, DEPTH, LENGTH = 16, 4, 8
 NO_LAYER, SECOND, EVERY = "no layer checkpointed", "every second Block checkpointed", "every Block checkpointed"
 

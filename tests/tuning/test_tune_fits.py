@@ -22,6 +22,8 @@ from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 WIDTH = 96
 MIB = 2**20
 COPIES = {"resume": 1, "save": 3}

@@ -21,6 +21,8 @@ from autosplit.tuning.measure import measure
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 DRAWN = random.Random(3)
 LENGTHS = [min(128, max(8, int(DRAWN.lognormvariate(3, 1)))) for _ in range(6000)]
 LENGTHS[0] = 128
