@@ -85,8 +85,15 @@ class SampleValues:
         self._used: dict[Site, int] = {}
         self._sizes: tuple[int, ...] = ()
 
-    def begin(self, split: Sequence[int]) -> None:
-        """Start replaying from the first value again, for a step of this split."""
+    def begin(self, split: Sequence[int], *, evaluates: bool = False) -> None:
+        """Begin a step of this split: record again what a training step reads, or replay from the first value.
+
+        Args:
+            evaluates: The step is a forward alone, and keeps the record of the training step.
+        """
+        if self.phase == "sample" and not evaluates:
+            self._values.clear()
+            self._rows.clear()
         self._used.clear()
         self._sizes = tuple(sorted({*split, sum(split)} - {0}, reverse=True))
 
