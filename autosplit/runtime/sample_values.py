@@ -8,7 +8,7 @@ none. See Note [Replayed values].
 # ----------------------
 # A step of the sample batch runs once with real tensors on the CPU. It records two things for each line of code:
 #
-#   values   `.item()`, `.tolist()`, `.numpy()`, `bool(tensor)`: the numbers, in the order in which they were read.
+#   values   `.item()`, `.tolist()`, `.numpy()`, `bool(tensor)`: the numbers, in the order of the reads.
 #   rows     `nonzero`, `masked_select`, ...: the number of elements of the input, and of rows of the output.
 #
 # Batches of other sizes repeat the samples of the sample batch, so the replay repeats the recorded numbers:
@@ -69,11 +69,11 @@ def _is_between(module: str) -> bool:
 
 
 class SampleValues:
-    """The values that one step of the sample batch read. See Note [Replayed values].
+    """The values that a step of the sample batch read. See Note [Replayed values].
 
     Attributes:
-        phase: A real step of the sample batch, a real step of twice that batch, or a step of fake tensors.
-        replayed: What was replayed, for example ``".numpy()"``; the keys of a dict, in order.
+        phase: The current steps: real ones of the sample batch, real ones of twice that batch, or fake ones.
+        replayed: The functions and operators that got replayed values; the keys of a dict, in order.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,7 @@ def matched_in_numpy(model, batch):
 LOSSES = {
     ctc_of_selected: "aten.masked_select",
     ctc_of_padded: "aten._ctc_loss",
-    ctc_of_python_lengths: "aten._ctc_loss",  # lists, of which torch makes real tensors
+    ctc_of_python_lengths: "aten._ctc_loss",  # torch makes real tensors of the lists
     masked_head: "aten.nonzero",
     masked_places: "aten.nonzero",
     unique_labels: "aten._unique2",
