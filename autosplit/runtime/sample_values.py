@@ -42,7 +42,6 @@ Site = tuple[str, str, int]
 _WHOLE_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
 """Functions that read all values of a tensor and that the dispatcher does not see."""
 
-
 _CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
 """Modules of torch and autosplit that call operators of a step themselves."""
 
@@ -119,7 +118,9 @@ class SampleValues:
         start = self._used.get(site, 0)
         self._used[site] = (start + count) % len(recorded)
         self.replayed[name] = None
-        return np.resize(np.roll(np.asarray(recorded), -start), count)
+        if count == 1:  # `.item()` in a loop over thousands of elements
+            return np.asarray(recorded[start : start + 1])
+        return np.asarray(recorded)[(start + np.arange(count)) % len(recorded)]
 
     def rows(self, operator: str, elements: int, *, grows: bool) -> int:
         """Return how many rows the operator returns for an input of so many elements.
