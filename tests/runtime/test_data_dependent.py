@@ -171,7 +171,15 @@ def peaks(tracer: Tracer, samples: int) -> tuple[int, ...]:
     return tracer.trace(shape_of(samples)).peak_bytes
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+QUICK = (ctc_of_selected, masked_head, repeated_rows, guarded, matched_in_numpy)
+
+
+def each_loss() -> list:
+    marks = {loss: () if loss in QUICK else pytest.mark.slow for loss in LOSSES}
+    return [pytest.param(loss, id=loss.__name__, marks=marks[loss]) for loss in LOSSES]
+
+
+@pytest.mark.parametrize("loss", each_loss())
 def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
     described = workload(loss)
     tracer, why_real = make_tracer(described, like_gpu=True)
@@ -180,7 +188,7 @@ def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
     assert any(LOSSES[loss] in note and "sample batch" in note for note in tracer.assumptions())
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", each_loss())
 def test_a_replayed_step_holds_as_much_as_a_real_one(loss):
     described = workload(loss)
     tracer = replaying(described)
