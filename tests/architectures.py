@@ -206,7 +206,7 @@ class Experts(nn.Module):
 
 
 def experts(optimizer: Any = None) -> Workload:
-    """A mixture of experts: how much each holds is decided by its router, so that fake tensors can't follow it."""
+    """A mixture of experts: its router decides how many rows each expert gets, which fake tensors do not know."""
     return language(GPT(144, [Block(144, 4, Experts(144)) for _ in range(2)], 64), 64, optimizer)
 
 

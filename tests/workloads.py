@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from folders import EXAMPLES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from autosplit import Workload
@@ -108,6 +109,19 @@ class Branching(nn.Module):
 
 def branching() -> Workload:
     return Workload(Branching(), torch.randn(4, 16), optimizer=torch.optim.SGD)
+
+
+class WithoutFakes(Branching):
+    """A model with a kernel that has no fake implementation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            raise NotImplementedError("the kernel has no fake implementation")
+        return super().forward(x)
+
+
+def without_fakes() -> Workload:
+    return Workload(WithoutFakes(), torch.randn(4, 16), optimizer=torch.optim.SGD)
 
 
 class Uncopyable(nn.Module):

@@ -53,10 +53,10 @@ class DataDependent:
         self._values = values
 
     @contextmanager
-    def step(self, split: Sequence[int]) -> Iterator[None]:
-        """Begin a step of this split."""
+    def step(self, split: Sequence[int], *, evaluates: bool) -> Iterator[None]:
+        """Begin a step of this split; with `evaluates`, a forward alone."""
         if self._values is not None:
-            self._values.begin(split)
+            self._values.begin(split, evaluates=evaluates)
         with nullcontext() if self._values is None else WholeReads(self._values):
             yield
 
@@ -76,6 +76,10 @@ class DataDependent:
             if self._values is not None and self._values.phase != "replay":
                 self._record(self._values, func, args, kwargs, outputs)
         return outputs
+
+    def as_error(self) -> Exception:
+        """Return the exception of a trace that may not take an upper bound."""
+        return NotImplementedError(f"the number of rows that {_listed(self.bounded)} returns depends on values")
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence or two for each kind of replacement."""

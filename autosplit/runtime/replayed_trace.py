@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from autosplit.runtime.op_cost import Work
@@ -14,8 +14,15 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LEAST_OF_PEAK, LEAST_OF_GROWTH = 0.98, 0.9
+"""Least peak of a replayed step, and growth of that peak with the batch, as shares of real ones.
 
-def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool) -> T | None:
+The optimizer's steps between the recorded step and the compared steps change the rows that a router selects. A tiny
+Mixtral was 0.2% off.
+"""
+
+
+def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True) -> T | None:
     """Return a tracer of fake tensors that replays values, or None if its steps differ from real ones.
 
     Args:
@@ -33,19 +40,28 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool) -> T 
             real.trainee.restore()
         values.phase = "replay"
         found: Any = trace(fake=True, like_gpu=False, values=values)
-        if not all(_agrees(found.trace(one), other) for one, other in zip((shape, twice), expected, strict=True)):
+        if not _agrees([found.trace(one) for one in (shape, twice)], expected):
             _log.info("steps with replayed values differ from real steps: the values are not used")
             return None
         return trace(fake=True, like_gpu=True, values=values) if like_gpu else found
-    except Exception as error:  # noqa: BLE001  # the caller has another tracer, or reports the failure of its own
+    except Exception as error:  # noqa: BLE001  # the caller has another tracer, or reports the failure itself
         _log.info("a step can't be traced with replayed values: %s: %s", type(error).__name__, error)
         return None
 
 
-def _agrees(fake: Any, real: Any) -> bool:
-    """Return whether a fake step has the products of a real one, in order, and at least its peaks."""
-    holds_enough = all(one >= other for one, other in zip(fake.peak_bytes, real.peak_bytes, strict=True))
-    return holds_enough and _products(fake) == _products(real)
+def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
+    """Return whether fake steps have the products of real steps, in order, and hold as much memory.
+
+    Args:
+        fakes: Traces of the sample batch, and of twice that batch.
+        reals: The same of real steps.
+    """
+    if [_products(one) for one in fakes] != [_products(one) for one in reals]:
+        return False
+    fake_bytes, real_bytes = ([sum(one.peak_bytes) for one in traces] for traces in (fakes, reals))
+    growth = (fake_bytes[1] - fake_bytes[0], real_bytes[1] - real_bytes[0])
+    is_enough = [fake >= LEAST_OF_PEAK * real for fake, real in zip(fake_bytes, real_bytes, strict=True)]
+    return all(is_enough) and growth[0] >= LEAST_OF_GROWTH * growth[1]
 
 
 def _products(trace: Any) -> list[tuple[str, str]]:

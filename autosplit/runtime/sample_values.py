@@ -8,7 +8,7 @@ none. See Note [Replayed values].
 # ----------------------
 # A step of the sample batch runs once with real tensors on the CPU. It records two things for each line of code:
 #
-#   values   `.item()`, `.tolist()`, `.numpy()`, `bool(tensor)`: the numbers, in the order in which they were read.
+#   values   `.item()`, `.tolist()`, `.numpy()`, `bool(tensor)`: the numbers, in the order of the reads.
 #   rows     `nonzero`, `masked_select`, ...: the number of elements of the input, and of rows of the output.
 #
 # Batches of other sizes repeat the samples of the sample batch, so the replay repeats the recorded numbers:
@@ -42,7 +42,6 @@ Site = tuple[str, str, int]
 _WHOLE_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
 """Functions that read all values of a tensor and that the dispatcher does not see."""
 
-
 _CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
 """Modules of torch and autosplit that call operators of a step themselves."""
 
@@ -69,11 +68,11 @@ def _is_between(module: str) -> bool:
 
 
 class SampleValues:
-    """The values that one step of the sample batch read. See Note [Replayed values].
+    """The values that a step of the sample batch read. See Note [Replayed values].
 
     Attributes:
-        phase: A real step of the sample batch, a real step of twice that batch, or a step of fake tensors.
-        replayed: What was replayed, for example ``".numpy()"``; the keys of a dict, in order.
+        phase: The current steps: real ones of the sample batch, real ones of twice that batch, or fake ones.
+        replayed: The functions and operators that got replayed values; the keys of a dict, in order.
     """
 
     def __init__(self) -> None:
@@ -85,8 +84,15 @@ class SampleValues:
         self._used: dict[Site, int] = {}
         self._sizes: tuple[int, ...] = ()
 
-    def begin(self, split: Sequence[int]) -> None:
-        """Start replaying from the first value again, for a step of this split."""
+    def begin(self, split: Sequence[int], *, evaluates: bool = False) -> None:
+        """Begin a step of this split: record again what a training step reads, or replay from the first value.
+
+        Args:
+            evaluates: The step is a forward alone, and keeps the record of the training step.
+        """
+        if self.phase == "sample" and not evaluates:
+            self._values.clear()
+            self._rows.clear()
         self._used.clear()
         self._sizes = tuple(sorted({*split, sum(split)} - {0}, reverse=True))
 
@@ -112,7 +118,9 @@ class SampleValues:
         start = self._used.get(site, 0)
         self._used[site] = (start + count) % len(recorded)
         self.replayed[name] = None
-        return np.resize(np.roll(np.asarray(recorded), -start), count)
+        if count == 1:  # `.item()` in a loop over thousands of elements
+            return np.asarray(recorded[start : start + 1])
+        return np.asarray(recorded)[(start + np.arange(count)) % len(recorded)]
 
     def rows(self, operator: str, elements: int, *, grows: bool) -> int:
         """Return how many rows the operator returns for an input of so many elements.

@@ -246,7 +246,7 @@ class Tracer:
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
             masks_of_real_tensors(self.workload.sample_batch) if self.fake else nullcontext(),
-            self.data_dependent.step(shape.splits[0]),
+            self.data_dependent.step(shape.splits[0], evaluates=shape.arrangement == "eval"),
             recorder.recurrent.watching(self.trainee.models.modules) if self.like_gpu else nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
@@ -312,7 +312,13 @@ class Tracer:
         replaced = self.data_dependent.notes()
         if not self.workload.takes_loss_itself or not self.runs:
             return (*self.workload.assumptions(), *replaced)
-        with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
+        with (
+            kept_rng(),
+            self.trainee.fake_mode or nullcontext(),
+            torch.no_grad(),
+            Tracker(["device 0"], [None], data_dependent=self.data_dependent),
+            self.data_dependent.step((self.workload.sample_batch_size,), evaluates=True),
+        ):
             return (*self.workload.assumptions(self.trainee.outputs()), *replaced)
 
 
@@ -384,7 +390,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
         tried = _followed_fake(workload, shape, like_gpu=True, device=place, kernels=kernels)
         if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # real steps decide, and a bound may be far off
-            tried = NotImplementedError(*tried.data_dependent.notes()[:1])
+            tried = tried.data_dependent.as_error()
         if isinstance(tried, Exception):
             failures.append(tried)
         elif place == device:
@@ -421,17 +427,20 @@ def _cause_text(error: Exception) -> str:
 def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | None = None) -> tuple[Tracer, str | None]:
     """Make a tracer of fake tensors, or of real ones if the model can't run with fake ones, with the reason for that.
 
-    If steps depend on values, and the model has some, the tracer replays them. See Note [Replayed values].
+    If steps for simulated GPUs depend on values, and the model has some, the tracer replays them. See Note [Replayed
+    values]. For CPUs real tensors are exact.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     kernels = (kernels or GpuKernels()) if like_gpu else None
     failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
     has_values = not (mode_of(workload) or any(p.is_meta for module in workload.modules for p in module.parameters()))
-    if has_values and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
-        found = replayed(partial(_traced_once, workload, shape, kernels=kernels), shape, like_gpu=like_gpu)
+    if has_values and like_gpu and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
+        found = replayed(partial(_traced_once, workload, shape, kernels=kernels), shape)
         failure = failure if found is None else found
     if isinstance(failure, Tracer):
-        return failure, None
+        if like_gpu or not has_values or not failure.data_dependent.bounded:
+            return failure, None
+        failure = failure.data_dependent.as_error()
     if not has_values:
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     with users_errors(workload.sample_text):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from marks import slow
 from torch import nn
-from workloads import ALL, branching, cnn, mlp, net, small
+from workloads import ALL, branching, cnn, mlp, net, small, without_fakes
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
@@ -253,13 +253,14 @@ class TestEqualDevices:
 
 class TestUnfakeable:
     @pytest.mark.parametrize("device", ["sim:RTX3090@1MiB", "cpu:1MiB"])
-    def test_control_flow_by_numbers_is_followed_with_real_tensors(self, device):
-        found = find_ceiling(branching(), device, role="primary", max_batch_size=64)
+    @pytest.mark.parametrize("workload", [branching, without_fakes])
+    def test_has_a_ceiling(self, workload, device):
+        found = find_ceiling(workload(), device, role="primary", max_batch_size=64)
         assert found.batch_size == 64
 
     @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
-    def test_the_plan_says_so(self, devices, monkeypatch):
-        plan = tune(branching(), devices=devices, max_batch_size=8, n_trials=2, profile="off")
+    def test_the_plan_says_so(self, devices):
+        plan = tune(without_fakes(), devices=devices, max_batch_size=8, n_trials=2, profile="off")
         assert any("can't be followed with fake tensors" in note for note in plan.notes)
 
 

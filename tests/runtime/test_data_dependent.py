@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.op_cost import op_cost
 from autosplit.runtime.prepare import Followed
 from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.replayed_trace import replayed
 from autosplit.runtime.sample_values import SampleValues, UnknownValueError
-from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.runtime.tracer import Tracer, _traced_once, make_tracer
 from autosplit.workload.workload import Workload
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 4, 12, 16, 300
@@ -138,7 +140,7 @@ def matched_in_numpy(model, batch):
 LOSSES = {
     ctc_of_selected: "aten.masked_select",
     ctc_of_padded: "aten._ctc_loss",
-    ctc_of_python_lengths: "aten._ctc_loss",  # lists, of which torch makes real tensors
+    ctc_of_python_lengths: "aten._ctc_loss",  # torch makes real tensors of the lists
     masked_head: "aten.nonzero",
     masked_places: "aten.nonzero",
     unique_labels: "aten._unique2",
@@ -153,17 +155,43 @@ BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, maske
 """Losses whose shapes give an upper bound."""
 
 
+def shape_of(*split: int) -> StepShape:
+    return StepShape((split,))
+
+
+def replaying(described: Workload) -> Tracer:
+    """Return a tracer of fake tensors that runs the CPU's operators, so that real steps can be compared."""
+    shape = shape_of(described.sample_batch_size)
+    tracer = replayed(partial(_traced_once, described, shape), shape, like_gpu=False)
+    assert tracer is not None
+    return tracer
+
+
 def peaks(tracer: Tracer, samples: int) -> tuple[int, ...]:
-    return tracer.trace(StepShape(((samples,),))).peak_bytes
+    return tracer.trace(shape_of(samples)).peak_bytes
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+QUICK = (ctc_of_selected, masked_head, repeated_rows, guarded, matched_in_numpy)
+
+
+def each_loss() -> list:
+    marks = {loss: () if loss in QUICK else pytest.mark.slow for loss in LOSSES}
+    return [pytest.param(loss, id=loss.__name__, marks=marks[loss]) for loss in LOSSES]
+
+
+@pytest.mark.parametrize("loss", each_loss())
 def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
     described = workload(loss)
-    tracer, why_real = make_tracer(described, like_gpu=False)
+    tracer, why_real = make_tracer(described, like_gpu=True)
     assert tracer.fake
     assert why_real is None
     assert any(LOSSES[loss] in note and "sample batch" in note for note in tracer.assumptions())
+
+
+@pytest.mark.parametrize("loss", each_loss())
+def test_a_replayed_step_holds_as_much_as_a_real_one(loss):
+    described = workload(loss)
+    tracer = replaying(described)
     real = Tracer(described, fake=False, like_gpu=False)
     for samples in (SAMPLES, 7, 16):
         (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
@@ -182,26 +210,26 @@ def test_without_values_the_upper_bound_is_taken(loss):
 
 def test_a_bound_selects_every_row_and_a_replay_those_of_the_sample_batch():
     """Every third position is predicted: the head's outputs take a third of the bound."""
-    replaying, _ = make_tracer(workload(masked_head), like_gpu=False)
+    replay = replaying(workload(masked_head))
     bounding = Tracer(workload(masked_head), fake=True, like_gpu=False)
-    growth = [peaks(tracer, 65)[0] - peaks(tracer, 64)[0] for tracer in (replaying, bounding)]
+    growth = [peaks(tracer, 65)[0] - peaks(tracer, 64)[0] for tracer in (replay, bounding)]
     assert growth[1] > 2 * growth[0]
 
 
 @pytest.mark.parametrize("loss", [ctc_of_selected, masked_head, repeated_rows])
 def test_replayed_steps_are_extrapolated_to_any_batch(loss):
-    tracer, _ = make_tracer(workload(loss), like_gpu=False)
+    tracer = replaying(workload(loss))
     traces = AffineTraces(tracer)
     for samples in (2, 64, 513):
-        shape = StepShape(((samples,),))
+        shape = shape_of(samples)
         assert traces.trace(shape).peak_bytes == tracer._run(shape).peak_bytes
     assert not traces.given_up
 
 
 def test_a_split_over_two_devices_replays_each_devices_rows():
-    tracer, _ = make_tracer(workload(masked_head), like_gpu=False)
+    tracer = replaying(workload(masked_head))
     real = Tracer(workload(masked_head), fake=False, like_gpu=False)
-    shape = StepShape(((5, 8),))
+    shape = shape_of(5, 8)
     for fake_bytes, real_bytes in zip(tracer.trace(shape).peak_bytes, real.trace(shape).peak_bytes, strict=True):
         assert real_bytes <= fake_bytes <= 1.02 * real_bytes
 
@@ -227,9 +255,16 @@ class Fallback:
 
 @pytest.mark.parametrize("loss", [Fallback.grows_with_a_sum, Fallback.depends_on_the_kind_of_tensor])
 def test_real_tensors_are_traced_if_a_replay_differs(loss):
-    tracer, why_real = make_tracer(workload(loss), like_gpu=False)
+    tracer, why_real = make_tracer(workload(loss), like_gpu=True)
     assert not tracer.fake
     assert "_local_scalar_dense" in why_real
+
+
+@pytest.mark.parametrize("loss", [masked_head, guarded])
+def test_for_cpus_real_tensors_are_exact(loss):
+    tracer, why_real = make_tracer(workload(loss), like_gpu=False)
+    assert not tracer.fake
+    assert LOSSES[loss] in why_real
 
 
 class TestAModelWithoutMemory:
@@ -326,12 +361,12 @@ class TestGroupedProducts:
             compute_loss=lambda model, batch: model(**batch).loss,
             optimizer=torch.optim.AdamW,
         )
-        tracer, why_real = make_tracer(described, like_gpu=False)
-        assert why_real is None
+        assert make_tracer(described, like_gpu=True)[1] is None
+        tracer = replaying(described) if implementation == "eager" else Tracer(described, fake=True, like_gpu=False)
         real = Tracer(described, fake=False, like_gpu=False)
         for samples in (2, 9):
             (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
-            assert real_bytes <= fake_bytes <= 1.05 * real_bytes
+            assert 0.98 * real_bytes <= fake_bytes <= 1.05 * real_bytes
 
 
 class TestSampleValues:
@@ -360,6 +395,7 @@ class TestSampleValues:
     def test_values_are_repeated_as_samples_are(self):
         values = SampleValues()
         next_values(values, 2, noted=[1, 2])
+        values.phase = "replay"
         for _ in range(2):  # each step begins with the first
             values.begin((3,))
             assert next_values(values, 3).tolist() == [1, 2, 1]

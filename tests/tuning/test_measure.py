@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpus import COUNT, KIND
 from torch.nn import functional as F
-from workloads import branching, char_gpt, mlp, net, net_batch, small, with_loss
+from workloads import char_gpt, mlp, net, net_batch, small, with_loss, without_fakes
 
 import autosplit
 from autosplit.cli.main import main
@@ -76,7 +76,7 @@ class TestSimulated:
         assert found.peak_bytes[1] == 0 < found.peak_bytes[0]
 
     def test_a_model_that_can_not_be_faked_is_followed_for_real(self):
-        found = measure(branching(), devices="sim:RTX3090", split=3)
+        found = measure(without_fakes(), devices="sim:RTX3090", split=3)
         assert "real ones on the CPU were followed" in found.notes[0]
 
     def test_one_that_does_not_fit_names_the_device_with_its_bytes(self):
