@@ -137,24 +137,29 @@ def compared(cases: Iterable[Case], column: dict[tuple[str, int], Row]) -> list[
     rows = []
     for case in cases:
         for capability in case.capabilities():
-            cuda = column.get((case.name, capability))
-            if cuda is None or cuda.error:
-                continue
-            ours = traced(case, capability, product_tracer)
-            row = {"case": case.name, "capability": capability}
-            row |= {"error": ours.error} if ours.error else ratios(ours, cuda)
-            if ours.note:
-                row["note"] = ours.note
+            cuda = column.get((case.name, capability), Row(case.name, capability, error="not in the column"))
+            row = {"case": case.name, "capability": capability, **_comparison(case, cuda)}
             print(row, flush=True)
             rows.append(row)
     return rows
 
 
+def _comparison(case: Case, cuda: Row) -> dict[str, Any]:
+    if cuda.error:
+        return {"not compared": cuda.error}
+    ours = traced(case, cuda.capability, product_tracer)
+    if ours.error:
+        return {"error": ours.error}
+    return {**ratios(ours, cuda), **({"note": ours.note} if ours.note else {})}
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the share of close rows, and the rows that are far off, for each quantity."""
-    found: dict[str, Any] = {"rows": len(rows), "errors": [row["case"] for row in rows if "error" in row]}
+    found: dict[str, Any] = {"rows": len(rows)}
+    for key in ("error", "not compared"):
+        found[key] = {_label(row): row[key] for row in rows if key in row}
     for short in QUANTITIES.values():
-        values = {f"{row['case']} at {row['capability']}": row[short] for row in rows if short in row}
+        values = {_label(row): row[short] for row in rows if short in row}
         close = sum(abs(value - 1) <= CLOSE for value in values.values())
         found[short] = {
             "rows": len(values),
@@ -162,6 +167,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "far": {name: value for name, value in values.items() if not USABLE[0] <= value <= USABLE[1]},
         }
     return found
+
+
+def _label(row: dict[str, Any]) -> str:
+    return row["case"] if row["capability"] == DEFAULT_CAPABILITY else f"{row['case']} at {row['capability'] / 10}"
 
 
 def compare(patterns: Sequence[str], output: Path | None) -> None:

@@ -371,7 +371,7 @@ def module_cases() -> Iterator[Case]:
     """Yield the cases that are one module or function."""
     for cases in (_sequence_cases, _loss_cases, _image_cases, _embedding_cases):
         for name, build in cases():
-            # A vector for each sample is little beside the table of the embedding.
+            # A sample adds one vector, which is small compared with the embedding table.
             samples = (2048, 4096) if name.startswith("EmbeddingBag") else SAMPLES
             for precision in PRECISIONS:
                 yield Case(f"{name} [{precision}]", partial(build, precision=precision), samples)

@@ -20,7 +20,20 @@ section are those of the code of its date.
 
 def page() -> str:
     """Return docs/benchmarks.md."""
-    sections = (_gpu, _ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _lengths, _noise_scale, _startup)
+    sections = (
+        _gpu,
+        _ceilings,
+        _search,
+        _simulation,
+        _kernels,
+        _fit,
+        _balanced,
+        _ddp,
+        _loader,
+        _lengths,
+        _noise_scale,
+        _startup,
+    )
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
 
@@ -171,6 +184,30 @@ def _simulation() -> list[str]:
     gained = f"What several cards gain by nn.DataParallel over one ({found['gain date']}):\n"
     gains = [gained, *_errors(found["gain of DataParallel"])]
     return [*opened, *_errors(found["step times"]), batches, *gains]
+
+
+def _kernels() -> list[str]:
+    found = _read("kernels/sim-2.13")
+    uncompared = found["summary"]["not compared"]
+    said = (
+        "`sim:` traces a step on the CPU and replaces the operators that differ on CUDA. The same steps were traced "
+        "with fake `cuda` tensors in a CUDA build of torch, over a CUDA runtime that does nothing. The ratios are "
+        "`sim:` / CUDA. Memory is the activations at the peak, and saved memory is in use when the backward begins, "
+        "both per sample. No GPU took part, so memory inside kernels is not compared. Attention is traced for six "
+        "compute capabilities from 7.5 to 12.0."
+    )
+    names = {"memory": "peak of activations", "saved": "saved for the backward", "time": "compute time"}
+    parts = {name: found["summary"][name] for name in names}
+    shares = [(names[name], one["rows"], _percent(one["close"]), len(one["far"])) for name, one in parts.items()]
+    far = sorted((row, names[name], f"{ratio:.2f}") for name, one in parts.items() for row, ratio in one["far"].items())
+    columns = ("quantity", "steps", "within 5 %", "outside 0.8 to 1.25")
+    outside = _table(("step", "quantity", "ratio"), far) if far else []
+    return [
+        *_opened("CUDA's operators on the CPU", said, "cuda_kernels", found),
+        *_table(columns, shares),
+        *outside,
+        f"Not compared, because fake `cuda` tensors cannot run them: {', '.join(uncompared)}.\n",
+    ]
 
 
 def _fit() -> list[str]:

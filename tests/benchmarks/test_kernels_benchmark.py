@@ -1,0 +1,120 @@
+"""`sim:` allocates and saves the tensors that CUDA's operators do, and predicts the same compute time.
+
+CUDA's numbers are committed (`python benchmarks/cuda_kernels.py --reference`), so the tests need no CUDA build.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+from folders import BENCHMARKS, ROOT
+
+sys.path.insert(0, str(BENCHMARKS))
+import cuda_kernels
+import kernel_tracing
+from kernel_cases import DEFAULT_CAPABILITY, all_cases
+from kernel_exceptions import reason_for
+from marks import slow
+
+COLUMN = cuda_kernels.column_path()
+CASES = {case.name: case for case in all_cases()}
+HELP = (
+    "If you changed how `sim:` counts memory or time, and not which operators it traces, make CUDA's numbers again: "
+    "python benchmarks/cuda_kernels.py --reference"
+)
+
+ATTENTION = (
+    "attention, no mask, dropout 0.1 [bf16]",
+    "attention, bool mask, dropout 0.0 [bf16]",
+    "attention, bias mask, dropout 0.0 [bf16]",
+    "attention, grouped queries, dropout 0.0 [none]",
+    "attention, grouped queries, dropout 0.0 [bf16]",
+    "attention, grouped queries, bool mask, dropout 0.0 [bf16]",
+    "attention, head size 60, bool mask, dropout 0.0 [bf16]",
+    "attention, length 511, bool mask, dropout 0.0 [bf16]",
+    "MultiheadAttention, no mask, weights, dropout 0.1 [bf16]",
+    "TransformerDecoderLayer, dropout 0.1 [bf16]",
+)
+MODULES = (
+    "checkpoint",
+    "checkpoint, reentrant",
+    "cross_entropy",
+    "cross_entropy, label smoothing",
+    "cumsum",
+    "distillation",
+    "grid_sample",
+    "GroupNorm, channels_last",
+    "gumbel_softmax",
+    "huber_loss",
+    "interpolate, bilinear",
+    "LayerNorm",
+    "log-probabilities",
+    "logsigmoid",
+    "MaxPool3d",
+    "normalize",
+    "ReflectionPad2d",
+    "renorm",
+    "RMSNorm",
+    "torch.dropout",
+)
+MODELS = ("GPT-2 [bf16]", "Llama, grouped queries [none]", "T5 [bf16]")
+
+needs_column = pytest.mark.skipif(not COLUMN.exists(), reason=f"no CUDA numbers for torch {torch.__version__}")
+
+
+@pytest.fixture(scope="module")
+def column():
+    return cuda_kernels.read_column(COLUMN)
+
+
+def pinned_torch() -> str:
+    found = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_column_of_the_tested_torch_version_is_committed_for_every_case():
+    rows = cuda_kernels.read_column(cuda_kernels.column_path(pinned_torch()))
+    assert set(rows) == {(case.name, capability) for case in CASES.values() for capability in case.capabilities()}
+
+
+def test_case_names_are_unique():
+    names = [case.name for case in all_cases()]
+    assert len(names) == len(CASES)
+
+
+def assert_like_cuda(case, capability, cuda):
+    if cuda.error:
+        pytest.skip(f"no CUDA numbers: {cuda.error}")
+    ours = kernel_tracing.traced(case, capability, kernel_tracing.product_tracer)
+    assert not ours.error, ours.error
+    for quantity, ratio in cuda_kernels.ratios(ours, cuda).items():
+        is_close = abs(ratio - 1) <= cuda_kernels.CLOSE
+        reason = reason_for(case.name, quantity)
+        if reason:
+            assert not is_close, f"{quantity} of {case.name} matches now. Remove its entry in kernel_exceptions.py."
+        else:
+            assert is_close, f"{quantity} of {case.name} is {ratio} times CUDA's. {HELP}"
+
+
+def rows(*names, capabilities=None):
+    return [(name, capability) for name in names for capability in capabilities or CASES[name].capabilities()]
+
+
+QUICK = [
+    *rows(*ATTENTION),
+    *rows(*(f"{name} [bf16]" for name in MODULES)),
+    *rows(*MODELS, capabilities=(DEFAULT_CAPABILITY,)),
+]
+SLOW = [row for row in rows(*CASES) if row not in QUICK and "[bf16]" in row[0]]
+
+
+@needs_column
+@pytest.mark.parametrize(("name", "capability"), [*QUICK, *(slow(*row) for row in SLOW)])
+def test_a_step_is_traced_as_on_cuda(name, capability, column):
+    for package in CASES[name].needs:
+        pytest.importorskip(package)
+    assert_like_cuda(CASES[name], capability, column[name, capability])
