@@ -479,7 +479,8 @@ def _traced_once(
     values: SampleValues | None = None,
 ) -> Tracer:
     """Make a tracer that has traced a step. If that fails, a borrowed model is put back."""
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels, values=values)
+    own = kernels if like_gpu else None
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:
         tracer.trace(shape)
         if "eval" in workload.fits:  # `generate` looks at numbers, mostly

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
-from attention_choices import RESULTS, random_calls, tensors_of
+from folders import BENCHMARKS
 from torch.nn import functional as F
 
 from autosplit.devices.spec import parse_devices
@@ -19,6 +20,9 @@ from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import make_tracer
 from autosplit.torch_versions import cudnn_attention_rules
 from autosplit.workload.workload import Workload
+
+sys.path.insert(0, str(BENCHMARKS))
+from attention_choices import RESULTS, random_calls, tensors_of
 
 CHOICES = json.loads(RESULTS.read_text(encoding="utf-8"))
 """The choices of versions of torch, by compute capability: the first letter of each back end."""
