@@ -149,10 +149,12 @@ def _fixed_seeds() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture
-def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def without_workspaces() -> Iterator[None]:
     """Let a `sim:` device of a few KiB hold a model. On a GPU of compute capability 8.0 cuBLAS alone takes 16 MiB."""
     from autosplit.runtime import kernel_memory
 
-    monkeypatch.setattr(kernel_memory, "cublas_workspace_bytes", lambda _capability: 0)
-    monkeypatch.setattr(kernel_memory, "cublaslt_workspace_bytes", lambda: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_memory, "cublas_workspace_bytes", lambda _capability: 0)
+        patch.setattr(kernel_memory, "cublaslt_workspace_bytes", lambda: 0)
+        yield

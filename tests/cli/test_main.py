@@ -820,7 +820,7 @@ def test_a_plot_is_drawn(script, probed, capsys, fails):
 # probe, for real
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090@8MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
 def test_probe_finds_ceilings(script, capsys, devices):
     assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import autosplit
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+
 MACHINES = [
     "sim:1xRTX3090+1xRTX2080Ti",
     "sim:1xH100-80GB+1xT4",
