@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+
+from kernel_cases import DEFAULT_CAPABILITY
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Cases with a prediction that is known to differ from CUDA's numbers.
+    """Rows that are known to differ from CUDA's numbers.
 
     Attributes:
-        case: A shell pattern for the names of the cases, without their precision.
-        precisions: The precisions that differ.
+        cases: Names of cases.
         quantities: What differs: ``"memory"``, ``"saved"`` or ``"time"``.
+        capabilities: The compute capabilities at which they differ, times ten.
     """
 
-    case: str
-    precisions: tuple[str, ...]
+    cases: tuple[str, ...]
     quantities: tuple[str, ...]
     reason: str
-
-    def covers(self, name: str, quantity: str) -> bool:
-        """Return whether a quantity of a case may differ."""
-        case, _, precision = name.removesuffix("]").rpartition(" [")
-        return fnmatchcase(case, self.case) and precision in self.precisions and quantity in self.quantities
+    capabilities: tuple[int, ...] = (DEFAULT_CAPABILITY,)
 
 
 MISMATCHES: tuple[Mismatch, ...] = ()
 
 
-def reason_for(name: str, quantity: str) -> str:
-    """Return why a quantity of a case differs from CUDA's, or "" if it has to match."""
-    return next((one.reason for one in MISMATCHES if one.covers(name, quantity)), "")
+def reason_for(case: str, capability: int, quantity: str) -> str:
+    """Return why a quantity of a row differs from CUDA's, or "" if it has to match."""
+    for one in MISMATCHES:
+        if case in one.cases and capability in one.capabilities and quantity in one.quantities:
+            return one.reason
+    return ""

@@ -128,10 +128,11 @@ TORCHVISION = (
 _DECLARED: list[Any] = []
 
 
-def _declare_torchvision() -> None:
+def declare_torchvision() -> None:
     """Declare two ops of torchvision that it describes on import.
 
-    torchvision's compiled library does not load next to a CPU build of torch. Its models do not need that library.
+    torchvision's compiled library does not load next to a CPU build of torch. Its models do not need that library, but
+    without these ops transformers and timm cannot be imported.
     """
     if not _DECLARED:
         library = torch.library.Library("torchvision", "FRAGMENT")
@@ -142,7 +143,6 @@ def _declare_torchvision() -> None:
 
 
 def _timm_model(name: str) -> nn.Module:
-    _declare_torchvision()
     import timm
 
     model: nn.Module = timm.create_model(name)
@@ -150,7 +150,6 @@ def _timm_model(name: str) -> nn.Module:
 
 
 def _torchvision_model(name: str) -> nn.Module:
-    _declare_torchvision()
     import torchvision
 
     model: nn.Module = torchvision.models.get_model(name, weights=None)

@@ -19,7 +19,7 @@ from kernel_cases import DEFAULT_CAPABILITY, all_cases
 from kernel_exceptions import reason_for
 from marks import slow
 
-COLUMN = cuda_kernels.column_path()
+COLUMN = cuda_kernels.read_column(cuda_kernels.column_path()) if cuda_kernels.column_path().exists() else {}
 CASES = {case.name: case for case in all_cases()}
 HELP = (
     "If you changed how `sim:` counts memory or time, and not which operators it traces, make CUDA's numbers again: "
@@ -62,12 +62,10 @@ MODULES = (
 )
 MODELS = ("GPT-2 [bf16]", "Llama, grouped queries [none]", "T5 [bf16]")
 
-needs_column = pytest.mark.skipif(not COLUMN.exists(), reason=f"no CUDA numbers for torch {torch.__version__}")
+UNTRACEABLE = ("Adafactor", "GRU", "LSTM", "LSTM, 2 layers, dropout")
+"""Cases that fake `cuda` tensors cannot run: cuDNN needs a driver, and Adafactor reads values of the parameters."""
 
-
-@pytest.fixture(scope="module")
-def column():
-    return cuda_kernels.read_column(COLUMN)
+needs_column = pytest.mark.skipif(not COLUMN, reason=f"no CUDA numbers for torch {torch.__version__}")
 
 
 def pinned_torch() -> str:
@@ -86,18 +84,11 @@ def test_case_names_are_unique():
     assert len(names) == len(CASES)
 
 
-def assert_like_cuda(case, capability, cuda):
-    if cuda.error:
-        pytest.skip(f"no CUDA numbers: {cuda.error}")
-    ours = kernel_tracing.traced(case, capability, kernel_tracing.product_tracer)
-    assert not ours.error, ours.error
-    for quantity, ratio in cuda_kernels.ratios(ours, cuda).items():
-        is_close = abs(ratio - 1) <= cuda_kernels.CLOSE
-        reason = reason_for(case.name, quantity)
-        if reason:
-            assert not is_close, f"{quantity} of {case.name} matches now. Remove its entry in kernel_exceptions.py."
-        else:
-            assert is_close, f"{quantity} of {case.name} is {ratio} times CUDA's. {HELP}"
+def test_all_other_cases_have_numbers():
+    rows = cuda_kernels.read_column(cuda_kernels.column_path(pinned_torch())).values()
+    without = {row.case.rpartition(" [")[0] for row in rows if row.error}
+    assert without == set(UNTRACEABLE)
+    assert all(row.activation_bytes > 0 and row.compute_s > 0 for row in rows if not row.error)
 
 
 def rows(*names, capabilities=None):
@@ -109,12 +100,21 @@ QUICK = [
     *rows(*(f"{name} [bf16]" for name in MODULES)),
     *rows(*MODELS, capabilities=(DEFAULT_CAPABILITY,)),
 ]
-SLOW = [row for row in rows(*CASES) if row not in QUICK and "[bf16]" in row[0]]
+IN_HALF = [name for name in CASES if name.endswith(" [bf16]") and name.rpartition(" [")[0] not in UNTRACEABLE]
+# 8.6 runs the kernels of 8.0, and 10.0 those of 9.0, except for a few head sizes.
+SLOW = [row for row in rows(*IN_HALF) if row not in QUICK and row[1] not in (86, 100)]
 
 
 @needs_column
 @pytest.mark.parametrize(("name", "capability"), [*QUICK, *(slow(*row) for row in SLOW)])
-def test_a_step_is_traced_as_on_cuda(name, capability, column):
+def test_a_step_is_traced_as_on_cuda(name, capability):
     for package in CASES[name].needs:
         pytest.importorskip(package)
-    assert_like_cuda(CASES[name], capability, column[name, capability])
+    ours = kernel_tracing.traced(CASES[name], capability, kernel_tracing.product_tracer)
+    assert not ours.error, ours.error
+    for quantity, ratio in cuda_kernels.ratios(ours, COLUMN[name, capability]).items():
+        is_close = abs(ratio - 1) <= cuda_kernels.CLOSE
+        if reason_for(name, capability, quantity):
+            assert not is_close, f"{quantity} of {name} matches now. Remove its entry in kernel_exceptions.py."
+        else:
+            assert is_close, f"{quantity} of {name} is {ratio} times CUDA's. {HELP}"
