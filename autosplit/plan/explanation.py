@@ -5,7 +5,8 @@ Only `Explanation.sentences` converts units. The numbers take seconds for many d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -217,6 +218,8 @@ class Explanation:
         lengths: What batches of like length bring; None where no lengths were given.
         fits: The room for other things than training steps; None where nothing was asked for.
         knee: Why the batch is no larger; None where an effective batch was asked for, or none that was tried is faster.
+        attention: The back ends of attention that torch chooses, each with its devices. Empty if that is unknown, or if
+            the model calls no attention.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -238,6 +241,7 @@ class Explanation:
     lengths: LengthPlan | None = None
     fits: Fits | None = None
     knee: Knee | None = None
+    attention: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def takes_samples_per_s(self) -> float:
@@ -286,6 +290,7 @@ class Explanation:
             "ddp": _ddp_text(self),
             "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
             "fit": "" if self.fit is None else _fit_text(self.fit),
+            "attention": _attention_text(self.attention),
             "data": _loader_text(self),
         }
         if said["data"] == said["bounds"]:
@@ -311,6 +316,15 @@ class Explained:
 
 
 # --------------------------------------------------------------------------------------------------------- sentences
+
+
+def _attention_text(backends: Mapping[str, Sequence[str]]) -> str:
+    """Return the back ends of attention. The devices are named if they have different ones."""
+    if not backends:
+        return ""
+    alike = len({tuple(labels) for labels in backends.values()}) == 1
+    texts = [name if alike else f"{name} on {', '.join(labels)}" for name, labels in backends.items()]
+    return f"attention: {', '.join(texts) if alike else '; '.join(texts)}"
 
 
 def _loader_text(explanation: Explanation) -> str:

@@ -67,6 +67,8 @@ class PlanDevice:
         driver: Its driver's version; None for others.
         memory: What `peak_bytes` is made of; None where that is not known.
         rates: Of a simulated card: ``"published"``, or on what its figures were measured; None of others.
+        attention: The back ends that torch chooses for `scaled_dot_product_attention` on the device. Empty if the model
+            calls no attention, and for devices other than NVIDIA's GPUs.
     """
 
     label: str
@@ -84,6 +86,7 @@ class PlanDevice:
     driver: str | None = None
     memory: MemoryParts | None = None
     rates: str | None = None
+    attention: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -352,10 +355,19 @@ class PlanRecord:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
         return replace(self, notes=(), explained=None)
 
+    @property
+    def attention(self) -> dict[str, list[str]]:
+        """The back ends of attention, each with the labels of its devices."""
+        found: dict[str, list[str]] = {}
+        for device in self.devices:
+            for backend in device.attention:
+                found.setdefault(backend, []).append(device.label)
+        return found
+
     def repeated(self) -> dict[str, Any]:
         """Return the numbers that an explanation repeats, by its names."""
         rates = ("samples_per_s", "loader_samples_per_s", "fastest")
-        names = (*rates, "simulated", "shares_processor", "ways", "lengths", "fits")
+        names = (*rates, "simulated", "shares_processor", "ways", "lengths", "fits", "attention")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 

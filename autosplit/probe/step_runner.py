@@ -18,7 +18,7 @@ from autosplit.errors import AutosplitError, advise, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, Traces, traced_parts, traced_peaks
+from autosplit.runtime.simulated import SimulatedRuntime, Traces, attention_of, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
@@ -111,6 +111,10 @@ class StepRunner:
         if not self.tracer.fake:  # followed with real tensors, a trace is a step
             self.count(self.tracer.runs - before)
         return found
+
+    def attention(self) -> list[tuple[str, ...]]:
+        """Return the back ends of attention on each device, as traced."""
+        return attention_of(self._traces, self.runtime.devices)
 
     def foretold(self, shape: StepShape) -> bool:
         """Follow a step, and tell whether it is what was predicted; if not, its like are followed from now on."""

@@ -182,18 +182,19 @@ def _attention(
 ) -> Tensor | None:
     """Run attention by the back end that CUDA would choose.
 
-    The CPU has no kernels for it. torch chooses itself for fakes on a GPU.
+    The CPU has no kernels for it. For fakes on a GPU torch makes the same choice, which is only noted here.
     """
-    if not _stands_in(query):
+    if not isinstance(query, FakeTensor):
         return None
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         query, key, value, attn_mask = (_as_lower(one, dtype) for one in (query, key, value, attn_mask))
     with _without_autocast():
         inputs = query, key, value
         call = AttentionCall.of(inputs, attn_mask, dropout_p, causal=is_causal, grouped=enable_gqa)
         mode.calls[call] = backend = chosen_backend(call, mode.kernels)
-        return attend(inputs, attn_mask, call, backend, scale)
+        return attend(inputs, attn_mask, call, backend, scale) if device_type == "cpu" else None
 
 
 def _dropout(mode: CudaFunctions, input: Tensor, p: float, train: bool) -> Tensor | None:  # noqa: ARG001, A002  # torch's

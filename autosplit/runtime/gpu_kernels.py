@@ -1,4 +1,4 @@
-"""What decides which kernels torch's CUDA back end runs on a GPU."""
+"""The property of a GPU by which torch's CUDA back end chooses kernels."""
 
 from __future__ import annotations
 

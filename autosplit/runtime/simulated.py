@@ -134,6 +134,13 @@ def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = (
     return _source_of(_tracers_of(tracer, shape, devices), shape).peaks()
 
 
+def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, ...]]:
+    """Return the back ends of attention that were traced for each device; empty if its kernels are not known."""
+    shape = StepShape(((1,) * len(devices),))
+    tracers = [one.tracer if isinstance(one, AffineTraces) else one for one in _tracers_of(tracer, shape, devices)]
+    return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]
+
+
 def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
     """Return the parts of each device's peak, from traces; they add up to what `traced_peaks` returns."""
     return _source_of(_tracers_of(tracer, shape, devices), shape).parts()

@@ -303,6 +303,9 @@ class Session(ABC):
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,
         )
+        if not self.job.several:
+            chosen = zip(plan.devices, self.prober.attention(), strict=True)
+            plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
         weights, state = self.prober.tracer.trainee.copies
         copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
         roles = self.subject.workload.copies
