@@ -38,6 +38,9 @@ USABLE = (0.8, 1.25)
 QUANTITIES = {"activation_bytes": "memory", "saved_bytes": "saved", "compute_s": "time"}
 """The compared fields of a row and their short names."""
 
+Rows = dict[tuple[str, int], dict[str, Any]]
+"""Rows as JSON, by case and compute capability."""
+
 
 def column_path(torch_version: str = torch.__version__) -> Path:
     """Return the file with CUDA's numbers for a torch version, whether it exists or not."""
@@ -64,6 +67,20 @@ def write(path: Path, report: dict[str, Any]) -> None:
     path.write_text(f"{head}[\n{rows}\n]}}\n", encoding="utf-8")
 
 
+def _rows_of(path: Path) -> Rows:
+    return _by_key(json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def _by_key(rows: Iterable[dict[str, Any]]) -> Rows:
+    return {(row["case"], row["capability"]): row for row in rows}
+
+
+def in_order(rows: Rows) -> list[dict[str, Any]]:
+    """Return the rows of today's cases, in the order of the cases."""
+    keys = [(case.name, capability) for case in chosen_cases(()) for capability in case.capabilities()]
+    return [rows[key] for key in keys if key in rows]
+
+
 def runnable(cases: Iterable[Case]) -> list[Case]:
     """Return the cases whose packages are installed, and print which packages are missing."""
     cases = list(cases)
@@ -81,7 +98,7 @@ def reference(patterns: Sequence[str], output: Path) -> None:
 
     With patterns, the other rows of an existing file are kept.
     """
-    rows = read_column(output) if patterns and output.exists() else {}
+    rows = _rows_of(output) if patterns and output.exists() else {}
     only = ["--only", *patterns] if patterns else []
     with tempfile.TemporaryDirectory() as folder:
         library = build_stub(Path(folder))
@@ -89,16 +106,9 @@ def reference(patterns: Sequence[str], output: Path) -> None:
         for capability in (DEFAULT_CAPABILITY, *OTHER_CAPABILITIES):
             command = [sys.executable, __file__, "--capability", str(capability), *only, "--output", str(part)]
             subprocess.run(command, check=True, env=stubbed_environment(library, capability))  # noqa: S603
-            rows |= read_column(part)
+            rows |= _rows_of(part)
     date = dt.datetime.now(dt.timezone.utc).date().isoformat()
     write(output, {"date": date, "versions": versions(), "rows": in_order(rows)})
-
-
-def in_order(rows: dict[tuple[str, int], Row]) -> list[dict[str, Any]]:
-    """Return the rows of today's cases as JSON, in the order of the cases."""
-    cases = chosen_cases(())
-    keys = [(case.name, capability) for case in cases for capability in case.capabilities()]
-    return [rows[key].as_json() for key in keys if key in rows]
 
 
 def reference_part(cases: Iterable[Case], capability: int) -> list[dict[str, Any]]:
@@ -118,8 +128,7 @@ def reference_part(cases: Iterable[Case], capability: int) -> list[dict[str, Any
 
 def read_column(path: Path) -> dict[tuple[str, int], Row]:
     """Read CUDA's numbers, by case and compute capability."""
-    rows = (Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
-    return {(row.case, row.capability): row for row in rows}
+    return {key: Row(**row) for key, row in _rows_of(path).items()}
 
 
 def ratios(ours: Row, cuda: Row) -> dict[str, float]:
@@ -174,9 +183,13 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def compare(patterns: Sequence[str], output: Path | None) -> None:
-    """Compare the cases with the column of the installed torch version, and write the ratios."""
+    """Compare the cases with the column of the installed torch version, and write the ratios.
+
+    With patterns, the other rows of an existing file are kept.
+    """
     path = column_path()
-    rows = compared(runnable(chosen_cases(patterns)), read_column(path))
+    known = _rows_of(output) if patterns and output is not None and output.exists() else {}
+    rows = in_order(known | _by_key(compared(runnable(chosen_cases(patterns)), read_column(path))))
     report = {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "versions": versions(),
