@@ -210,9 +210,10 @@ def attend(
 
 
 def _output(operator: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Call one of torch's operators of attention; return its first result."""
-    outputs: tuple[Tensor, ...] = getattr(aten, operator)(*args, **kwargs)
-    return outputs[0]
+    """Call one of torch's operators; return its first result."""
+    outputs: Any = getattr(aten, operator)(*args, **kwargs)
+    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
+    return found
 
 
 def _flash(inputs: tuple[Tensor, Tensor, Tensor], call: AttentionCall, scale: float | None) -> Tensor:
@@ -249,7 +250,7 @@ def _math_with_dropout(
     if mask is not None:
         scores.add_(mask)
     # One name for all: torch frees each of them as soon as the next one is there.
-    scores = aten._safe_softmax(scores, -1)  # noqa: SLF001  # an operator, which all torch >= 2.6 has
+    scores = _output("_safe_softmax", scores, -1)
     scores = torch.native_dropout(scores, call.dropout, True)[0]
     weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first
     output = (scores @ value).to(call.dtype)

@@ -23,9 +23,7 @@ from autosplit.runtime.attention import HALVES, AttentionCall, Backend, attend, 
 from autosplit.runtime.cuda_autocast import FLOAT32, FLOAT32_RESULT, LOWER, PROMOTED
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.rms_norm import has_fused_rms_norm, rms_norm
-from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor
-
-aten = torch.ops.aten
+from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor, aten_ops
 
 
 class CudaFunctions(TorchFunctionMode):
@@ -295,9 +293,12 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.group_norm: _group_norm,
     torch.rms_norm: _rms_norm,
     getattr(NN_FUNCTIONS, "cross_entropy_loss", F.cross_entropy): _cross_entropy,
-    torch.softmax: functools.partial(_softmax, kernel=aten._softmax),
-    Tensor.softmax: functools.partial(_softmax, kernel=aten._softmax),
-    torch.log_softmax: functools.partial(_softmax, kernel=aten._log_softmax),
-    Tensor.log_softmax: functools.partial(_softmax, kernel=aten._log_softmax),
 }
 """Replacements return None if CUDA's operator is the CPU's."""
+
+_REPLACEMENTS |= {
+    getattr(place, name): functools.partial(_softmax, kernel=kernel)
+    for name in ("softmax", "log_softmax")
+    for kernel in aten_ops(f"_{name}")
+    for place in (torch, Tensor)
+}

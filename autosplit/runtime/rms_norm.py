@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.torch_versions import aten_ops
+
 _LIBRARY = torch.library.Library("autosplit", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor values, int num_dims, Tensor? weight) -> (Tensor, Tensor)")
 _LIBRARY.define("rms_norm_backward(Tensor grad, Tensor values, Tensor scale, Tensor? weight) -> (Tensor, Tensor?)")
@@ -23,7 +25,7 @@ RMS_NORM_BACKWARD = torch.ops.autosplit.rms_norm_backward
 @functools.cache
 def has_fused_rms_norm() -> bool:
     """Return whether this torch has a fused RMS norm for CUDA; torch < 2.8 has none."""
-    return hasattr(torch.ops.aten, "_fused_rms_norm")
+    return bool(aten_ops("_fused_rms_norm"))
 
 
 def rms_norm(values: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
