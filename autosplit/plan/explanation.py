@@ -241,7 +241,7 @@ class Explanation:
     lengths: LengthPlan | None = None
     fits: Fits | None = None
     knee: Knee | None = None
-    attention: dict[str, list[str]] = field(default_factory=dict)
+    attention: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def takes_samples_per_s(self) -> float:

@@ -356,13 +356,10 @@ class PlanRecord:
         return replace(self, notes=(), explained=None)
 
     @property
-    def attention(self) -> dict[str, list[str]]:
+    def attention(self) -> dict[str, tuple[str, ...]]:
         """The back ends of attention, each with the labels of its devices."""
-        found: dict[str, list[str]] = {}
-        for device in self.devices:
-            for backend in device.attention:
-                found.setdefault(backend, []).append(device.label)
-        return found
+        names = {name for device in self.devices for name in device.attention}
+        return {name: tuple(one.label for one in self.devices if name in one.attention) for name in sorted(names)}
 
     def repeated(self) -> dict[str, Any]:
         """Return the numbers that an explanation repeats, by its names."""
