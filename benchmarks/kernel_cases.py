@@ -47,9 +47,9 @@ def all_cases() -> Iterator[Case]:
     from kernel_attention import attention_cases
     from kernel_language_models import language_cases
     from kernel_modules import module_cases
-    from kernel_vision_models import declare_torchvision, vision_cases
+    from kernel_vision_models import load_torchvision, vision_cases
 
-    declare_torchvision()
+    load_torchvision()
     yield from attention_cases()
     yield from module_cases()
     yield from language_cases()

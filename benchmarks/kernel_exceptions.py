@@ -23,7 +23,22 @@ class Mismatch:
     capabilities: tuple[int, ...] = (DEFAULT_CAPABILITY,)
 
 
-MISMATCHES: tuple[Mismatch, ...] = ()
+MISMATCHES = (
+    Mismatch(
+        ("renorm [none]", "renorm [bf16]"),
+        ("memory", "time"),
+        "the backward computes in float64 on the CPU, and in float32 on CUDA (renorm_backward in FunctionsManual.cpp)",
+    ),
+    Mismatch(
+        tuple(
+            f"{name}, channels_last [{precision}]"
+            for name in ("PixelShuffle", "ReflectionPad2d", "ReplicationPad2d")
+            for precision in ("none", "bf16")
+        ),
+        ("time",),
+        "the CPU's operator returns channels_last, and CUDA's a contiguous output, so the next convolution differs",
+    ),
+)
 
 
 def reason_for(case: str, capability: int, quantity: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -128,18 +130,23 @@ TORCHVISION = (
 _DECLARED: list[Any] = []
 
 
-def declare_torchvision() -> None:
-    """Declare two ops of torchvision that it describes on import.
+def load_torchvision() -> None:
+    """Import torchvision, if it is installed, also next to a CPU build of torch.
 
-    torchvision's compiled library does not load next to a CPU build of torch. Its models do not need that library, but
-    without these ops transformers and timm cannot be imported.
+    PyPI's torchvision contains a compiled library that loads only next to a CUDA build. Its models do not need that
+    library. But torchvision, and with it transformers and timm, cannot be imported unless two of its ops exist.
     """
-    if not _DECLARED:
+    if _DECLARED or importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # operator torchvision::nms does not exist
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         library = torch.library.Library("torchvision", "FRAGMENT")
+        _DECLARED.append(library)  # the ops vanish with the library
         for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _DECLARED.append(library)
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _timm_model(name: str) -> nn.Module:
