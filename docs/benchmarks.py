@@ -188,7 +188,9 @@ def _simulation() -> list[str]:
 
 def _kernels() -> list[str]:
     found = _read("kernels/sim-2.13")
-    uncompared = found["summary"]["not compared"]
+    column = _read(f"kernels/{found['column'].removesuffix('.json')}")
+    uncompared, failed = found["summary"]["not compared"], found["summary"]["error"]
+    coverage = f"This run traced {found['summary']['rows']} of the {len(column['rows'])} steps in the CUDA column."
     said = (
         "`sim:` traces a step on the CPU and replaces the operators that differ on CUDA. The same steps were traced "
         "with fake `cuda` tensors in a CUDA build of torch, over a CUDA runtime that does nothing. The ratios are "
@@ -206,6 +208,7 @@ def _kernels() -> list[str]:
         *_opened("CUDA's operators on the CPU", said, "cuda_kernels", found),
         *_table(columns, shares),
         *outside,
+        f"{coverage} `sim:` could not trace: {', '.join(failed) or 'none'}.\n",
         f"Not compared, because fake `cuda` tensors cannot run them: {', '.join(uncompared)}.\n",
     ]
 
