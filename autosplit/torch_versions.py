@@ -232,7 +232,7 @@ def cudnn_attention_rules(version: str = torch.__version__) -> CudnnAttention:
     benchmarks/results/kernels/attention.json has the choices of torch that these rules follow.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
-    return CudnnAttention((major, minor) >= (2, 10), (major, minor) < (2, 12), 256)
+    return CudnnAttention((major, minor) >= (2, 11), (major, minor) < (2, 12), 256)
 
 
 def cublas_workspace_bytes(capability: int) -> int:

@@ -29,6 +29,7 @@ MISMATCHES = (
         ("memory", "time"),
         "the backward computes in float64 on the CPU, and in float32 on CUDA (renorm_backward in FunctionsManual.cpp)",
     ),
+    Mismatch(("SegFormer [none]",), ("time",), "not found; the operators' memory is that of CUDA's"),
     Mismatch(
         tuple(
             f"{name}, channels_last [{precision}]"

@@ -155,8 +155,8 @@ def _body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """
     if not isinstance(func, FunctionType) or not (func in _METHODS or func.__globals__.get("__name__") in _MODULES):
         return None
-    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    if not asks:
+    asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    if not asks:  # it leaves that to a function that it calls: `torch.meshgrid` to `_meshgrid`
         return None
     names = {**func.__globals__, **dict.fromkeys(asks, _never)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

@@ -114,3 +114,10 @@ def test_a_checkpoint_recomputes_what_its_forward_computed(precision, reentrant)
 
 def squares(outputs, _):
     return outputs.float().square().mean()
+
+
+def test_a_function_that_asks_in_another_one_runs_once():
+    """BEiT was refused: `torch.meshgrid` called itself without end."""
+    with fake_mode(), CudaFunctions(GpuKernels()):
+        rows, columns = torch.meshgrid(torch.empty(3), torch.empty(4), indexing="ij")
+    assert rows.shape == columns.shape == (3, 4)

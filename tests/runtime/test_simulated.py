@@ -122,7 +122,10 @@ class TestComposition:
         for splits in MACHINES[machine]:
             shape = StepShape(splits)
             ours, theirs = composed.measure(shape), whole.measure(shape)
-            assert ours.peak_bytes == theirs.peak_bytes, splits
+            # The whole step is traced for device 0. An RTX 3090 has smaller workspaces than an H100, two of them.
+            smaller = 2 * (cublas_workspace_bytes(90) - cublas_workspace_bytes(86)) if "H100" in machine else 0
+            own = (theirs.peak_bytes[0], *(peak and peak - smaller for peak in theirs.peak_bytes[1:]))
+            assert ours.peak_bytes == own, splits
             # Where device 0 adds up losses that replicas take themselves, their host work is not traced one by one.
             assert ours.seconds == pytest.approx(theirs.seconds, rel=3e-3), splits
             assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-3), splits
