@@ -1,6 +1,7 @@
 """How far simulated cards are off what others measured: step times, the gain of several cards, the largest batch.
 
-    python benchmarks/published.py [--cache DIR] [--cached-only] [--seed 0] [--models 10] [--output FILE]
+    python benchmarks/published.py [--cache DIR] [--cached-only] [--seed 0] [--models 10] [--sample]
+        [--output FILE]
 
 Replays the tables in ``published.csv`` on simulated cards: timm's training benchmark on an RTX 3090, torchvision's
 models on one card and by nn.DataParallel on two to four, transformers' on V100, A100, H100 and L4. Models are built
@@ -39,8 +40,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
+from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.op_cost import OpCost
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -163,6 +166,7 @@ _GPTS = {
 
 
 def _language_model(row: Row) -> Workload:
+    _declare_torchvision()  # transformers imports it
     import transformers
 
     eager = {"attn_implementation": "eager"}
@@ -188,7 +192,12 @@ def _language_model(row: Row) -> Workload:
 
 def kept_at(row: Row, batch: int, cache: Path | None) -> Path:
     """Return where a trace is kept."""
-    return (cache or Path(os.devnull)) / ("-".join(map(str, (*row.step, batch))).replace("/", "_") + ".pickle")
+    name = "-".join(map(str, (*row.step, batch, _kernels(row).capability)))
+    return (cache or Path(os.devnull)) / (name.replace("/", "_") + ".pickle")
+
+
+def _kernels(row: Row) -> GpuKernels:
+    return GpuKernels.of(find_card(row.card).compute_capability)
 
 
 def trace(row: Row, batch: int, cache: Path | None) -> Trace:
@@ -201,7 +210,7 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
     if kept.exists():
         found: Trace = pickle.loads(kept.read_bytes())
         return found
-    followed = Tracer(workload(row), fake=True, like_gpu=True).trace(StepShape(((batch,),)))
+    followed = _tracer(_step_only(row), _kernels(row)).trace(StepShape(((batch,),)))
     found = replace(followed, entries=())
     if cache is not None:
         kept.write_bytes(pickle.dumps(found))
@@ -214,36 +223,42 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
 def seconds(row: Row, cache: Path | None) -> float:
     """Return the predicted time of a step; an update where the published one has it."""
     devices = parse_devices(f"sim:{row.cards}x{row.card}")
-    traces = _kept(replace(row, card="", cards=1, step_s=0.0, failed=0, torch=""), cache)
-    # timm's inputs are on the card already.
+    # timm's inputs are on the GPU already.
     free = frozenset({"input"}) if row.family == "timm" else frozenset()
-    runtime = SimulatedRuntime(devices, (2**60,) * row.cards, traces, free=free)
+    runtime = SimulatedRuntime(devices, (2**60,) * row.cards, _Kept(row, cache), free=free)
     found = runtime.measure(StepShape(((row.batch,) * row.cards,)))
     return found.seconds if row.family == "timm" else found.seconds - found.update_s
 
 
+def _step_only(row: Row) -> Row:
+    """Return the row without the fields that its traces do not depend on."""
+    return replace(row, card="", cards=1, batch=0, step_s=0.0, failed=0, torch="")
+
+
 @functools.lru_cache(maxsize=1)
-def _kept(row: Row, cache: Path | None) -> _Kept:
-    return _Kept(row, cache)
+def _tracer(row: Row, kernels: GpuKernels) -> Tracer:
+    return Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
 
 
 class _Kept:
-    """The traces of one model, from a cache where there is one."""
+    """The traces of one row. The cache keeps traces of one GPU only."""
 
     fake = True
 
     def __init__(self, row: Row, cache: Path | None) -> None:
         self._row, self._cache = row, cache
-        self._tracer: Tracer | None = None
+
+    def for_kernels(self, kernels: GpuKernels) -> _Kept:
+        """Return these traces: all GPUs of a row are equal."""
+        assert kernels == _kernels(self._row)
+        return self
 
     @property
     def trainee(self) -> Trainee:
         return self._made().trainee
 
     def _made(self) -> Tracer:
-        if self._tracer is None:
-            self._tracer = Tracer(workload(self._row), fake=True, like_gpu=True)
-        return self._tracer
+        return _tracer(_step_only(self._row), _kernels(self._row))
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `Tracer`
         if shape.splits == ((self._row.batch,),):
@@ -344,6 +359,7 @@ def main() -> None:
     parser.add_argument("--cached-only", action="store_true", help="leave out what is not there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, default=10, help="models whose gain by several cards is looked at")
+    parser.add_argument("--sample", action="store_true", help="write only the entry `sample`, and keep all others")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     known = rows()
@@ -351,15 +367,19 @@ def main() -> None:
         known = [row for row in known if kept_at(row, row.batch, options.cache).exists()]
     bracketed = [r for r in known if not options.cached_only or kept_at(r, r.failed, options.cache).exists()]
     today = datetime.now(timezone.utc).date().isoformat()
-    report = {
+    report: dict[str, Any] = {
         "date": today,
         "gain date": today,
         "torch": str(torch.__version__),
         "seed": options.seed,
         "step times": step_times(known, options.seed, options.cache),
         "largest batch": brackets(bracketed, options.cache),
-        "gain of DataParallel": gains(known, options.cache, options.models),
     }
+    if options.sample:
+        del report["gain date"]
+        report = {**json.loads(options.output.read_text()), "sample": report}
+    else:
+        report["gain of DataParallel"] = gains(known, options.cache, options.models)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ def page() -> str:
         _ceilings,
         _search,
         _simulation,
+        _language,
+        _compiled,
         _kernels,
         _fit,
         _balanced,
@@ -181,9 +185,60 @@ def _simulation() -> list[str]:
         f"{_percent(largest['above'])} are predicted too large.\n"
     )
     opened = _opened("Simulated cards", said, "published", found)
+    again = found.get("sample")
+    if again:
+        own = again["largest batch"]
+        batches += (
+            f"\nA random sample of these steps was predicted again with later code ({again['date']}). Of "
+            f"{own['models']} largest batches {_percent(own['inside'])} are met, and {_percent(own['above'])} are "
+            "predicted too large.\n"
+        )
+    sampled = _errors(again["step times"]) if again else []
     gained = f"What several cards gain by nn.DataParallel over one ({found['gain date']}):\n"
     gains = [gained, *_errors(found["gain of DataParallel"])]
-    return [*opened, *_errors(found["step times"]), batches, *gains]
+    return [*opened, *_errors(found["step times"]), batches, *sampled, *gains]
+
+
+def _language() -> list[str]:
+    found = _read("published_language")
+    said = (
+        "Predictions for `sim:` next to published steps of language models in bfloat16, run eagerly on one GPU. "
+        "Nothing is fitted to them. A ratio is predicted / published. Reserved memory includes the gaps of the "
+        "allocator."
+    )
+    rows = []
+    for one in found["compared"]:
+        ratio = [f"{one[name]:.2f}" if name in one else "" for name in ("time ratio", "memory ratio")]
+        kind = next((name.split()[-1] for name in one if name.startswith("published GB")), "")
+        rows.append((one["model"], one["card"], one["precision"], one["attention"], *ratio, kind, one["source"]))
+    columns = ("model", "GPU", "precision", "attention", "time", "memory", "kind of memory", "source")
+    return [
+        *_opened("Language models in bfloat16", said, "published_language", found),
+        *_table(columns, rows),
+        f"Not compared: {'; '.join(found['not compared'])}.\n",
+    ]
+
+
+def _compiled() -> list[str]:
+    with (RESULTS.parent / "compiled.csv").open(encoding="utf-8") as file:
+        pairs = list(csv.DictReader(file))
+    rows = []
+    for kind, precision in sorted({(pair["kind"], pair["precision"]) for pair in pairs}):
+        own = [pair for pair in pairs if (pair["kind"], pair["precision"]) == (kind, precision)]
+        times = [float(pair["compiled_s"]) / float(pair["eager_s"]) for pair in own]
+        shares = [float(pair["compiled_gib"]) / float(pair["eager_gib"]) for pair in own if pair["eager_gib"]]
+        memory = f"{min(shares):.2f} to {max(shares):.2f} ({len(shares)} pairs)" if shares else ""
+        middle = f"{statistics.median(times):.2f}"
+        rows.append((kind, precision, len(own), f"{min(times):.2f} to {max(times):.2f}", middle, memory))
+    said = (
+        "`sim:` does not simulate `torch.compile`. These are published pairs of an eager and a compiled step with the "
+        "same model, GPU and batch, in `benchmarks/compiled.csv`. The numbers are compiled / eager.\n"
+    )
+    return [
+        "## Compiled models\n",
+        said,
+        *_table(("models", "precision", "pairs", "time", "median", "memory"), rows),
+    ]
 
 
 def _kernels() -> list[str]:

@@ -24,7 +24,7 @@ from autosplit.tuning.assemble import DDP_NOTE, Answer, measured_ranks, rank_ans
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
-from autosplit.workload.compiled import has_compiled_parts
+from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 
 DOUBTFUL_ERROR = 0.3
 """Times that miss the model, fitted to themselves, by so much are not to be trusted."""
@@ -138,10 +138,11 @@ class LoneSession(Session):
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
     def compiled_note(self, samples: int) -> str:
-        """Run the model once as it was compiled, where it can be, and say what came of it."""
-        note = "the model is compiled, but memory and time are those of the uncompiled model"
+        """Return a note on compiled steps: how one ran, or for simulated GPUs, what was published about others."""
         if self.runtime.simulated:
-            return f"{note}; no compiled step was run"
+            times = compiled_times_note(self.subject.workload.modules)
+            return f"torch.compile is not simulated: memory and time are those of eager steps. {times}"
+        note = "the model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))

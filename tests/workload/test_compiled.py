@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
+import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +18,19 @@ from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
-from autosplit.workload.compiled import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
+from autosplit.workload.compiled import (
+    COMPILED_TIMES,
+    CompiledTimes,
+    compiled_like,
+    compiled_times_note,
+    eager_of,
+    has_compiled_parts,
+    is_compiled,
+    with_eager_parts,
+)
 from autosplit.workload.workload import Workload
 
+ROOT = Path(__file__).parents[2]
 BATCH = (torch.randn(4, 8), torch.randint(0, 3, (4,)))
 
 
@@ -101,10 +114,31 @@ def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
     before = copy.deepcopy(eager_of(model).state_dict())
     plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices=devices, max_batch_size=16, n_trials=2, profile="off")
     (said,) = [note for note in plan.notes if "compiled" in note]
-    assert "those of the uncompiled model" in said
-    assert ("no compiled step was run" in said) == devices.startswith("sim")
+    if devices.startswith("sim"):
+        assert said.startswith("torch.compile is not simulated")
+        assert "compiled transformers in 16 bits took" in said
+    else:
+        assert "those of the uncompiled model" in said
     assert has_compiled_parts(model)
     assert all(torch.equal(before[key], value) for key, value in eager_of(model).state_dict().items())
+
+
+@pytest.mark.parametrize("kind", sorted(COMPILED_TIMES))
+def test_published_times_are_those_of_the_table(kind):
+    with (ROOT / "benchmarks" / "compiled.csv").open(encoding="utf-8") as file:
+        pairs = [row for row in csv.DictReader(file) if row["kind"] == kind]
+    assert pairs
+    assert {row["precision"].split()[0] for row in pairs} <= {"bf16", "fp16"}
+    ratios = [float(row["compiled_s"]) / float(row["eager_s"]) for row in pairs]
+    found = (round(number, 2) for number in (min(ratios), statistics.median(ratios), max(ratios)))
+    assert CompiledTimes(len(pairs), *found) == COMPILED_TIMES[kind]
+
+
+def test_the_kind_of_a_model_is_that_of_most_parameters():
+    convolutions = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64, 10))
+    patches = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 256), nn.Linear(256, 64))
+    assert "compiled CNNs" in compiled_times_note([torch.compile(convolutions, backend="eager")])
+    assert "compiled transformers" in compiled_times_note([patches])
 
 
 def test_one_that_can_not_be_run_compiled_is_tuned_all_the_same():

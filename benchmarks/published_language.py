@@ -1,0 +1,183 @@
+"""Compare simulated GPUs with published steps of language models in bfloat16: step times and peak memory.
+
+    python benchmarks/published_language.py [--output FILE]
+
+The table is `published_language.csv`. Each row names its source. Rows that need torch.compile, FlexAttention or FSDP
+are listed and not compared, because simulated steps are eager and each device holds the whole model. Models have random
+weights. A ratio is predicted / published. "allocated" memory is torch.cuda.max_memory_allocated. "reserved" memory
+includes the gaps of the allocator, so the prediction should be smaller. Nothing is fitted to these rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.devices.catalog import find_card
+from autosplit.devices.spec import parse_devices
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode
+from autosplit.runtime.gpu_kernels import GpuKernels
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime, attention_of
+from autosplit.runtime.tracer import Tracer
+from autosplit.workload.workload import Workload
+
+TABLE = Path(__file__).with_name("published_language.csv")
+RESULTS = Path(__file__).parent / "results" / "published_language.json"
+
+
+def _llama(width: int, inner: int, layers: int, heads: int, groups: int, words: int, **other: Any) -> Any:
+    """Return a configuration of Llama. `groups` are the heads of keys and values."""
+    return transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=words,
+        **other,
+    )
+
+
+CONFIGS = {
+    # nanoGPT has no dropout, and its vocabulary is rounded up to a multiple of 64.
+    "gpt2": transformers.GPT2Config(vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2-medium": transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16),
+    "tiny-llama": _llama(2048, 5632, 22, 32, 4, 32000),
+    "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000),
+    "mistral-7b": _llama(4096, 14336, 32, 32, 8, 32000),  # Its window of 4,096 tokens is never full here.
+    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True),
+}
+OWN_LOSS = ("karpathy", "Lightning-AI")
+"""Sources that compute the cross entropy themselves. The loss of transformers converts the logits to float32 first."""
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a trained product of two small ones, as litgpt adds it to queries and values."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.dropout = nn.Dropout(0.05)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the product of the small layers to the output of the frozen one."""
+        return self.base(x) + self.up(self.down(self.dropout(x)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step. Empty fields of the table are 0."""
+
+    source: str
+    model: str
+    card: str
+    simulated: str
+    precision: str
+    attention: str
+    batch: int
+    accumulation: int
+    size: int
+    lora: int
+    step_s: float
+    peak_gb: float
+    memory: str
+    needs: str
+
+
+def rows() -> list[Row]:
+    """Read the table."""
+    numbers = {"batch": int, "accumulation": int, "size": int, "lora": int, "step_s": float, "peak_gb": float}
+    with TABLE.open(encoding="utf-8") as file:
+        return [
+            Row(**{**row, **{name: convert(row[name] or 0) for name, convert in numbers.items()}})
+            for row in csv.DictReader(file)
+        ]
+
+
+def workload(row: Row) -> Workload:
+    """Build the training step of a row, without memory."""
+
+    def model() -> nn.Module:
+        build = transformers.AutoModelForCausalLM.from_config
+        built: nn.Module = build(CONFIGS[row.model], attn_implementation=row.attention)
+        if row.lora:
+            _add_lora(built, row.lora)
+        return built.to(torch.bfloat16) if row.precision == "bf16" else built
+
+    tokens = torch.zeros(2, row.size, dtype=torch.long)
+    options: dict[str, Any] = {
+        "optimizer": partial(torch.optim.AdamW, fused=True) if row.model == "gpt2-medium" else torch.optim.AdamW,
+        "precision": "bf16" if row.precision == "bf16 autocast" else "none",
+    }
+    built = built_without_memory(model, fake_mode())
+    if row.source.removeprefix("github:").startswith(OWN_LOSS):
+        return Workload(built, ({"input_ids": tokens}, tokens), loss_fn=_next_token_loss, **options)
+    return Workload(built, {"input_ids": tokens, "labels": tokens}, **options)
+
+
+def _add_lora(model: Any, rank: int) -> None:
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.q_proj, attention.v_proj = Lora(attention.q_proj, rank), Lora(attention.v_proj, rank)
+
+
+def _next_token_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def compare(row: Row) -> dict[str, Any]:
+    """Predict a row's step, and return it next to the published numbers."""
+    devices = parse_devices(f"sim:{row.simulated}")
+    kernels = GpuKernels.of(find_card(row.simulated).compute_capability)
+    tracer = Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
+    runtime = SimulatedRuntime(devices, (2**60,), tracer)
+    found = runtime.measure(StepShape(((row.batch,),) * row.accumulation))
+    report: dict[str, Any] = {
+        "model": row.model,
+        "card": row.card,
+        "precision": row.precision + (f", LoRA of rank {row.lora}" if row.lora else ""),
+        "attention": ", ".join(attention_of(tracer, devices)[0]) or row.attention,
+    }
+    if row.step_s:
+        report |= {"published s": row.step_s, "predicted s": round(found.seconds, 4)}
+        report["time ratio"] = round(found.seconds / row.step_s, 3)
+    if row.peak_gb:
+        predicted_gb = found.peak_bytes[0] / 1e9
+        report |= {f"published GB {row.memory}": row.peak_gb, "predicted GB": round(predicted_gb, 2)}
+        report["memory ratio"] = round(predicted_gb / row.peak_gb, 3)
+    return {**report, "source": row.source}
+
+
+def main() -> None:
+    """Compare all rows that an eager step on whole models can be compared with."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    output = parser.parse_args().output
+    report = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
+        "compared": [compare(row) for row in rows() if not row.needs],
+        "not compared": [f"{row.model} on {row.card}: needs {row.needs}" for row in rows() if row.needs],
+    }
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
