@@ -413,7 +413,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
 
 def _kernels_of(device: torch.device) -> GpuKernels | None:
     """Return the kernels of an NVIDIA GPU; None for other devices, whose kernels are not known here."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return GpuKernels.of(f"{major}.{minor}")
