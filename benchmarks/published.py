@@ -1,15 +1,17 @@
-"""How far simulated cards are off what others measured: step times, the gain of several cards, the largest batch.
+"""Compare simulated GPUs with published measurements: step times, gains of several GPUs, and largest batches.
 
-    python benchmarks/published.py [--cache DIR] [--cached-only] [--seed 0] [--models 10] [--sample]
-        [--output FILE]
+    python benchmarks/published.py [--cache DIR] [--cached-only] [--seed 0] [--models 10] [--sample] [--output FILE]
 
-Replays the tables in ``published.csv`` on simulated cards: timm's training benchmark on an RTX 3090, torchvision's
-models on one card and by nn.DataParallel on two to four, transformers' on V100, A100, H100 and L4. Models are built
-with random weights. Half of the models, drawn by the seed, and some cards were fitted (``fit_cards.py``), the rest
-were not: both are told apart. A ratio is predicted / measured.
+The table is ``published.csv``: timm's training benchmark on an RTX 3090, torchvision's models on one GPU and with
+nn.DataParallel on two to four, and models of transformers on V100, A100, H100 and L4. Models have random weights. Half
+of the models, drawn by the seed, and some GPUs were fitted (``fit_cards.py``). The results separate them from the
+others, which are "held out". A ratio is predicted / measured.
 
-It takes timm and torchvision (``pip install --no-deps timm torchvision``); what is not installed is left out, and said
-to be. Where torchvision's kernels do not load beside a torch for processors, its models still do.
+A full run takes hours, because it makes more than 1,200 traces. With ``--cached-only --sample``, only the steps whose
+traces are in the cache are predicted. They become the entry ``sample`` of the results, and all other entries stay.
+
+The script needs timm and torchvision (``pip install --no-deps timm torchvision``). It leaves out and reports models
+that cannot be built. torchvision's models also work if its kernels do not load, as with a CPU build of torch.
 
 Sources: github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*-pt112-cu113-rtx3090.csv
 (Apache-2.0); github.com/ryujaehun/pytorch-gpu-benchmark, new_results (MIT); github.com/sitar-lab/NeuSight,
@@ -148,7 +150,7 @@ _DECLARED: list[Any] = []
 
 
 def _declare_torchvision() -> None:
-    """Let torchvision be imported whose kernels do not load: it describes two ops that must exist."""
+    """Define two ops, so that torchvision can be imported even if its kernels do not load."""
     if not _DECLARED:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
@@ -191,7 +193,7 @@ def _language_model(row: Row) -> Workload:
 
 
 def kept_at(row: Row, batch: int, cache: Path | None) -> Path:
-    """Return where a trace is kept."""
+    """Return the file of a trace in the cache."""
     name = "-".join(map(str, (*row.step, batch, _kernels(row).capability)))
     return (cache or Path(os.devnull)) / (name.replace("/", "_") + ".pickle")
 
@@ -201,10 +203,10 @@ def _kernels(row: Row) -> GpuKernels:
 
 
 def trace(row: Row, batch: int, cache: Path | None) -> Trace:
-    """Follow a step of one card.
+    """Return the trace of a step on one GPU.
 
     Args:
-        cache: Where traces are kept from one run to the next.
+        cache: The folder of traces from earlier runs.
     """
     kept = kept_at(row, batch, cache)
     if kept.exists():
@@ -221,7 +223,7 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
 
 
 def seconds(row: Row, cache: Path | None) -> float:
-    """Return the predicted time of a step; an update where the published one has it."""
+    """Return the predicted time of a step. It includes the optimizer's update only for timm, as the table does."""
     devices = parse_devices(f"sim:{row.cards}x{row.card}")
     # timm's inputs are on the GPU already.
     free = frozenset({"input"}) if row.family == "timm" else frozenset()
