@@ -39,7 +39,7 @@ _MASK_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The properties of a call by which torch chooses a back end.
+    """The properties of a call that decide the back end.
 
     Attributes:
         query: Shape (batch, heads, length, head size); `key` and `value` likewise.
@@ -244,15 +244,18 @@ def _math_with_dropout(
     if call.is_causal:
         allowed = torch.ones(call.query[-2], call.key[-2], dtype=torch.bool, device=query.device).tril()
         mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(allowed.logical_not(), -math.inf)
+    # torch holds each tensor that has a name here until the end.
+    keys, values = key, value
     if call.is_grouped:
-        key, value = (one.repeat_interleave(call.query[-3] // one.shape[-3], -3) for one in (key, value))
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
+        keys, values = (one.repeat_interleave(call.query[-3] // one.shape[-3], -3) for one in (key, value))
+    scaled = query * root
+    scores = scaled @ (keys.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
     # One name for all: torch frees each of them as soon as the next one is there.
     scores = _output("_safe_softmax", scores, -1)
     scores = torch.native_dropout(scores, call.dropout, True)[0]
     weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first
-    output = (scores @ value).to(call.dtype)
+    output = (scores @ values).to(call.dtype)
     del weights
     return output

@@ -1,4 +1,4 @@
-"""The property of a GPU by which torch's CUDA back end chooses kernels."""
+"""A GPU's compute capability, which decides what kernels torch's CUDA back end runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GENERATIONS = (50, 60, 70, 75, 80, 86, 89, 90, 100, 120)
 
 @dataclass(frozen=True)
 class GpuKernels:
-    """The property of an NVIDIA GPU by which torch and its libraries choose kernels.
+    """The kernels of an NVIDIA GPU: torch and its libraries choose them from its compute capability.
 
     Attributes:
         capability: Compute capability times ten: 75 for Turing, 80 and 86 for Ampere, 89 for Ada, 90 for Hopper, 100
