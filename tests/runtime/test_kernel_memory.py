@@ -370,10 +370,12 @@ def test_a_perceptron_is_predicted_as_an_h100_measured_it():
     assert [peak + 1 - own_mib for peak in peaks] == pytest.approx(found["allocated_mib"], abs=0.1)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("cuda", GpuKernels()), ("mps", None)])
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", GpuKernels(89)), ("mps", None)])
 def test_only_traces_for_cuda_devices_count_what_cuda_kernels_take(kind, expected, monkeypatch):
     monkeypatch.setattr("autosplit.runtime.tracer.holds_fakes", lambda _device: False)  # traced on the CPU
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
     tracer, _ = make_device_tracer(perceptron(64), torch.device(kind))
     assert tracer.kernels == expected
     assert [one.nbytes for one in tracer.trace(StepShape(((8,),))).entries[:2]].count(
