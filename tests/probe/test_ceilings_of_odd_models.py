@@ -21,6 +21,8 @@ from autosplit.runtime.trainee import Trainee
 
 MOST_STEPS = 8
 
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few MiB
+
 
 def classifier(module: nn.Module, samples: int = 8, optimizer=torch.optim.AdamW, **options) -> Workload:
     batch = torch.randn(samples, 32), torch.randint(0, 10, (samples,))
