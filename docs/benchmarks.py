@@ -77,8 +77,8 @@ def _percent(share: float) -> str:
 
 
 _PREDICTED = (
-    "Predictions are shares of what was measured: 1.00 is exact. `sim:` follows the kernels of the CPU for attention "
-    "with dropout, so its predictions are too high there.\n"
+    "Predictions are shares of the measured values: 1.00 is exact. At the time of this run, `sim:` followed the CPU's "
+    "kernels for attention with dropout, so its predictions were too high there.\n"
 )
 
 
