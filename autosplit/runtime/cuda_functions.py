@@ -218,7 +218,7 @@ def _softmax(
 
 def _group_norm(mode: CudaFunctions, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # torch's name
     """Copy an image in channels_last, whose layout CUDA's kernel does not take (native/group_norm.cpp)."""
-    if input.is_contiguous():
+    if input.is_contiguous() or input.device.type != "cpu":
         return None
     given = _as_float32(input) if torch.is_autocast_enabled("cpu") else input
     return mode.again(torch.group_norm, given.contiguous(), *args, **kwargs)
