@@ -183,13 +183,14 @@ class TestGradientsThatWait:
 
     @pytest.mark.slow
     def test_bound_device_0_when_it_is_alone(self):
-        """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
+        """The ceiling of a single micro-step was taken for that of each of several, and nothing ran."""
         machine = self.machine(8192, 1024)
         plan = quick(wide(), machine, effective_batch_size=16_000)
-        assert plan.accumulation_steps == 3
-        assert 5334 <= plan.split[0] <= plan.ceilings[0] < 8192
+        assert plan.accumulation_steps in (3, 4)
+        assert 5334 <= plan.ceilings[0] < 8192
+        assert plan.split[0] <= plan.ceilings[0]
         assert plan.split[1] == 0
-        # A third of the step, 5334, is not always the fastest; what is taken is no slower.
+        # A third of the step, 5334, is not always the fastest split. The plan is never slower.
         assert (
             plan.samples_per_s >= measure(wide(), devices=machine, split=(5334, 0), accumulation_steps=3).samples_per_s
         )
