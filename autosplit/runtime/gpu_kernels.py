@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 _GENERATIONS = (50, 60, 70, 75, 80, 86, 89, 90, 100, 120)
 """Compute capabilities from which on torch or its libraries choose other kernels."""
 
@@ -25,3 +27,11 @@ class GpuKernels:
         major, minor = map(int, capability.split("."))
         own = 10 * major + minor
         return cls(max((one for one in _GENERATIONS if one <= own), default=_GENERATIONS[0]))
+
+
+def kernels_of_device(device: torch.device) -> GpuKernels | None:
+    """Return the kernels of an NVIDIA GPU that is there; None for other devices, whose kernels are not known here."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return GpuKernels.of(f"{major}.{minor}")

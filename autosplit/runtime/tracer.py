@@ -24,7 +24,7 @@ from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.data_dependent import DataDependent, needs_values
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
-from autosplit.runtime.gpu_kernels import GpuKernels
+from autosplit.runtime.gpu_kernels import GpuKernels, kernels_of_device
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
@@ -210,7 +210,7 @@ class Tracer:
     def _followed(
         self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), ways: Sequence[Way] = ("plain",)
     ) -> list[list[Trace]]:
-        """Follow a step; return its trace, and those of the like with other splits, of each way."""
+        """Trace a step; return its trace and those of the same step with other splits, for each way."""
         recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(ways) > 1)
         begun_at = 0
 
@@ -257,16 +257,29 @@ class Tracer:
             self.attention.update(functions.calls)
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        parts = [_parts_of(tracker, device) for device in range(len(names))]
+        splits = (shape.splits[0], *resized)
+        return self._traces_of(shape, splits, ways, tracker, recorder, begun_at)
+
+    def _traces_of(
+        self,
+        shape: StepShape,
+        splits: Sequence[tuple[int, ...]],
+        ways: Sequence[Way],
+        tracker: Tracker,
+        recorder: OpRecorder,
+        begun_at: int,
+    ) -> list[list[Trace]]:
+        """Return the traces of a step that ran with the first of these splits: for each way, one with each split."""
+        parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
         buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
         found: list[list[Trace]] = []
         for way in ways:
             entries = entries_of(tracker, way, begun_at, buckets)
             found.append([])
-            for split in (shape.splits[0], *resized):
-                size = resizer(shape.splits[0], split)
+            for split in splits:
+                size = resizer(splits[0], split)
                 others = tuple(entry._replace(nbytes=size(entry.nbytes)) for entry in entries)
-                is_own = way == "plain" and split == shape.splits[0]
+                is_own = way == "plain" and split == splits[0]
                 found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
         return found
 
@@ -386,7 +399,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
-    kernels = _kernels_of(device)
+    kernels = kernels_of_device(device)
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
         tried = _followed_fake(workload, shape, like_gpu=True, device=place, kernels=kernels)
         if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # real steps decide, and a bound may be far off
@@ -409,14 +422,6 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
         f"the model can't be followed with fake tensors ({_cause_text(failures[0])}); what fits is told by real steps "
         "alone"
     )
-
-
-def _kernels_of(device: torch.device) -> GpuKernels | None:
-    """Return the kernels of an NVIDIA GPU; None for other devices, whose kernels are not known here."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return GpuKernels.of(f"{major}.{minor}")
 
 
 def _cause_text(error: Exception) -> str:

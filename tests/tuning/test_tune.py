@@ -175,6 +175,11 @@ class TestGradientsThatWait:
 
     MACHINE = "sim:1xH100-80GB@{}B+1xRTX3060@{}B"
 
+    @pytest.fixture(autouse=True)
+    def _gradients_alone(self, monkeypatch):
+        """Count tensors only. The machines are sized by gradients, and blocks inside kernels are larger than those."""
+        monkeypatch.setattr("autosplit.runtime.memory_tracker.WITH_INNER_MEMORY", frozenset())
+
     def machine(self, first: int, second: int) -> str:
         """The first card runs so many samples alone in a step of one micro-step, and the second so many beside it."""
         tracer, _ = make_tracer(wide(), like_gpu=True)
@@ -186,9 +191,8 @@ class TestGradientsThatWait:
         """The ceiling of a single micro-step was taken for that of each of several, and nothing ran."""
         machine = self.machine(8192, 1024)
         plan = quick(wide(), machine, effective_batch_size=16_000)
-        assert plan.accumulation_steps in (3, 4)
-        assert 5334 <= plan.ceilings[0] < 8192
-        assert plan.split[0] <= plan.ceilings[0]
+        assert plan.accumulation_steps == 3
+        assert 5334 <= plan.split[0] <= plan.ceilings[0] < 8192
         assert plan.split[1] == 0
         # A third of the step, 5334, is not always the fastest split. The plan is never slower.
         assert (
