@@ -182,9 +182,9 @@ def _attention(
 
     The CPU has no kernels for it. For fakes on a GPU torch makes the same choice, which is only noted here.
     """
-    if not isinstance(query, FakeTensor):
-        return None
     device_type = query.device.type
+    if not isinstance(query, FakeTensor) or device_type not in ("cpu", "cuda"):
+        return None
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value, attn_mask = (_as_lower(one, dtype) for one in (query, key, value, attn_mask))

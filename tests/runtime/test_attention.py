@@ -115,3 +115,11 @@ def test_the_user_may_rule_back_ends_out():
         with CudaFunctions(GpuKernels()) as functions:
             F.scaled_dot_product_attention(query, query, query)
     assert set(functions.calls.values()) == {"math"}
+
+
+def test_attention_on_another_device_is_left_to_torch():
+    """A fake of the meta device has no autocast: asking for it raised torch's RuntimeError."""
+    with fake_mode(), CudaFunctions(GpuKernels()) as functions:
+        query = torch.empty(2, 4, 128, 64, device="meta")
+        assert F.scaled_dot_product_attention(query, query, query).device.type == "meta"
+    assert not functions.calls
