@@ -389,13 +389,13 @@ def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
-    """Make a tracer for a model that runs on an accelerator, where real steps decide and traces only begin.
+    """Make a tracer for a model on an accelerator. There, real steps decide what fits; traces give starting points.
 
-    Fake tensors live on that device, so that attention, dropout and autocast are its own; on the processor where that
-    does not work; and where nothing works (kernels without fakes, weights of an odd kind) nothing is followed.
+    Fake tensors are on the accelerator, so that torch runs its operators. If that fails, they are on the CPU. If the
+    model can't be traced with fake tensors at all, nothing is traced.
 
     Returns:
-        The tracer, which is not fake where it can't follow anything, and a sentence on what it falls short of, or None.
+        The tracer, which is not fake if nothing can be traced, and a sentence about its shortcomings, or None.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
@@ -410,9 +410,10 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
             return tried, None
         else:
             why = f" ({_cause_text(failures[0])})" if failures else ""
+            whose = "an A100" if kernels is None else "this GPU"
             return tried, (
-                f"traces are of the processor, since fake tensors can't be followed on {device.type}{why}: real steps "
-                "correct them"
+                f"fake tensors can't be traced on {device.type}{why}: traces run the operators of {whose} on fake "
+                "tensors of the CPU, and real steps correct them"
             )
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
