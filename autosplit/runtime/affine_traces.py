@@ -46,12 +46,10 @@ class _Shared:
     """The state of the traces of one workload that its traces for other GPUs share.
 
     Attributes:
-        by_tracer: The traces of each tracer, by its `id`.
         checks: Compare predictions with traces.
         traces: Predicted traces: a search asks for the same steps again and again.
     """
 
-    by_tracer: dict[int, AffineTraces]
     checks: bool = False
     given_up: bool = False
     traces: dict[tuple[int, StepShape, StepShape], Trace] = field(default_factory=dict)
@@ -65,7 +63,8 @@ class AffineTraces:
         self.fake = tracer.fake
         self.accumulation_costs = tracer.accumulation_costs
         self.zeroing_costs = tracer.zeroing_costs
-        self._shared = _Shared({id(tracer): self})
+        self._shared = _Shared()
+        self._for_others: dict[int, AffineTraces] = {}
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
         self._held_to: dict[bool, int] = {}
@@ -80,10 +79,12 @@ class AffineTraces:
     def for_kernels(self, kernels: GpuKernels) -> AffineTraces:
         """Return the traces of the same steps on another GPU: these, if the GPU runs the same operators."""
         tracer = self.tracer.for_kernels(kernels)
-        if id(tracer) not in self._shared.by_tracer:
-            other = self._shared.by_tracer[id(tracer)] = AffineTraces(tracer)
+        if tracer is self.tracer:
+            return self
+        if id(tracer) not in self._for_others:
+            other = self._for_others[id(tracer)] = AffineTraces(tracer)
             other._shared = self._shared
-        return self._shared.by_tracer[id(tracer)]
+        return self._for_others[id(tracer)]
 
     @property
     def trainee(self) -> Trainee:

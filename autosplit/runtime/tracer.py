@@ -135,7 +135,8 @@ class Tracer:
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
-        self._by_kernels: dict[GpuKernels | None, Tracer] = {self.kernels: self}
+        # Without this tracer: a cycle would keep the optimizer's state until Python collects garbage.
+        self._for_others: dict[GpuKernels, Tracer] = {}
 
     def for_kernels(self, kernels: GpuKernels) -> Tracer:
         """Return a tracer of the same steps on another GPU: this one, if the GPU runs the same operators.
@@ -145,10 +146,10 @@ class Tracer:
         """
         if self.kernels is None or self._runs_alike(kernels):
             return self
-        if kernels not in self._by_kernels:
-            other = self._by_kernels[kernels] = copy.copy(self)
-            vars(other).update(kernels=kernels, attention={}, _kept={})
-        return self._by_kernels[kernels]
+        if kernels not in self._for_others:
+            other = self._for_others[kernels] = copy.copy(self)
+            vars(other).update(kernels=kernels, attention={}, _kept={}, _for_others={})
+        return self._for_others[kernels]
 
     def _runs_alike(self, kernels: GpuKernels) -> bool:
         assert self.kernels is not None, "the caller has seen it"
