@@ -111,6 +111,28 @@ def default_device() -> torch.device:
     return torch.empty(0).device
 
 
+# ----------------------------------------------------------------------------------------------------------- autograd
+
+_WILL_RUN = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def knows_nodes_to_run() -> bool:
+    """Return whether `will_run` can answer. Without it, replicas are not kept from one micro-step to the next."""
+    return _WILL_RUN is not None
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the running backward will run a node that adds to the gradient of a leaf.
+
+    `torch.autograd.grad` runs no such node. torch raises RuntimeError if the leaf is one of its inputs.
+    """
+    assert _WILL_RUN is not None, "the caller looked at knows_nodes_to_run"
+    try:
+        return bool(_WILL_RUN(node))
+    except RuntimeError:
+        return False
+
+
 # ----------------------------------------------------------------------------------------------------------- tensors
 
 

@@ -62,30 +62,37 @@ def current_accumulation() -> Accumulation | None:
     return running[-1] if running else None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WatchedParameter:
-    """The parameter nearest to a loss as its backward left it: by it a change before the next one is seen.
+    """The parameter nearest to a loss. Its version and gradient show whether somebody changed it.
 
-    A ``fused=True`` optimizer's update is not, since torch counts no version of what it changes.
+    An update by a ``fused=True`` optimizer is not detected, because torch counts no version for it.
     """
 
     parameter: Tensor
     version: int
-    has_gradient: bool
+    has_gradient: bool = False
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
-        """Take note of the parameter that is the fewest operations away; None where it is too far to look for."""
+        """Find the parameter that is the fewest operations away from the loss; None if it is more than 200 away."""
         nodes: list[Any] = [loss.grad_fn]
-        for node in itertools.islice(nodes, 200):  # it grows on the way: breadth first
+        for node in itertools.islice(nodes, 200):  # the list grows meanwhile: breadth first
             if type(node).__name__ == "AccumulateGrad":
-                parameter = node.variable
-                return cls(parameter, parameter._version, parameter.grad is not None)  # noqa: SLF001  # none is public
+                return cls(node.variable, node.variable._version)  # noqa: SLF001  # none is public
             nodes += [other for other, _ in getattr(node, "next_functions", ())]
         return None
 
+    def is_changed(self) -> bool:
+        """Return whether the parameter was changed in place."""
+        return self.parameter._version != self.version  # noqa: SLF001
+
+    def note_gradient(self) -> None:
+        """Remember whether the parameter has a gradient, after the backward."""
+        self.has_gradient = self.parameter.grad is not None
+
     def change(self) -> str:
-        """Say what became of it since; empty for nothing."""
-        if self.parameter._version != self.version:  # noqa: SLF001
+        """Describe what happened since `note_gradient`; empty for nothing."""
+        if self.is_changed():
             return "parameters were changed"
         return "gradients were thrown away" if self.has_gradient and self.parameter.grad is None else ""

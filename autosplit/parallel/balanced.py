@@ -42,7 +42,7 @@ from autosplit.solve.split import (
     split_from_gpu0,
     whole_number,
 )
-from autosplit.torch_versions import BATCH_NORMS
+from autosplit.torch_versions import BATCH_NORMS, knows_nodes_to_run
 from autosplit.workload.batch import (
     batch_size_of,
     chunk,
@@ -260,11 +260,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep replicas, and the gradients on them, from one micro-step to the next.
+        """Keep the replicas, and the gradients on them, from one micro-step to the next.
 
-        Within it parameters are copied to the other devices once, and gradients stay where they are. The backward of
-        the first forward outside brings them home: run the last micro-step of each optimizer step there. The
-        gradient is the same, with fewer copies. `plan.steps` does all this by itself.
+        Within this context, parameters are copied to the other devices once, and gradients stay on their devices. The
+        backward of the first forward outside adds them to the gradients of the module. So run the last micro-step of
+        each optimizer step outside. The gradient is the same, with fewer copies. `plan.steps` does this by itself.
 
             *others, (last_inputs, last_targets) = micro_batches
             with model.no_sync():
@@ -274,12 +274,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             (last * (len(last_inputs) / total)).backward()
             optimizer.step()
 
-        As with DDP, forward and backward both belong inside, and there is no ``create_graph`` and no
-        `torch.autograd.grad` of parameters. `optimizer.zero_grad()` clears what waits elsewhere, too; a gradient that
-        is clipped or scaled while others wait, and an `optimizer.step()` before they are home, are refused. Where
-        parameters have hooks of their own, which want whole gradients, nothing is kept; nor on ``"cpu"`` ids, whose
-        chunks share the module: there, nothing waits and nothing is refused. (Within `plan.budgets()` torch counts no
-        versions for operations over lists of tensors, so that a clip by them is not seen.)
+        As with DDP, forward and backward both belong inside. `torch.autograd.grad` of parameters returns the gradient
+        of the whole batch, also with ``create_graph=True``. A backward with ``create_graph=True`` is refused.
+        `optimizer.zero_grad()` also clears the gradients on other devices. While gradients wait there, clipping or
+        scaling a gradient and `optimizer.step()` are refused. Within `plan.budgets()` torch counts no versions for
+        operations over lists of tensors, so a clip by such operations is not detected.
+
+        No replica is kept if parameters have hooks, because hooks expect whole gradients. On ``"cpu"`` ids none is
+        kept either: all chunks run through the one module.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -408,7 +410,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
-        if self._kept is None and not last and (placed or self.devices[0].type != "cpu") and not self._has_hooks():
+        keeps = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
+        if self._kept is None and keeps and not self._has_hooks():
             # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
             self._kept = KeptReplicas(Copies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:

@@ -1,9 +1,19 @@
-"""Replicas that stay for a whole optimizer step: parameters are copied to the devices once, gradients come home once.
+"""Replicas that are kept for a whole optimizer step: one broadcast of parameters, one reduction of gradients.
 
-nn.DataParallel broadcasts and reduces in every micro-step, because its replicas' parameters are outputs of one
-autograd node. Here they are leaves: each backward adds to the gradients where they are, and the last one's end brings
-them to the module's own. Buffers are copied at each forward, as nn.DataParallel does: a BatchNorm's first device moves
-them.
+nn.DataParallel broadcasts and reduces in every micro-step, because the parameters of its replicas are outputs of one
+autograd node. Here each device has a leaf for each parameter. Every backward adds to the gradient of the leaf, and the
+last backward adds these gradients to those of the module. Buffers are copied at each forward, as nn.DataParallel does.
+
+Note [Gradients of kept replicas]
+A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of the leaf:
+
+    parameter (device 0) ──┐
+                         _Copy ── replica's forward ── loss
+    leaf (device 1) ───────┘
+
+A backward gives the gradient to the leaf and copies nothing. `torch.autograd.grad(loss, parameter)` asks for the
+gradient of the parameter instead: no leaf accumulates then, and `_Copy` copies the gradient to device 0. So VQGAN's
+adaptive weight, GradNorm and PCGrad get the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,13 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.devices.transfer import transfer_into
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
-from autosplit.torch_versions import storage_key
+from autosplit.torch_versions import storage_key, will_run
 
 
 @dataclass
@@ -86,9 +97,12 @@ class _Master:
 
 
 def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
-    """Follow a backward that went past the wrapper: a penalty on the parameters."""
+    """Note what a backward adds to the gradient without the wrapper: a penalty on the parameters.
+
+    torch also calls this hook if the backward of `_Copy` returned no gradient. Nothing was added then.
+    """
     master = known()
-    if master is None or master.noted is None or tensor.grad is None:
+    if master is None or master.noted is None or tensor.grad is None or not master.is_changed:
         return
     _refuse_graph(tensor.grad)
     grad, version = master.noted
@@ -98,6 +112,22 @@ def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
         master.drop_gradients()
     else:
         master.note()
+
+
+class _Copy(torch.autograd.Function):
+    """The leaf of a parameter on another device. See Note [Gradients of kept replicas]."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Copies, device: int, parameter: Tensor, leaf: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.copies, ctx.device = copies, device
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
+        _, (leaf_node, _) = ctx.next_functions
+        if will_run(leaf_node):
+            return None, None, None, grad
+        return None, None, ctx.copies.bring(grad, ctx.device), None
 
 
 class KeptReplicas:
@@ -164,15 +194,21 @@ class KeptReplicas:
                 self._has_graph = True
 
     def begin_backward(self) -> None:
-        """See what was cleared before anything is added, and be called again when the backward is over."""
+        """Drop gradients that were cleared before anything is added, and queue `end_backward`."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self.settle()
-            torch.autograd.Variable._execution_engine.queue_callback(_weakly(self.end_backward))
+            if self._adds_gradients():
+                self.settle()
+                torch.autograd.Variable._execution_engine.queue_callback(_weakly(self.end_backward))
+
+    def _adds_gradients(self) -> bool:
+        """Return whether the running backward adds to gradients of parameters. `torch.autograd.grad` does not."""
+        tensors = (tensor for master in self._masters.values() for tensor in (master.tensor, *master.leaves.values()))
+        return any(tensor.requires_grad and will_run(get_gradient_edge(tensor).node) for tensor in tensors)
 
     def end_backward(self) -> None:
-        """Bring the gradients home after the last micro-step's backward; note what waits after another."""
+        """After the last micro-step's backward, add the gradients to the module's. After another, note what waits."""
         self._task = _NO_TASK
         if self._last:
             self.bring_home()
@@ -279,7 +315,10 @@ class KeptReplicas:
             with torch.no_grad():
                 transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
-        return leaf if tensor.requires_grad else leaf.detach()
+        if not tensor.requires_grad:
+            return leaf.detach()
+        copied: Tensor = _Copy.apply(self._copies, device, tensor, leaf)  # type: ignore[no-untyped-call]
+        return copied
 
     def _bring_from(self, copies: GpuCopies, device: int) -> None:
         """Bring a device's dense gradients home together."""
@@ -345,8 +384,9 @@ def _stamp(tensor: Tensor) -> tuple[int, int]:
 def _refuse_graph(grad: Tensor | None) -> None:
     if grad is not None and grad.requires_grad:
         raise InputError(
-            "a backward with create_graph=True ran on replicas that are kept within no_sync(); expected gradients "
-            "without a graph, because a kept replica's parameters are leaves; run such a step outside of no_sync()"
+            "A backward with create_graph=True ran on replicas that are kept within no_sync(). Gradients that wait on "
+            "other devices can have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
+            "create_graph, or run the step outside of no_sync()."
         )
 
 

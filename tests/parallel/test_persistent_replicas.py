@@ -695,7 +695,7 @@ class TestClearing:
                     loss.backward()
             if last:
                 loss = mean_loss(wrapped(batches_of(16)[0]))
-            with pytest.raises(InputError, match=r"create_graph=True ran on replicas .*; run such a step outside"):
+            with pytest.raises(InputError, match=r"create_graph=True ran on replicas .* run the step outside"):
                 loss.backward(create_graph=True)
 
     def test_an_error_in_the_middle_ends_no_sync(self):
