@@ -16,7 +16,7 @@ class Check:
 
     Attributes:
         subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``, ``"BatchNorm2d at features.1"``,
-            ``"gradient of optimizer 0"``.
+            ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
         split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
             unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not compared,
             or is not finite. In a plan 0 where it is no more than rounding.

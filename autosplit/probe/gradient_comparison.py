@@ -16,6 +16,7 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
+from autosplit.probe.state_check import State, lost_names, state_check
 from autosplit.torch_versions import BATCH_NORMS
 from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
@@ -43,6 +44,7 @@ class Begun:
     copy: QuietCopy
     whole: Gradients
     norms: list[NormSeen]
+    state: State
     refusal: str = ""
 
 
@@ -64,7 +66,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
             refusal = one_line(error)
             continue
         closing.callback(copy.close)
-        return Begun(copy, whole, [*norms.values()], refusal)
+        return Begun(copy, whole, [*norms.values()], copy.state, refusal)
     raise AssertionError("float32 either ran or raised")
 
 
@@ -83,6 +85,7 @@ class Comparison:
         self.remarks = [remark] if remark else []
         self.tolerance = 0.0
         self.reduce: Literal["samples", "tokens", "next tokens"] | None = None
+        self.differences: _Differences | None = None
 
     def checks(self) -> tuple[Check, ...]:
         """Compare, and look for the cause where there is a difference."""
@@ -103,7 +106,7 @@ class Comparison:
             if self.workload.step is None and self.workload.loss_reduction == "mean":
                 self.reduce = reduction_of(self.copy, self.tolerance)
             try:
-                return self._compared(begun)
+                return (*self._compared(begun), *self._state_checks(begun))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -119,7 +122,7 @@ class Comparison:
         return self.workload.step is None and self.workload.loss_scope == "sample"
 
     def _compared(self, begun: Begun) -> tuple[Check, ...]:
-        differences = self._differences(begun.whole)
+        differences = self.differences = self._differences(begun.whole)
         samples = self.workload.sample_batch_size
         norms = tuple(_norm_check(seen, samples, accumulates=self._accumulates) for seen in begun.norms)
         if not differences.over(self.tolerance):
@@ -158,11 +161,27 @@ class Comparison:
         return drawn if any(draws) or self.workload.step is None else 0.0
 
     def _differences(self, whole: Gradients) -> _Differences:
-        split = relative(self.copy.split(self.reduce), whole)
+        split, split_state = relative(self.copy.split(self.reduce), whole), self.copy.state
         if not self._accumulates:
-            return _Differences(split, None)
+            return _Differences(split, None, (split_state,))
         parts = self.copy.parts()
-        return _Differences(split, relative(mixed(parts, self._weights), whole)[GRADIENT], tuple(parts))
+        accumulation = relative(mixed(parts, self._weights), whole)[GRADIENT]
+        return _Differences(split, accumulation, (split_state, self.copy.state), tuple(parts))
+
+    def _state_checks(self, begun: Begun) -> tuple[Check, ...]:
+        """Compare the buffers that forwards change, except those of BatchNorms, which have checks of their own."""
+        copy, states = self.copy, () if self.differences is None else self.differences.states
+        if not begun.state or not states:
+            return ()
+        names = lost_names(begun.state, states[0], copy.modules, self.tolerance)
+        if names:
+            copy.again()
+            names = [name for name in names if name in copy.state]
+        if names:  # other random numbers: a codebook may replace its entries at random
+            copy.whole(seed=1)
+            drawn = lost_names(begun.state, copy.state, copy.modules, self.tolerance)
+            names = [name for name in names if name not in drawn]
+        return (state_check(names, begun.state, states),) if names else ()
 
     @property
     def _weights(self) -> tuple[float, float]:
@@ -239,7 +258,8 @@ class Comparison:
     def _state_moved(self, whole: Gradients) -> list[str]:
         """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""
         error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
-        return self.copy.moved_buffers() if error <= self.tolerance else []
+        self.copy.whole()
+        return [*self.copy.state] if error <= self.tolerance else []
 
     def _differing_module(self) -> str | None:
         """Name the first module whose output for a sample depends on what else is in its forward."""
@@ -306,10 +326,12 @@ class _Differences:
 
     Attributes:
         accumulation: Of accumulated micro-batches; None where that was not looked at.
+        states: The buffers that were changed by the split batch, and by the micro-batches.
     """
 
     split: dict[str, float]
     accumulation: float | None
+    states: tuple[State, ...] = ()
     parts: tuple[Gradients, ...] = ()
 
     def over(self, tolerance: float) -> bool:

@@ -88,6 +88,7 @@ class QuietCopy:
 
     Attributes:
         saved_bytes: What autograd held for the backward of the last run of the whole batch.
+        state: The buffers that the last run changed, by their paths, with their new values.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
@@ -100,6 +101,7 @@ class QuietCopy:
         )
         self.dtype, self.shares = dtype, shares
         self.saved_bytes, self.seconds = 0, 0.0
+        self.state: dict[str, Tensor] = {}
         self.trainee = training_copy(quiet, device=torch.device("cpu"))
         try:
             for module in self.trainee.models.modules:
@@ -136,10 +138,18 @@ class QuietCopy:
         """Return the gradient of the whole batch."""
         self.saved_bytes = 0
         begin_s = time.monotonic()
-        with self._alike(seed, None if limit_s is None else begin_s + limit_s), self._counting_saved():
+        deadline_s = None if limit_s is None else begin_s + limit_s
+        with self._alike(seed, deadline_s), self._counting_saved(), self._watching_state():
             gradients = self._run(self.trainee.models, self.batch)
         self.seconds = time.monotonic() - begin_s
         return gradients
+
+    def again(self) -> None:
+        """Run the whole batch twice; `state` is then what the second run changed. It changes no cache."""
+        with self._alike():
+            self._run(self.trainee.models, self.batch)
+            with self._watching_state():
+                self._run(self.trainee.models, self.batch)
 
     def otherwise(self) -> Gradients:
         """Return the gradient of the whole batch by another way: the same but for rounding.
@@ -164,7 +174,7 @@ class QuietCopy:
             wrapper.reduce = reduce or wrapper.reduce
             return wrapper
 
-        with self._alike():
+        with self._alike(), self._watching_state():
             return self._run(self.trainee.wrapped(wrapped), self.batch)
 
     def parts(self, *, put_back: bool = False) -> list[Gradients]:
@@ -177,6 +187,7 @@ class QuietCopy:
         with ExitStack() as outer:
             if not put_back:
                 outer.enter_context(self._alike())
+                outer.enter_context(self._watching_state())
             for micro_batch in chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares)):
                 with self._alike() if put_back else ExitStack():
                     found.append(self._run(self.trainee.models, micro_batch))
@@ -191,17 +202,6 @@ class QuietCopy:
     def micro_batches(self) -> list[Any]:
         """Return the micro-batches themselves, in the workload's own dtypes."""
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
-
-    def moved_buffers(self) -> list[str]:
-        """Return the names of the buffers that a forward of the whole batch moves."""
-        buffers = {
-            ".".join(filter(None, (path, name))): (module, name, buffer.clone())
-            for path, module in self.modules
-            for name, buffer in module.named_buffers(recurse=False)
-        }
-        with self._alike():
-            self._run(self.trainee.models, self.batch)
-            return [path for path, (part, name, old) in buffers.items() if not getattr(part, name).equal(old)]
 
     def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}
@@ -228,6 +228,22 @@ class QuietCopy:
             stack.callback(torch.set_default_dtype, before)
             stack.enter_context(_Quiet(deadline_s))
             yield
+
+    @contextmanager
+    def _watching_state(self) -> Iterator[None]:
+        """Note the buffers that the run changes. A forward that assigns a new tensor changes them, too."""
+        before = {path: buffer.clone() for path, buffer in self._buffers()}
+        yield
+        self.state = {
+            path: buffer.clone()
+            for path, buffer in self._buffers()
+            if path in before and not buffer.equal(before[path])
+        }
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self.modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                yield ".".join(filter(None, (path, name))), buffer
 
     @contextmanager
     def _counting_saved(self) -> Iterator[None]:
