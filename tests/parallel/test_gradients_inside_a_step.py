@@ -72,7 +72,16 @@ def penalty_on_the_gradient(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss + 0.1 * sum((grad.pow(2).sum() for grad in grads), torch.zeros(()))
 
 
-KINDS = [adaptive_weight, balanced_norms, projected, gradient_penalty, penalty_on_the_gradient]
+def curvature(model: nn.Module, inputs: Tensor) -> Tensor:
+    """AdaHessian and Hutchinson's trace: gradients of gradients."""
+    loss = losses_of(model(inputs), inputs)[0]
+    parameters = parameters_of(model)
+    grads = torch.autograd.grad(loss, parameters, create_graph=True)
+    products = torch.autograd.grad(grads, parameters, [torch.ones_like(grad) for grad in grads], retain_graph=True)
+    return loss * (1 + sum((product.abs().mean() for product in products), torch.zeros(())).detach())
+
+
+KINDS = [curvature, adaptive_weight, balanced_norms, projected, gradient_penalty, penalty_on_the_gradient]
 
 
 def train(model: nn.Module, batches: list[Tensor], loss_of, budgets=nullcontext) -> None:
