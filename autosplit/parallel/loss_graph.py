@@ -30,7 +30,7 @@ Kind = Literal["samples", "sum", "weights", "labels", "elements", "unknown"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a graph shows of a loss.
+    """The loss as its graph shows it.
 
     Attributes:
         kind: What the loss is a mean over: its samples, the weights of its labels, its labels that are not ignored, or

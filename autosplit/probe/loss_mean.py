@@ -87,7 +87,7 @@ def labels_of(batch: Any) -> Any:
 
 
 class Finding(NamedTuple):
-    """What a loss is a mean or a sum over.
+    """The rule by which a loss is a mean or a sum.
 
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
