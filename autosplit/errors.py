@@ -181,6 +181,12 @@ def users_errors(what: str) -> Iterator[None]:
         raise from_user_code(error, what) from error
 
 
+_SIDE_OUTPUT = (
+    "if the loss uses a tensor that the model or a forward hook keeps, that tensor is of an earlier forward, because the "
+    "devices run replicas of the model: return it from forward(), and compute the loss from the outputs"
+)
+
+
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
     """Turn what the user's own code raised into an error that shows where.
 
@@ -188,7 +194,8 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
         error: What was raised; it becomes the cause.
         what: What was being run.
     """
-    advice = getattr(error, "autosplit_advice", "mend it and run again")
+    usual = _SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "mend it and run again"
+    advice = getattr(error, "autosplit_advice", usual)
     message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))
     wrapped.__cause__ = error

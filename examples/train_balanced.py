@@ -31,7 +31,7 @@ def main() -> None:
     dataset = char_gpt.Snippets()
     loader = DataLoader(dataset, batch_sampler=plan.batch_sampler(len(dataset), shuffle=True))
 
-    begun_s, samples = time.perf_counter(), 0
+    begun_s, samples = time.perf_counter(), 0.0
     for number, step in enumerate(plan.steps(loader), start=1):
         for inputs, targets in step:
             logits = model(inputs)

@@ -221,6 +221,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.lightning": {"lightning"},
         "integrations.lightning_workload": {"lightning"},
         "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
+        "integrations.transformers_workload": {"transformers"},
         "workload.from_name": {"transformers"},
     }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autosplit.cli.workload_arguments import flags_of
 from autosplit.plan.plan import Plan
+from autosplit.probe.check_result import is_count_expression
 from autosplit.text import printable
 
 
@@ -63,6 +64,7 @@ def _given(plan: Plan) -> str:
     more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
     loss_from = _loss_from(plan)
     loss = "" if loss_from == "output" else f", {loss_from}"
+    loss += ", class_weights" if "class_weights" in _count_of(plan) else ""
     one_by_one = "; several models are wrapped one by one" if loss_from == "step" else ""
     return f"# model, optimizer{loss}{more} are your script's{one_by_one}"
 
@@ -102,7 +104,9 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
     batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
     of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
-    count = next((f", count=lambda batch: {printable(check.count)}" for check in of_loss if check.count), "")
+    count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
+    if any(check.count for check in of_loss) and not count:
+        yield "# the plan's count of a batch is left out, because autosplit did not write it: run autosplit check"
     yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("split: "))
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
@@ -116,6 +120,12 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
         yield f"        step.backward(loss{', scaler' * scaled})"
     yield from ["    scaler.step(optimizer)", "    scaler.update()"] if scaled else ["    optimizer.step()"]
     yield "    optimizer.zero_grad()"
+
+
+def _count_of(plan: Plan) -> str:
+    """Return Python that counts what the loss of a `batch` divides by; empty for its samples."""
+    counts = (one.count for one in plan.checks if one.depends and one.subject == "loss")
+    return next((count for count in counts if count and is_count_expression(count)), "")
 
 
 def _autocast(plan: Plan) -> str:
@@ -138,23 +148,28 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 
 
 def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
-    """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
+    """Return the names that a loader's batch is unpacked into, and the expression of its loss.
+
+    Args:
+        device: Of a rank, as Python; empty in one process, where the wrapper moves the model's inputs itself.
+    """
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
-    part = f'part.to({device}) if hasattr(part, "to") else part'  # names of images, for instance, stay
+    target = device or "model.output_device"  # where a function of the user's expects the batch
+    part = f'part.to({target}) if hasattr(part, "to") else part'  # names of images, for instance, stay
     stars, moved = {
-        "tensor": ("", f"{name}.to({device})"),
+        "tensor": ("", f"{name}.to({target})"),
         "arguments": ("*", f"[{part} for part in {name}]"),
         "keywords": ("**", f"{{key: {part} for key, part in {name}.items()}}"),
     }[plan.called_with]
     given = moved if device else name
     if loss_from == "compute_loss":
-        batch, loss = name, f"compute_loss(model, {given})"
+        batch, loss = name, f"compute_loss(model, {moved})"
     elif loss_from == "output":
         batch, loss = name, f"model({stars}{given}).loss"
     else:
         output = f"model({stars}{given})"
-        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({device or 'model.output_device'}))"
+        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({target}))"
     return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
 
 

@@ -12,27 +12,29 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
-from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
+from autosplit.ddp.gradient_average import average_gradients, has_graph_to_learn, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
-from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, sums_over_ranks, total_over_ranks
+from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_hook, sums_over_ranks, totals_over_ranks
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
+from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
+from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
 from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
-from autosplit.torch_versions import private
 
 
 class Context:
@@ -231,7 +233,8 @@ class Context:
         self,
         loader: Iterable[Any],
         *,
-        count: Callable[[Any], int] | None = None,
+        count: Count | None = None,
+        loss_scope: LossScope | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: bool = False,
     ) -> Iterator[OptimizerStep]:
@@ -254,8 +257,13 @@ class Context:
                 micro-batches are held back until the ranks have told each other how many samples theirs have. All
                 ranks end when the first loader does. What the loader of a rank without a share gives is run, and
                 counts for nothing.
-            count: ``count(batch) -> int``: what the mean loss averages over, where that is not samples (labels that
-                are not padding). Micro-batches are held back and the ranks tell each other their counts.
+            count: Return what the mean loss of a batch divides by, if that is not its samples: an int (the labels that
+                are no padding) or a float (the sum of the class weights of its labels). Each step's micro-batches are
+                held back until the ranks have exchanged their counts.
+            loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as DETR's does, so that a
+                step of one micro-batch has the weight 1. With several micro-batches pass `count`, too: what the loss
+                divides by. ``"sample"`` if the loss is the rank's own mean. Default: ``"sample"``, and an error if the
+                ranks run a collective between the forward and the first backward.
             on_oom: ``"cut"``, the same on every rank, lets a rank run a micro-batch that runs out of memory within
                 ``with step.attempt():`` again in two parts, while the others wait; see `Plan.steps` and
                 `OptimizerStep.attempt`. The ranks' gradients then meet after the last backward, not in it.
@@ -300,8 +308,12 @@ class Context:
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
         }
         sampler = getattr(loader, "batch_sampler", None)
+        spans_ranks = checked_scope(loss_scope)
+        if spans_ranks:
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+            refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
         if not isinstance(sampler, ScheduledBatchSampler):
-            if self.world_size > 1 and _draws_everything(loader):
+            if self.world_size > 1 and draws_everything(loader):
                 raise InputError(
                     f"the loader draws the whole data set on each of {self.world_size} ranks; expected rank "
                     f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))"
@@ -312,8 +324,10 @@ class Context:
                 device=self.device,
                 count=count,
                 has_share=self.settings.batch_size > 0,
+                spans_ranks=spans_ranks,
             )
-            return self._synchronised(checked(made, cuts, **estimate))
+            made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
+            return self._synchronised(made, watches=loss_scope is None)
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
@@ -321,8 +335,9 @@ class Context:
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
-        over_ranks = partial(total_over_ranks, device=self.device)
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate))
+        over_ranks = partial(totals_over_ranks, device=self.device)
+        options: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
+        return self._synchronised(steps(loader, **sizes, count=count, **options), watches=loss_scope is None)
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
@@ -410,13 +425,17 @@ class Context:
             part_from_group(wrapped)
         self._wrapped.clear()
 
-    def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+    def _synchronised(self, made: Iterator[OptimizerStep], *, watches: bool = False) -> Iterator[OptimizerStep]:
         """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
+
+        Args:
+            watches: Refuse a loss that runs a collective, in the first step.
 
         DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
         then leave every later step unsynchronised.
         """
         self._loop = loop = object()
+        watched = LossCollectives(self._wrapped if watches else ())
         try:
             for step in made:
                 self._synchronise(True)
@@ -426,8 +445,13 @@ class Context:
                 if step.cuts is not None:
                     step.on_draw, step.on_end = self._part_ways, partial(self._meet_afterwards, step.on_end)
                 step.silenced = partial(silenced, self._wrapped)
+                if watches:
+                    watches = False
+                    watched.watch(step)
                 yield step
+                watched.end()
         finally:
+            watched.end()
             # A loop that is collected late must not touch the flag within one that began after it.
             if self._loop is loop:
                 self._synchronise(True)
@@ -436,7 +460,7 @@ class Context:
         """Let gradients meet in what runs next, or not; tell whether the ranks do in any model's backward."""
         met = meets
         for wrapped in self._wrapped:
-            wanted = meets or _has_graph_to_learn(wrapped)
+            wanted = meets or has_graph_to_learn(wrapped)
             if wrapped.require_backward_grad_sync != wanted:  # a module takes its time to set an attribute
                 wrapped.require_backward_grad_sync = wanted
             met = met or wanted
@@ -465,22 +489,6 @@ class Context:
     def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
         """Keep a micro-batch that counts for nothing out of what BatchNorms compute over samples."""
         return uncounted([*self._wrapped, *self._sharded], stands_in=stands_in)
-
-
-def _has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
-    """Tell whether a model's very first backward is still to come, and has to be one in which gradients meet.
-
-    With static_graph, DDP learns the graph from the first backward: where gradients do not meet in it, DDP breaks off
-    ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13) or, kept from that, sends no gradient ever after and
-    says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add up to the same.
-    """
-    return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")
-
-
-def _draws_everything(loader: object) -> bool:
-    """Tell whether a loader is PyTorch's own for one process, over a data set with a length."""
-    whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
-    return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

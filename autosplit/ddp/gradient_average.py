@@ -72,3 +72,13 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     elif parameter.grad.layout != torch.strided:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad
+
+
+def has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
+    """Tell whether a model's very first backward is still to come, and has to be one in which gradients meet.
+
+    With static_graph, DDP learns the graph from the first backward: where gradients do not meet in it, DDP breaks off
+    ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13) or, kept from that, sends no gradient ever after and
+    says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add up to the same.
+    """
+    return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")

@@ -13,7 +13,7 @@
 
 A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
 backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
-says; of a plan that was tuned with loss_reduction="sum", it counts whole. A loop without accumulate() is right, too
+returns; if the plan was tuned with loss_reduction="sum", its weight is 1. A loop without accumulate() is right, too
 (`autosplit.integrations.loop_position`); its gradients meet at every micro-batch, which takes longer. Without a plan
 the Accelerator is accelerate's own.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,21 +39,24 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loader_steps import totals_over_ranks
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
-from autosplit.integrations.own_loss import OwnLoss
+from autosplit.integrations.own_loss import OwnLoss, doubt_sum
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
-from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.oom_cuts import CutWarning, OnOom
+from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import RULES, SUM, UnevenLossWarning
+from autosplit.probe.loss_mean import UnevenLossWarning
 from autosplit.text import printable
 
 __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
@@ -116,6 +119,7 @@ class SharesLoader(DataLoaderShard):
             self.sampler_of_shares,
             count=self._accelerator._count,
             sums=self.share.plan.loss_reduction == "sum",
+            spans_ranks=self._accelerator._scope == "ranks",
             over_processes=self._accelerator._over_processes,
         )
         for one in walked if cut is None else cut.walk(walked):
@@ -124,6 +128,8 @@ class SharesLoader(DataLoaderShard):
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
             position.draw(one._replace(batch=None), iteration)
+            if self._accelerator._collectives is not None:
+                self._accelerator._collectives.begin()
             yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
@@ -158,8 +164,11 @@ class Accelerator(accelerate.Accelerator):
             or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
             model of this size.
         model: What is to be trained: only by it is a remembered plan known to be for it.
-        count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
-            that are no padding. An optimizer step's micro-batches are then held back until all are counted.
+        count: Return what the mean loss of a batch divides by, if that is not its samples: an int (labels that are no
+            padding) or a float (the sum of the class weights of its labels). An optimizer step's micro-batches are then
+            held back until all are counted.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+            several micro-batches per step pass `count`, too.
         on_oom: ``"cut"``, the same in every process, hands a micro-batch that runs out of memory within `accumulate`
             out again in two parts, see `Plan.steps`; gradients then meet after the last backward, not in it.
         noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
@@ -176,13 +185,14 @@ class Accelerator(accelerate.Accelerator):
             or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The plugin for accumulation would join an epoch's last optimizer step with the next. In the first
-            backward: the loss that the model returns is no mean over samples, and there is no `count`.
+            backward: the loss is no mean over samples, and there is no `count`. Or the processes run a collective
+            between the forward and the backward, and there is no `loss_scope`.
 
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: Once a model is prepared: the plan is for one of another size.
         UnevenLossWarning: Once a loader is prepared: the plan was tuned with a loss that is no mean over samples, and
-            there is no `count`.
+            there is no `count`. In the first backward: nothing shows what the loss is a mean over.
     """
 
     def __init__(
@@ -190,7 +200,8 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         plan: Plan | str | os.PathLike[str] | None = None,
         model: nn.Module | None = None,
-        count: Callable[[Any], int] | None = None,
+        count: Count | None = None,
+        loss_scope: LossScope | None = None,
         on_oom: OnOom = "raise",
         noise_scale: bool = False,
         **kwargs: Any,
@@ -198,7 +209,11 @@ class Accelerator(accelerate.Accelerator):
         self.share = find_share(plan, parameters=parameters_in(model))
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
-        self._count = count
+        self._count, self._scope = count, loss_scope
+        self._collectives: LossCollectives | None = None
+        if checked_scope(loss_scope):
+            sums = self.share is not None and self.share.plan.loss_reduction == "sum"
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale, sums=sums)
         self._own_loss: OwnLoss | None = None
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
         divides = False
@@ -228,13 +243,17 @@ class Accelerator(accelerate.Accelerator):
         let_go_of_group_last(prepared)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
+            if self._scope is None and self.num_processes > 1:
+                self._collectives = LossCollectives([prepared])
         if self._cut is not None:
             self._cut.watch(prepared)
         return prepared
 
     @property
     def _weighs_samples(self) -> bool:
-        return self._count is None and self.share is not None and self.share.plan.loss_reduction == "mean"
+        if self._count is not None or self._scope == "ranks" or self.share is None:
+            return False
+        return self.share.plan.loss_reduction == "mean"
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares; of others `shares_of` makes one that does."""
@@ -310,9 +329,12 @@ class Accelerator(accelerate.Accelerator):
             self.share.refuse_uncounted_batchnorms(
                 self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
             )
+            if self._collectives is not None:
+                self._collectives.refuse(loss, one.weight, "the Accelerator")
+                self._collectives.end()
             if self._weighs_samples:
-                _doubt_sum(loss)
-                self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
+                doubt_sum(loss)
+                self._examine(asked, loss, one.size)
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
@@ -354,21 +376,14 @@ class Accelerator(accelerate.Accelerator):
         if not self._position.is_in_mid_step:
             super().clip_grad_value_(parameters, clip_value)
 
-    def _refuse_other_mean(self, rule: str | None) -> None:
-        """Refuse a model's own loss that is no mean over samples, in all processes if any of them found it so."""
-        names = ["samples", "shifted labels", "labels", SUM]
-        own = torch.tensor([0 if rule is None else names.index(rule)], device=self.device)
-        found = names[int(super().gather(own).max())]
-        if found == "samples":
-            return
-        labels = "labels[:, 1:]" if found == "shifted labels" else "labels"
-        labels = labels.replace("labels", 'batch["labels"]')
-        cure = f"pass count=lambda batch: int(({labels} != {IGNORED_LABEL}).sum()) to the Accelerator"
-        raise InputError(
-            f"the model's loss is a {'sum' if found == SUM else 'mean over ' + RULES[found]}, and micro-batches are "
-            "weighted by their samples; expected the same of both; "
-            + ("tune with loss_reduction='sum'" if found == SUM else cure)
-        )
+    def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
+        """Refuse a loss that is no mean over samples, in all processes if any of them finds it so."""
+        loader = self.gradient_state.active_dataloader.base_dataloader
+        reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
+        is_other = torch.tensor([int(bool(reason))], device=self.device)
+        if int(super().gather(is_other).max()):
+            text = reason or "In another process the loss is no mean over samples. Pass count= to the Accelerator."
+            raise InputError(f"{text} Without it, micro-batches are weighted by their samples.")
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -412,10 +427,8 @@ class Accelerator(accelerate.Accelerator):
             return dataloader.skipping(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
 
-    def _over_processes(self, number: int) -> int:
-        if self.num_processes == 1:
-            return number
-        return int(super().gather(torch.tensor([number], device=self.device)).sum())
+    def _over_processes(self, numbers: Sequence[float]) -> list[float]:
+        return [*numbers] if self.num_processes == 1 else totals_over_ranks(numbers, self.device)
 
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
@@ -466,15 +479,3 @@ def _refuse_without_shares(loader: Any) -> None:
         "the loss is of a loader that does not shuffle, of which accelerate gives every process as much; expected one "
         "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare"
     )
-
-
-def _doubt_sum(loss: torch.Tensor) -> None:
-    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split."""
-    last = loss.grad_fn
-    if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
-        warnings.warn(
-            f"the loss ends in a sum ({type(last).__name__}), and the plan weights it as a mean over samples; expected "
-            "a mean; take one, or tune with loss_reduction='sum'",
-            UnevenLossWarning,
-            stacklevel=3,
-        )

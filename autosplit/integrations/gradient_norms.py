@@ -44,7 +44,7 @@ class RunNorms:
         self._step = StepNorms(self.noise_scale, self._over_ranks)
 
     def recorded(
-        self, loss: torch.Tensor, weight: float, total: int, scaler: Any, models: Iterable[nn.Module]
+        self, loss: torch.Tensor, weight: float, total: float, scaler: Any, models: Iterable[nn.Module]
     ) -> AbstractContextManager[None]:
         """Take the norm of a micro-batch's gradient in the backward within.
 
@@ -62,13 +62,15 @@ class RunNorms:
                 if isinstance(part, DistributedDataParallel):
                     refuse_hook(part)
         scale = 1.0 if scaler is None else scaler.scale(loss.detach().new_ones(()))
-        return self._step.recorded(loss, round(weight * total / self._num_processes), weight, scale)
+        size = weight * total / self._num_processes
+        whole = round(size)
+        return self._step.recorded(loss, whole if abs(size - whole) < 1e-6 else size, weight, scale)
 
     def spoil(self) -> None:
         """Leave the optimizer step out: a micro-batch of it was cut."""
         self._step.spoil()
 
-    def finish(self, total: int) -> None:
+    def finish(self, total: float) -> None:
         """Add an optimizer step to the run, while its gradients are as they met; all processes call it."""
         self._step.finish(total)
 

@@ -5,17 +5,16 @@
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
 It is for one device a process (the DDP strategy, or a single device) and automatic optimization. The loss of each
-micro-batch is weighted by what it counts for: its labels that are not left out, shifted or not, or its samples; a sum
-counts whole. Which of them it is, is found by asking the training step, or said by `count`. Without a plan nothing is
-changed.
+micro-batch is weighted by what it divides by: its labels that are not ignored, shifted or not, their class weights, or
+its samples. A sum has the weight 1. Which of these it is, a run of the training step on a few samples shows, unless
+`count` returns it. Without a plan nothing is changed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +26,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loader_steps import total_over_ranks
+from autosplit.ddp.loader_steps import totals_over_ranks
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
@@ -36,18 +36,12 @@ from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, wo
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
+from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for
+from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import (
-    MOST_SAMPLES,
-    SUM,
-    TOLERANCE,
-    UnevenLossWarning,
-    asked_rule,
-    count_by,
-    tell_of_uneven_loss,
-)
+from autosplit.probe.loss_mean import SUM, Finding, Samples, UnevenLossWarning, examine_others, warn_of_finding
 
 __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 
@@ -66,7 +60,9 @@ class SharesLoader:
     It is no DataLoader, so that Lightning puts no sampler of its own into it.
     """
 
-    def __init__(self, loader: DataLoader[Any], share: Share, count: Callable[[Any], int] | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], share: Share, count: Count | None, *, spans_ranks: bool = False
+    ) -> None:
         sampler = loader.batch_sampler
         assert isinstance(sampler, MarkingBatchSampler), sampler
         self.batch_sampler = sampler
@@ -76,6 +72,7 @@ class SharesLoader:
         self._loader = loader
         self._share = share
         self._count = count
+        self._spans_ranks = spans_ranks
         self._sums = False
         self._end: int | None = None
         self._progress: Any = None
@@ -84,15 +81,14 @@ class SharesLoader:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def weigh_by(self, rule: str) -> None:
+    def weigh_by(self, finding: Finding) -> None:
         """Let micro-batches count by a rule that was found."""
-        self._sums = rule == SUM
-        self._count = partial(count_by, rule) if rule in {"labels", "shifted labels"} else None
+        self._sums = finding.rule == SUM
+        self._count = None if finding.rule in (SUM, "samples") else finding.counts
 
-    def some_samples(self) -> Any:
-        """Return the first samples of the data set, collated."""
-        dataset: Any = self.dataset
-        return self._loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+    def some_samples(self) -> Samples:
+        """Return a few samples of the data set."""
+        return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
         """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""
@@ -109,6 +105,7 @@ class SharesLoader:
             self.batch_sampler,
             count=self._count,
             sums=self._sums,
+            spans_ranks=self._spans_ranks,
             over_processes=self._over_processes,
             begin=begin,
             end=self._end,
@@ -146,10 +143,10 @@ class SharesLoader:
             )
         return begin
 
-    def _over_processes(self, number: int) -> int:
+    def _over_processes(self, numbers: Sequence[float]) -> list[float]:
         if self._share.num_processes == 1:
-            return number
-        return total_over_ranks(number, torch.device(accelerator_kind() or "cpu"))
+            return [*numbers]
+        return totals_over_ranks(numbers, torch.device(accelerator_kind() or "cpu"))
 
 
 class Shares(lightning.pytorch.Callback):
@@ -160,8 +157,11 @@ class Shares(lightning.pytorch.Callback):
             or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
             model of this size.
         model: What is to be trained: only by it is a remembered plan known to be for it.
-        count: ``count(batch) -> int``: what the mean loss of a batch is over, where asking it does not tell. Where that
-            is not samples, an optimizer step's micro-batches are held back until all are counted.
+        count: Return what the mean loss of a batch divides by, an int or a float, such as the sum of its samples'
+            weights. Default: what running the training step on a few samples shows. Unless that is the samples, an
+            optimizer step's micro-batches are held back until all are counted.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+            several micro-batches per step pass `count`, too.
         noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
         on_oom: ``"cut"`` runs a micro-batch that runs out of memory in parts, see `Plan.steps`; the module is then to
             have `CutMixin` among its bases.
@@ -177,7 +177,8 @@ class Shares(lightning.pytorch.Callback):
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: Once it is fit: the plan is for a model of another size.
-        UnevenLossWarning: Once it is fit: the loss is neither a mean over samples or labels nor a sum.
+        UnevenLossWarning: Once it is fit: the loss is neither a mean over samples or labels nor a sum, or it could not
+            be examined.
     """
 
     def __init__(
@@ -185,16 +186,20 @@ class Shares(lightning.pytorch.Callback):
         plan: Plan | str | os.PathLike[str] | None = None,
         *,
         model: nn.Module | None = None,
-        count: Callable[[Any], int] | None = None,
+        count: Count | None = None,
+        loss_scope: LossScope | None = None,
         noise_scale: bool = False,
         on_oom: OnOom = "raise",
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
-        self._count = count
+        self._count, self._scope = count, loss_scope
+        if checked_scope(loss_scope):
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+        self._collectives: LossCollectives | None = None
         self._loader: SharesLoader | None = None
-        self._rule: str | None = None
+        self._finding: Finding | None = None
         self._at: Weighed | None = None
         self._backward = ExitStack()
         cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
@@ -224,7 +229,7 @@ class Shares(lightning.pytorch.Callback):
         if self.share is None:
             return loader
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return SharesLoader(DataLoader(**options), self.share, self._count)
+        return SharesLoader(DataLoader(**options), self.share, self._count, spans_ranks=self._scope == "ranks")
 
     def data(self, datamodule: lightning.pytorch.LightningDataModule, **options: Any) -> Any:
         """Let a data module's training loader hand out shares.
@@ -266,15 +271,16 @@ class Shares(lightning.pytorch.Callback):
         self._find_loader(trainer)
         assert self._loader is not None, "it was found"
         self.share.refuse_uncounted_batchnorms(pl_module, self._loader.batch_sampler)
-        if self._count is None:
-            self._rule = self._agreed_rule(trainer, pl_module)
+        if self._count is None and self._scope != "ranks":
+            self._finding = self._agreed_finding(trainer, pl_module)
             if self._norms is not None:
-                refuse_sum(self._rule == SUM)
+                refuse_sum(self._finding.rule == SUM)
             self._find_loader(trainer)
+        if self._scope is None and self.share.num_processes > 1:
+            self._collectives = LossCollectives([trainer.strategy.model])
         if self._cut is not None:
-            rule = "samples" if self._rule is None or self._rule == SUM else self._rule
-            self._cut.cuts.count = self._count or partial(count_by, rule)
-            self._cut.sums = self._rule == SUM
+            self._cut.cuts.count = self._count or (None if self._finding is None else self._finding.counts)
+            self._cut.sums = self._finding is not None and self._finding.rule == SUM
             pl_module.autosplit_cuts = self._cut
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
@@ -295,6 +301,8 @@ class Shares(lightning.pytorch.Callback):
                 "GradientAccumulationScheduler"
             )
         self._at = self._loader.walked[batch_idx]
+        if self._collectives is not None:
+            self._collectives.begin()
         if self._norms is not None and self._at.position == 0:
             self._norms.begin()
         if self._cut is not None:
@@ -323,27 +331,33 @@ class Shares(lightning.pytorch.Callback):
                 "pass shares.loader(loader), or shares.data(datamodule)"
             )
         loader.follow(trainer)
-        if self._rule is not None:
-            loader.weigh_by(self._rule)
+        if self._finding is not None:
+            loader.weigh_by(self._finding)
         self._loader = loader
 
-    def _agreed_rule(self, trainer: Any, pl_module: Any) -> str:
-        """Find what the loss is a mean over; the first process's finding is everyone's."""
+    def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
+        """Find what the loss is a mean over; every process takes what the first process finds."""
         assert self._loader is not None, "it was found"
         assert self.share is not None, "without a plan nothing is weighed"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"
-        batch = trainer.strategy.batch_to_device(self._loader.some_samples(), pl_module.device, 0)
+
+        def loss_of(rows: Any) -> torch.Tensor:
+            return asked_loss(pl_module, trainer.strategy.batch_to_device(rows, pl_module.device, 0))
+
         with trainer.precision_plugin.train_step_context():
-            rule, error = asked_rule(partial(asked_loss, pl_module), batch, otherwise=otherwise)
-        if error > TOLERANCE and trainer.is_global_zero:
-            tell_of_uneven_loss(error)
-        agreed: str = trainer.strategy.broadcast(rule)
+            finding = examine_others(loss_of, self._loader.some_samples(), otherwise=otherwise)
+        if trainer.is_global_zero:
+            warn_of_finding(finding, where="Shares")
+        agreed: Finding = trainer.strategy.broadcast(finding)
         return agreed
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
         """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""
         if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
+        if self._collectives is not None:
+            self._collectives.refuse(loss, self._at.weight, "Shares")
+            self._collectives.end()
         weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if self._norms is not None:

@@ -15,7 +15,6 @@ from io import StringIO
 from typing import Any
 
 import lightning.pytorch
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -64,11 +63,11 @@ class TrainingStep(nn.Module):
             return _loss_of_step(self.module, batch)
 
 
-def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
-    """Return the loss of a training step that is none, by a copy of the module in evaluation mode."""
+def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
+    """Return the loss of a training step that trains nothing: a copy of the module in evaluation mode runs it."""
     asked = copy.deepcopy(module).eval()
-    with torch.no_grad(), kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
-        return float(_loss_of_step(asked, batch))
+    with kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
+        return _loss_of_step(asked, batch)
 
 
 def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,7 @@ from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meet
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 from autosplit.integrations.weighted_backward import Weighed
-from autosplit.parallel.batch_counts import count_samples, counted
+from autosplit.parallel.batch_counts import Count, count_samples, counted
 from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
 
 
@@ -31,9 +30,7 @@ class CutBatches:
         self._wrapped: list[DistributedDataParallel] = []
 
     @classmethod
-    def of_share(
-        cls, share: Share, on_oom: OnOom, owner: object, count: Callable[[Any], int] | None
-    ) -> CutBatches | None:
+    def of_share(cls, share: Share, on_oom: OnOom, owner: object, count: Count | None) -> CutBatches | None:
         """Return those of a process's share; None where errors are to be raised."""
         cuts = cuts_for(owner, on_oom, count=count, **share.cut_options)
         return None if cuts is None else cls(cuts, sums=share.plan.loss_reduction == "sum")

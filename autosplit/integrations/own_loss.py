@@ -1,7 +1,12 @@
-"""Ask what the loss that a model returns by itself is a mean over, when it is trained with for the first time."""
+"""Examine the loss of an accelerate loop at its first backward: what it is a mean over.
+
+A loss that the model returned is run again on a few samples. Any other loss is the loop's own code, so only its
+autograd graph can be read.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.errors import InputError
-from autosplit.probe.loss_mean import TOLERANCE, asked_rule, tell_of_uneven_loss
+from autosplit.errors import InputError, WorkloadError
+from autosplit.parallel.loss_graph import COUNTS, Reading, UnevenLossWarning, read_loss
+from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
+from autosplit.workload.batch import map_tensors
 
 
 class OwnLoss:
@@ -37,11 +45,43 @@ class OwnLoss:
                 "factors of the loss that go with it, and pass count= to the Accelerator"
             )
 
-    def rule(self, loss: torch.Tensor, model: nn.Module) -> str | None:
-        """Ask the model, without what wraps it, about samples of its last batch; return what the loss is a mean over.
+    def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
+        """Return why a loss can't be weighted by samples, in sentences; empty if it can, or if nobody knows.
 
-        None where the model did not make the loss or its batch does not tell; with a warning, where the loss is neither
-        a mean over samples or labels nor a sum.
+        Args:
+            loader: The one that the batch is of.
+            samples: Of the batch; 0 if it counts nothing.
+
+        Warns:
+            UnevenLossWarning: What the loss is a mean over could not be examined, or it fits no rule.
+        """
+        finding = self.finding(loss, model, loader)
+        if finding is not None:
+            warn_of_finding(finding, where="the Accelerator", stacklevel=6)
+            if finding.rule == "samples" or not finding.error <= TOLERANCE:
+                return ""
+            return f"The model's loss is {finding}. {_cure(finding)}"
+        reading = read_loss(loss, samples) if samples else Reading("samples")
+        if reading.kind in ("weights", "labels", "elements"):
+            return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
+        if reading.kind == "unknown":
+            warnings.warn(
+                f"What the loss is a mean over could not be examined: it is {reading.text}, and the model did not "
+                "compute it. It is weighted as a mean over samples. If it is anything else, pass count= to the "
+                "Accelerator: a function that returns what the mean loss of a batch divides by.",
+                UnevenLossWarning,
+                stacklevel=5,
+            )
+        return ""
+
+    def finding(self, loss: torch.Tensor, model: nn.Module, loader: Any) -> Finding | None:
+        """Find what the loss is a mean over, by running the model, without its wrapper, on samples of its last batch.
+
+        Args:
+            loader: The one that the batch is of. If the batch can't be cut, its collator makes smaller ones.
+
+        Returns:
+            None if the model did not compute the loss.
         """
         kept = self._kept
         if kept is None or kept[1]() is not loss:
@@ -50,10 +90,52 @@ class OwnLoss:
         model.eval()
         try:
             with torch.no_grad(), kept_rng():
-                rule, error = asked_rule(lambda rows: float(model(**rows)["loss"]), kept[0], otherwise="samples")
+                samples = _samples(kept[0], loader)
+                return examine_others(lambda rows: model(**_moved(rows, loss))["loss"], samples, otherwise="samples")
         finally:
             for part, mode in modes:
                 part.training = mode
-        if error > TOLERANCE:
-            tell_of_uneven_loss(error)
-        return rule if error <= TOLERANCE else None  # nor where it is NaN
+
+
+def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
+    """Return samples of a batch, or of the data set if the batch has ragged tensors or a single sample."""
+    try:
+        found = Samples.in_batch(kwargs)
+    except WorkloadError:
+        found = None
+    if found is not None and found.number > 1:
+        return found
+
+    def collated(samples: list[Any]) -> dict[str, Any]:
+        batch = loader.collate_fn(samples)
+        if not isinstance(batch, Mapping) or not kwargs.keys() <= batch.keys():
+            raise WorkloadError("the model's arguments can't be cut, and are not what the loader's collator returns")
+        return {name: batch[name] for name in kwargs}
+
+    return Samples.in_data_set(loader.dataset, collated)
+
+
+def _moved(rows: dict[str, Any], loss: torch.Tensor) -> Any:
+    return map_tensors(lambda tensor: tensor.to(loss.device), rows)
+
+
+def _cure(finding: Finding) -> str:
+    if finding.rule == SUM:
+        return "Tune with loss_reduction='sum'."
+    if finding.counter is not None:
+        weighted = finding.counter.weights is not None
+        return f"Pass count= to the Accelerator: {COUNTS['weights' if weighted else 'labels']}."
+    labels = 'batch["labels"][:, 1:]' if finding.rule == "shifted labels" else 'batch["labels"]'
+    return f"Pass count=lambda batch: int(({labels} != {IGNORED_LABEL}).sum()) to the Accelerator."
+
+
+def doubt_sum(loss: torch.Tensor) -> None:
+    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split."""
+    last = loss.grad_fn
+    if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
+        warnings.warn(
+            f"the loss ends in a sum ({type(last).__name__}), and the plan weights it as a mean over samples; expected "
+            "a mean; take one, or tune with loss_reduction='sum'",
+            UnevenLossWarning,
+            stacklevel=4,
+        )

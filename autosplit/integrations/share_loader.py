@@ -1,15 +1,16 @@
 """The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
 
-A micro-batch of which this process has no share has to be run (the ranks' gradients meet there) and must not be
-counted. Where the tool draws batches by itself, as transformers' Trainer does, it comes with a mark that says so. The
-mark travels with the samples: through the workers, and past what skips batches to resume.
+A micro-batch of which this process has no share has to be run (the ranks' gradients are reduced in it) and must not be
+counted. If the tool draws batches by itself, as transformers' Trainer does, each batch carries the number of its
+samples, which is 0 here. The number travels with the samples: through the workers, and past what skips batches to
+resume.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
 from autosplit.rng import kept_rng
 
-MARK = "autosplit_uncounted"
-"""A key of a batch, there where it counts for nothing."""
+MARK = "autosplit_samples"
+"""The key under which a batch carries the number of its samples; 0 if it counts nothing."""
 
 
 class _Fetched(list[Any]):
@@ -66,20 +67,25 @@ class MarkingCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of some samples, marked where they were."""
-        if not isinstance(samples, _Fetched):
-            return self.collate(samples)
-        batch = self.collate(list(samples))
+        is_counted = not isinstance(samples, _Fetched)
+        number = len(samples)
+        batch = self.collate(samples if is_counted else list(samples))
+        if is_counted:
+            if isinstance(batch, MutableMapping):
+                batch[MARK] = number
+            return batch
         if not isinstance(batch, Mapping):
             raise InputError(
                 f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
                 "a process without a share of the short last step has to mark it; return a dict, or set drop_last"
             )
-        return {**batch, MARK: True}
+        return {**batch, MARK: 0}
 
 
-def taken_mark(batch: Any) -> bool:
-    """Tell whether a batch counts for nothing, and take the mark off."""
-    return bool(batch.pop(MARK, False)) if isinstance(batch, dict) else False
+def taken_mark(batch: Any) -> int | None:
+    """Take the number of samples off a batch, 0 for a batch that counts nothing; None if it has no such mark."""
+    number: int | None = batch.pop(MARK, None) if isinstance(batch, MutableMapping) else None
+    return number
 
 
 class SampledOrder:

@@ -8,8 +8,9 @@ A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)
     plain python        `BalancedDataParallel` in place of nn.DataParallel
     no plan             the Trainer as it is; a NoPlanWarning says so
 
-Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
-samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.probe.loss_mean`).
+Each micro-batch's loss is weighted by what it divides by: its labels that are not ignored, shifted or not, their class
+weights, or its samples. A sum has the weight 1. Which of these it is, the Trainer finds by running the loss on a few
+samples (`autosplit.probe.loss_mean`), unless `count` returns it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import broadcast_object_list
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,27 +34,38 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loader_steps import totals_over_ranks
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
+from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
+from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
+from autosplit.parallel.rank_scope import (
+    LossScope,
+    checked_scope,
+    normalised_over_ranks,
+    refuse_combined_scope,
+    refuse_ranks_without_samples,
+    refuse_uncounted_scope,
+)
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
-    MOST_SAMPLES,
-    RULES,
     SUM,
     TOLERANCE,
+    Finding,
+    Samples,
     UnevenLossWarning,
     count_by,
-    fitting_rule,
-    tell_of_uneven_loss,
+    examine_others,
+    warn_of_finding,
 )
 from autosplit.rng import kept_rng
-from autosplit.workload.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed
@@ -72,6 +85,10 @@ class SharesMixin(Mixed):
     Args:
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else the only plan remembered for this machine, this number of processes and a model of this size.
+        count: Return what the mean loss of a batch divides by, an int or a float, such as the sum of its samples'
+            weights. Default: what running the loss on a few samples shows.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+            several micro-batches per step pass `count`, too.
         on_oom: ``"cut"``, the same in every process, runs a micro-batch that runs out of memory again in two parts, see
             `Plan.steps`; the processes' gradients then meet after the last backward, not in it.
         noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
@@ -102,6 +119,8 @@ class SharesMixin(Mixed):
         self,
         *args: Any,
         plan: Plan | str | os.PathLike[str] | None = None,
+        count: Count | None = None,
+        loss_scope: LossScope | None = None,
         on_oom: OnOom = "raise",
         noise_scale: bool = False,
         **kwargs: Any,
@@ -109,12 +128,16 @@ class SharesMixin(Mixed):
         given = _argument("model", 0, args, kwargs)
         training_args = _argument("args", 1, args, kwargs)
         self.share = find_share(plan, parameters=parameters_in(given))
+        self._count, self._scope = count, loss_scope
+        if checked_scope(loss_scope):
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+        self._collectives: LossCollectives | None = None
         self._weights: deque[float] = deque()
-        self._items: deque[int] = deque()
-        self._total = 0
+        self._items: deque[float] = deque()
+        self._total: float = 0
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
-        self._rule: str | None = None
+        self._finding: Finding | None = None
         self._cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         if self.share is None:
             tell_of_no_plan()
@@ -158,30 +181,66 @@ class SharesMixin(Mixed):
         if self.share is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))
-        counts = [not taken_mark(batch) for batch in batches]
-        if self._rule is None:
-            self._rule = self._agreed_rule(device)
+        samples = [taken_mark(batch) for batch in batches]
+        if self._scope == "ranks":
+            self._weights = deque(self._weights_over_ranks(batches, samples))
+            return batches, None
+        if self._finding is None and self._count is None:
+            self._finding = self._agreed_finding()
         if self._norms is not None:
             self._norms.begin()
             refuse_sum(self._rule == SUM)
         if self._rule == _ITEMS:
-            self._weights = deque(float(counted) for counted in counts)
-            ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
-            step_items = self._get_num_items_in_batch(ignoring, device)
-            if self._norms is not None:
-                rule = "shifted labels" if self._loss_shifts_labels else "labels"
-                self._items, self._total = deque(count_by(rule, one) for one in ignoring), int(step_items)
-            return batches, step_items
+            return batches, self._weighted_by_items(batches, samples, device)
         if self._rule == SUM:
-            self._weights = deque(float(self.share.num_processes * counted) for counted in counts)
+            self._weights = deque(float(self.share.num_processes * (number != 0)) for number in samples)
             return batches, None
-        items = [count_by(self._rule, one) if counted else 0 for one, counted in zip(batches, counts, strict=True)]
-        total = sum(items)
-        if self.share.num_processes > 1:
-            total = int(self.accelerator.gather(torch.tensor([total], device=device)).sum())
+        items = [self._count_of(one, number) for one, number in zip(batches, samples, strict=True)]
+        total = self._over_processes([sum(items)])[0]
         self._weights = deque(number * self.share.num_processes / total if total else 0.0 for number in items)
         self._items, self._total = deque(items), total
         return batches, None
+
+    @property
+    def _rule(self) -> str | None:
+        return None if self._finding is None else self._finding.rule
+
+    def _count_of(self, batch: Any, samples: int | None) -> float:
+        """Return what the loss of a batch divides by.
+
+        Args:
+            samples: Of the batch; None if nobody knows, 0 if it counts nothing.
+        """
+        if samples == 0:
+            return 0
+        own = self._count or (None if self._finding is None else self._finding.counter)
+        if own is not None:
+            return counted(own, batch)
+        return count_by(self._rule or "samples", batch, samples)
+
+    def _over_processes(self, numbers: list[float]) -> list[float]:
+        assert self.share is not None, "without a plan nothing is counted"
+        return numbers if self.share.num_processes == 1 else totals_over_ranks(numbers, self.args.device)
+
+    def _weights_over_ranks(self, batches: list[Any], samples: list[int | None]) -> list[float]:
+        """Return the weights of micro-batches whose losses are normalised over the processes."""
+        refuse_uncounted_scope(len(batches), self._count)
+        zeros = sum(number == 0 for number in samples)
+        items = [self._count_of(one, number) for one, number in zip(batches, samples, strict=True)]
+        without, *everyones = self._over_processes([zeros, *items])
+        refuse_ranks_without_samples(without)
+        sizes, total = normalised_over_ranks(everyones, 1)
+        return [size / total if total else 0.0 for size in sizes]
+
+    def _weighted_by_items(self, batches: list[Any], samples: list[int | None], device: Any) -> Any:
+        """Weight each micro-batch by 1, and return the items of the step, by which the loss divides itself."""
+        self._weights = deque(float(number != 0) for number in samples)
+        ignoring = [one if number != 0 else _ignored(one) for one, number in zip(batches, samples, strict=True)]
+        step_items = self._get_num_items_in_batch(ignoring, device)
+        if self._norms is not None:
+            rule = "shifted labels" if self._loss_shifts_labels else "labels"
+            self._items, self._total = deque(count_by(rule, one) for one in ignoring), int(step_items)
+        return step_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a micro-batch, its loss weighted."""
@@ -191,6 +250,10 @@ class SharesMixin(Mixed):
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
         items = self._items.popleft() if self._norms is not None else 0
+        if self._scope is None and self._collectives is None and self.share.num_processes > 1:
+            self._collectives = LossCollectives([model])
+        if self._collectives is not None:
+            self._collectives.begin()
         if self._cuts is not None:
             loss = self._run_in_parts(model, inputs, weight, num_items_in_batch, items)
         else:
@@ -202,16 +265,15 @@ class SharesMixin(Mixed):
         return loss
 
     def _run_in_parts(
-        self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any, items: int
+        self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any, items: float
     ) -> torch.Tensor:
         assert self._cuts is not None, "without it nothing is cut"
-        assert self._rule is not None, "the micro-batch was weighed"
-        rule = "samples" if self._rule in (SUM, _ITEMS) else self._rule
-        self._cuts.count = partial(count_by, rule)
-        size = count_by(rule, inputs) if weight else 0
+        counts_whole = self._rule in (SUM, _ITEMS)
+        self._cuts.count = partial(self._count_of, samples=None) if not counts_whole else partial(count_by, "samples")
+        size = counted(self._cuts.count, inputs) if weight else 0
 
         def run(part: Part, attempt: Attempt) -> torch.Tensor:
-            own = weight if self._rule in (SUM, _ITEMS) or not weight else weight * part.size / size
+            own = weight if counts_whole or not weight else weight * part.size / size
             with self._weighted(own, model, items, attempt):
                 loss: torch.Tensor = super(SharesMixin, self).training_step(model, part.batch, num_items_in_batch)
             return loss * own if own else torch.zeros_like(loss)
@@ -262,12 +324,17 @@ class SharesMixin(Mixed):
     # How it is done
 
     @contextmanager
-    def _weighted(self, weight: float, model: nn.Module, items: int, attempt: Attempt | None = None) -> Iterator[None]:
+    def _weighted(
+        self, weight: float, model: nn.Module, items: float, attempt: Attempt | None = None
+    ) -> Iterator[None]:
         """Let the accelerator's backward, which every Trainer's step ends in, run on the weighted loss."""
         accelerator = self.accelerator
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
+            if self._collectives is not None:
+                self._collectives.refuse(loss, weight, "the Trainer")
+                self._collectives.end()
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)
@@ -278,37 +345,35 @@ class SharesMixin(Mixed):
         finally:
             del accelerator.backward  # the class's own shows again
 
-    def _recorded(self, loss: torch.Tensor, items: int, model: nn.Module) -> AbstractContextManager[None]:
+    def _recorded(self, loss: torch.Tensor, items: float, model: nn.Module) -> AbstractContextManager[None]:
         if self._norms is None or not items:
             return nullcontext()
         assert self.share is not None, "without a plan no norm is taken"
         weight = items * self.share.num_processes / self._total
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
-    def _agreed_rule(self, device: Any) -> str:
-        """Find what the model's loss is a mean over; the first process's finding is everyone's."""
+    def _agreed_finding(self) -> Finding:
+        """Find what the model's loss is a mean over; every process takes what the first process finds."""
         assert self.share is not None, "without a plan nothing is weighed"
-        rule, error = self._found_rule()
-        names = [*RULES, SUM, _ITEMS]
+        found = [self._found()]
         if self.share.num_processes > 1:
-            rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
-        if error > TOLERANCE and self.is_world_process_zero():
-            tell_of_uneven_loss(error)
-        return rule
+            broadcast_object_list(found)
+        if self.is_world_process_zero():
+            warn_of_finding(found[0], where="the Trainer")
+        return found[0]
 
-    def _found_rule(self) -> tuple[str, float]:
+    def _found(self) -> Finding:
         loader = self.callback_handler.train_dataloader
-        dataset = loader.dataset
         was_training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad(), kept_rng(), self.compute_loss_context_manager():
-                batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
-                if self._divides_by_items(batch):
-                    return _ITEMS, 0.0
-                return fitting_rule(
-                    lambda rows: float(self.compute_loss(self.model, self._prepare_inputs(rows))),
-                    batch,
+                samples = Samples.in_data_set(loader.dataset, loader.collate_fn.collate)
+                if self._divides_by_items(samples.batch_of(range(samples.number))):
+                    return Finding(_ITEMS, 0.0)
+                return examine_others(
+                    lambda rows: self.compute_loss(self.model, self._prepare_inputs(rows)),
+                    samples,
                     otherwise="shifted labels" if self._loss_shifts_labels else "labels",
                 )
         finally:
@@ -382,67 +447,6 @@ def _refuse_unfit(args: Any) -> None:
                 f"{name} is {getattr(args, name)!r}; expected it off, because a plan's shares are drawn from one order "
                 "of all samples and trained by DDP; leave it out, or train without a plan"
             )
-
-
-def workload(trainer: Any) -> Workload:
-    """Make the workload of a Trainer, to be tuned: its model, data, collator, loss, optimizer and precision.
-
-        plan = autosplit.tune(autosplit.integrations.transformers.workload(trainer), effective_batch_size=512)
-
-    Args:
-        trainer: A Trainer; nothing of it is changed. It may have no plan.
-
-    Returns:
-        The workload. Its sample batch is the first samples of the training data set, collated.
-
-    Raises:
-        InputError: There is no training data set, or it has no length.
-    """
-    dataset = trainer.train_dataset
-    if dataset is None or not hasattr(dataset, "__len__") or not len(dataset):
-        raise InputError(
-            f"the Trainer's train_dataset is {type(dataset).__name__}; expected one with samples by index, of which a "
-            "sample batch is made; pass train_dataset="
-        )
-    makes: Any = super(SharesMixin, trainer) if isinstance(trainer, SharesMixin) else trainer
-    loader: Any = makes.get_train_dataloader()
-    kept: Any = loader.dataset
-    samples = [kept[index] for index in range(min(len(kept), _SAMPLES))]
-    optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "none"
-    return Workload(
-        trainer.model,
-        dict(loader.collate_fn(samples)),
-        compute_loss=partial(_loss_by, trainer) if _has_own_loss(trainer) else _loss_of,
-        optimizer=partial(optimizer_class, **options),
-        precision=precision,
-    )
-
-
-_SAMPLES = 8
-"""Of a Trainer's sample batch."""
-
-
-def _loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    outputs = model(**batch)
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return loss
-
-
-def _has_own_loss(trainer: Any) -> bool:
-    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
-    return own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
-
-
-def _loss_by(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the loss that a Trainer makes of a batch that is all there is of an optimizer step."""
-    labels = batch.get("labels")
-    given = {}
-    if trainer.compute_loss_func is not None and labels is not None:
-        shifted = "shifted labels" if trainer._loss_shifts_labels else "labels"
-        given["num_items_in_batch"] = torch.tensor(count_by(shifted, batch), device=labels.device)
-    loss: torch.Tensor = trainer.compute_loss(model, dict(batch), **given)
-    return loss
 
 
 def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:

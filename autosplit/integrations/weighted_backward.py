@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from autosplit.ddp.batchnorms import silenced
-from autosplit.parallel.batch_counts import counted
+from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.rank_scope import (
+    OverRanks,
+    normalised_over_ranks,
+    refuse_ranks_without_samples,
+    refuse_uncounted_scope,
+)
 from autosplit.solve.split import micro_batch_sizes
 
 
@@ -36,7 +42,7 @@ class Weighed(NamedTuple):
     position: int
     length: int
     size: int
-    total: int
+    total: float
 
     @property
     def ends_step(self) -> bool:
@@ -48,9 +54,10 @@ def weighed(
     loader: Iterable[Any],
     sampler: ScheduledBatchSampler,
     *,
-    count: Callable[[Any], int] | None = None,
+    count: Count | None = None,
     sums: bool = False,
-    over_processes: Callable[[int], int] = int,
+    spans_ranks: bool = False,
+    over_processes: OverRanks = list,
     begin: int = 0,
     end: int | None = None,
 ) -> Iterator[Weighed]:
@@ -59,16 +66,22 @@ def weighed(
     An optimizer step of which only a part is walked is a step of that part: its weights add up all the same.
 
     Args:
-        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples. A step's micro-batches
-            are then held back until all are counted.
-        sums: The loss is a sum, of which each part counts whole.
-        over_processes: Adds a number up over the processes.
+        count: Return what a batch's mean loss divides by; None for its samples. With a function, a step's micro-batches
+            are held back until all are counted.
+        sums: The loss is a sum, so each part has the weight 1.
+        spans_ranks: The loss is normalised over the processes already, see `normalised_over_ranks`.
+        over_processes: Adds each of a list of numbers up over the processes.
         begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
         end: How many of the epoch there are; None for all.
     """
     start, schedule = sampler.start_step, sampler.schedule
     first = batches_of(sampler, start)
     end = min(len(sampler), len(sampler) if end is None else end)
+    num_ranks = sampler.rank_slice.num_ranks
+    if spans_ranks:
+        refuse_uncounted_scope(max((len(step.micro_batch_sizes) for step in schedule), default=0), count)
+        zeros = sum(not size for step in schedule for size in step.micro_batch_sizes)
+        refuse_ranks_without_samples(*over_processes([zeros]))
     batches = iter(loader)  # workers begin to draw here, which spends the sampler's start
     for step in schedule[start:]:
         if first >= end:
@@ -76,17 +89,21 @@ def weighed(
         last = min(first + len(step.micro_batch_sizes), end)
         numbers = range(max(first, min(begin, last)), last)
         part = slice(numbers.start - first, last - first)
-        sizes = list(step.micro_batch_sizes[part])
-        total = sum(micro_batch_sizes(step.num_samples, sampler.batch_size)[part])
+        sizes: list[float] = list(step.micro_batch_sizes[part])
+        everyones: list[float] = list(micro_batch_sizes(step.num_samples, sampler.batch_size)[part])
+        total: float = sum(everyones)
         drawn: Any = islice(batches, part.start, part.stop)
         if count is not None:
             drawn = list(drawn)
             # Where there is no share, a sample is run that counts for nothing.
             sizes = [counted(count, one) if size else 0 for one, size in zip(drawn, sizes, strict=True)]
-            total = over_processes(sum(sizes))
+            everyones = over_processes(sizes if spans_ranks else [sum(sizes)])
+            total = sum(everyones)
+        if spans_ranks:
+            sizes, total = normalised_over_ranks(everyones, num_ranks)
         shares = step.micro_batch_sizes[part]
         for position, (batch, size) in enumerate(zip(drawn, sizes, strict=True)):
-            weight = sampler.rank_slice.num_ranks * (float(size > 0) if sums else size / total if total else 0.0)
+            weight = num_ranks * (float(size > 0) if sums else size / total if total else 0.0)
             number = numbers[position]
             yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position], total)
         first += len(step.micro_batch_sizes)

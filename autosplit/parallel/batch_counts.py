@@ -1,7 +1,13 @@
-"""Count what comes out of a loader: the samples of a batch, or what its loss averages over."""
+"""Count what a batch's mean loss averages over: its samples, its labels, or the sum of real-valued weights.
+
+A loss with class weights w divides by the sum of the weights of its labels, `sum(w[y])`. That sum is the count of the
+batch: a step's gradient is exact if each micro-batch is weighted by its count over the whole step's.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from autosplit.errors import InputError
-from autosplit.solve.split import whole_number
 from autosplit.workload.batch import children_of
 
 
@@ -24,9 +29,50 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def counted(count: Callable[[Any], int], batch: Any) -> int:
-    """Return what a batch counts for: a whole number, or an `InputError` says what it is instead."""
-    return whole_number("the count of a batch", count(batch))
+Count = Callable[[Any], "float | torch.Tensor"]
+"""Return what the mean loss of a batch averages over: an int, a float, or a tensor of one element."""
+
+
+def counted(count: Count, batch: Any) -> float:
+    """Return the count of a batch as a Python number; whole numbers stay ints, and so are exact.
+
+    Raises:
+        InputError: `count` returned anything but a finite number, 0 or more.
+    """
+    return as_count(count(batch), "count(batch)")
+
+
+def as_count(value: Any, name: str) -> float:
+    """Check a number that a user's function returned, and return it as an int or a float.
+
+    Args:
+        name: The call, as error messages write it.
+    """
+    expected = "a finite number, 0 or more: the samples, labels or weights that the mean loss divides by"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise InputError(
+            f"{name} returned a tensor of shape {tuple(value.shape)}. Expected {expected}. Return its sum()."
+        )
+    if isinstance(value, (bool, str, bytes)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.")
+    try:
+        plain: Any = value.item() if isinstance(value, torch.Tensor) else value
+        number: float = operator.index(plain)
+    except TypeError:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.") from None
+    if not math.isfinite(number) or number < 0:
+        raise InputError(
+            f"{name} returned {number}. Expected {expected}. A micro-batch whose count is 0 contributes nothing."
+        )
+    return number
+
+
+def tidy(total: float) -> float:
+    """Return a whole number as an int, and any other as it is."""
+    return int(total) if float(total).is_integer() else total
 
 
 def count_samples(batch: Any) -> int:

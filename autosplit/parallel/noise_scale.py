@@ -52,7 +52,7 @@ class NoiseScale:
         """Count the steps that it is estimated from."""
         return len(self._steps)
 
-    def add(self, sums: Sums, num_samples: int) -> None:
+    def add(self, sums: Sums, num_samples: float) -> None:
         """Add a step; one of a single micro-batch, or whose gradient is not finite, is left out.
 
         Raises:
@@ -143,7 +143,7 @@ class StepNorms:
         self._is_whole = True
 
     @contextmanager
-    def recorded(self, scaled: Tensor, size: int, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
+    def recorded(self, scaled: Tensor, size: float, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
         """Take the norm of a micro-batch's mean gradient; the backward within begins at `scaled`, the scaled loss."""
         graph = AddedGradients(scaled)
         if graph.hides:
@@ -166,7 +166,7 @@ class StepNorms:
         """Leave the step out: a micro-batch broke off, whose parts have not each parameter's gradient."""
         self._is_whole = False
 
-    def finish(self, num_samples: int) -> None:
+    def finish(self, num_samples: float) -> None:
         """Add the step to the run, when its gradients are those that the optimizer gets; all ranks call it."""
         grads = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         squared = _total(map(_squared_norm, grads))

@@ -28,6 +28,7 @@ from torch import Tensor
 from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import InputError, advise
 from autosplit.oom import is_oom, scarcity
+from autosplit.parallel.batch_counts import Count, counted
 from autosplit.rng import RngState
 from autosplit.workload.batch import batch_size_of, chunk
 
@@ -56,7 +57,7 @@ class Part:
     """
 
     batch: Any
-    size: int
+    size: float
     added: tuple[Tensor, ...] = ()
 
 
@@ -78,7 +79,7 @@ class Cuts:
 
     dim: int = 0
     least: int = 1
-    count: Callable[[Any], int] | None = None
+    count: Count | None = None
     note: Callable[[str], None] | None = None
     lowers: bool = True
     most_samples: int | None = field(default=None, init=False)
@@ -86,7 +87,7 @@ class Cuts:
     _runs: Counter[int] = field(default_factory=Counter, init=False)
     _failures: Counter[int] = field(default_factory=Counter, init=False)
 
-    def parts_of(self, batch: Any, size: int) -> list[Part]:
+    def parts_of(self, batch: Any, size: float) -> list[Part]:
         """Return a micro-batch as it is, or cut where as many samples are known to run out."""
         part = Part(batch, size)
         samples = self.samples_of(part) if self.most_samples is not None and size else 0
@@ -145,9 +146,9 @@ class Cuts:
         sizes = tuple(end - begin for begin, end in itertools.pairwise(ends))
         batches = chunk(part.batch, sizes, self.dim, samples)
         if not part.size:
-            counts: Iterable[int] = [0] * len(sizes)
+            counts: Iterable[float] = [0] * len(sizes)
         else:
-            counts = sizes if self.count is None else [self.count(batch) for batch in batches]
+            counts = sizes if self.count is None else [counted(self.count, batch) for batch in batches]
         return [Part(batch, count, part.added) for batch, count in zip(batches, counts, strict=True)]
 
 
@@ -294,7 +295,7 @@ def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def run_in_parts(cuts: Cuts, batch: Any, size: int, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:
+def run_in_parts(cuts: Cuts, batch: Any, size: float, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:
     """Run a micro-batch by a function, and what runs out of memory of it in two parts; return its results.
 
     Args:

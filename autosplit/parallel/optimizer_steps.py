@@ -18,13 +18,23 @@ import torch
 
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
-from autosplit.parallel.batch_counts import check_loader, count_samples, counted
+from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.loss_graph import read_loss, warn_of_reading
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
-from autosplit.solve.split import accumulation_steps, whole_number
+from autosplit.parallel.rank_scope import (
+    OverRanks,
+    normalised_over_ranks,
+    refuse_ranks_without_samples,
+    refuse_uncounted_scope,
+)
+from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_number
 
 _MISSING = object()
+
+LossReader = Callable[[torch.Tensor, int], None]
+"""Examine the first loss of a walk, of so many samples."""
 
 
 class OptimizerStep:
@@ -36,7 +46,8 @@ class OptimizerStep:
     their number.
 
     Args:
-        sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
+        sizes: What each micro-batch counts for, in samples or in whatever its mean loss averages over: whole numbers,
+            or sums of real-valued weights.
         num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
         samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
@@ -53,15 +64,16 @@ class OptimizerStep:
         on_end: Called when the last micro-batch has had its backward; None for nothing.
         cuts: How micro-batches that run out of memory in an `attempt` are cut; None where they are not.
         norms: Takes the norms of the gradients, for the noise scale; None where that is not wanted.
+        on_loss: Called once each with the step's first loss, before its backward, and with its samples.
     """
 
     def __init__(
         self,
         batches: Iterable[Any],
-        sizes: Sequence[int],
+        sizes: Sequence[float],
         *,
         index: int = 0,
-        num_samples: int | None = None,
+        num_samples: float | None = None,
         num_ranks: int = 1,
         samples: Sequence[int] | None = None,
         splits: Sequence[tuple[int, ...]] | None = None,
@@ -78,9 +90,10 @@ class OptimizerStep:
         self.on_end: Callable[[], None] | None = None
         self.cuts: Cuts | None = None
         self.norms: StepNorms | None = None
+        self.on_loss: list[LossReader] = []
         self._batches = iter(batches)
         self._drawn = 0
-        self._size = 0
+        self._size: float = 0
         self._had_backward = True
         self._iterated = False
         self._meets = False
@@ -151,11 +164,14 @@ class OptimizerStep:
         weight = self.weight
         if self._had_backward:
             raise InputError(
-                f"backward was called twice for {self._place()}; expected once per micro-batch; add the losses up and "
-                "call it on their sum"
+                f"step.backward was called twice for {self._place()}. Expected one call per micro-batch. Call it on "
+                "the sum of the losses. If a loss needs its own backward (a GAN's discriminator), weight it yourself: "
+                "(loss_d * step.weight).backward(), then step.backward(loss_g)."
             )
         self._check_parameters()
         _require_one_number(loss)
+        while self.on_loss and weight:
+            self.on_loss.pop(0)(loss, int(self._samples[self._drawn - 1]))
         if self.cuts is not None and self._attempt is None:
             raise InputError(
                 f"backward was called outside of an attempt for {self._place()}; expected one, since on_oom is 'cut'; "
@@ -307,8 +323,9 @@ def steps(
     *,
     batch_size: int,
     effective_batch_size: int,
-    count: Callable[[Any], int] | None = None,
-    over_ranks: Callable[[int], int] | None = None,
+    count: Count | None = None,
+    over_ranks: OverRanks | None = None,
+    spans_ranks: bool = False,
     cuts: Cuts | None = None,
     noise_scale: NoiseScale | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
@@ -321,8 +338,8 @@ def steps(
     ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of such a loader.
 
     Args:
-        over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
-            with one rank's slice.
+        over_ranks: Adds each of a list of numbers up over the ranks; needed for `count` with one rank's slice.
+        spans_ranks: The loss of a micro-batch is normalised over all ranks already, see `normalised_over_ranks`.
         cuts: How micro-batches that run out of memory are cut; None where they are not.
         noise_scale: Estimated from the steps; None where it is not wanted.
         sums_over_ranks: Puts the ranks' sums of gradient norms together; None for a lone process.
@@ -341,12 +358,12 @@ def steps(
                 f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
                 "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)"
             )
-        made = _scheduled_steps(loader, sampler, count, over_ranks or int)
+        made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
     elif count is not None:
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    return checked(made, cuts, noise_scale, sums_over_ranks)
+    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=count is None and not spans_ranks)
 
 
 def _require_one_number(loss: object) -> None:
@@ -361,41 +378,68 @@ def checked(
     cuts: Cuts | None = None,
     noise_scale: NoiseScale | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
+    *,
+    reads_loss: bool = False,
 ) -> Iterator[OptimizerStep]:
-    """Yield steps, cut and with norms as is said, and refuse to go on after one that was left unfinished."""
+    """Yield steps, cut and with norms as is said, and refuse to go on after one that was left unfinished.
+
+    Args:
+        reads_loss: Warn if the graph of the first step's loss shows that it is no mean over samples.
+    """
     for step in made:
         step.cuts = cuts
+        if reads_loss:
+            reads_loss, step.on_loss = False, [_warn_of_loss]
         step.norms = None if noise_scale is None else StepNorms(noise_scale, sums_over_ranks)
         yield step
         step.check_finished()
 
 
+def _warn_of_loss(loss: torch.Tensor, samples: int) -> None:
+    warn_of_reading(read_loss(loss, samples), where="plan.steps or ctx.steps", stacklevel=4)
+
+
 def _scheduled_steps(
     loader: Iterable[Any],
     sampler: ScheduledBatchSampler,
-    count: Callable[[Any], int] | None,
-    over_ranks: Callable[[int], int],
+    count: Count | None,
+    over_ranks: OverRanks,
+    spans_ranks: bool = False,
 ) -> Iterator[OptimizerStep]:
+    num_ranks = sampler.rank_slice.num_ranks
+    if spans_ranks:
+        refuse_uncounted_scope(max((len(one.micro_batch_sizes) for one in sampler.schedule), default=0), count)
+        refuse_ranks_without_samples(
+            *over_ranks([sum(not size for one in sampler.schedule for size in one.micro_batch_sizes)])
+        )
     sampler.begin_epoch()
     start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
     schedule = sampler.schedule
     sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
     batches = iter(loader)
     for index, step in enumerate(schedule[start_step:], start_step):
-        drawn, sizes, total = batches, [*step.micro_batch_sizes], step.num_samples
+        drawn: Iterator[Any] = batches
+        sizes: list[float] = [*step.micro_batch_sizes]
+        total: float = step.num_samples
+        if spans_ranks and count is None:
+            sizes, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
         if count is not None:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
             # A rank without a share gets a sample to run that counts for nothing.
             parts = zip(held, step.micro_batch_sizes, strict=False)
             sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
             sizes += [0] * (len(step.micro_batch_sizes) - len(held))
-            drawn, total = _let_go(held), over_ranks(sum(sizes))
+            if spans_ranks:
+                sizes, total = normalised_over_ranks(over_ranks(sizes), num_ranks)
+            else:
+                (total,) = over_ranks([sum(sizes)])
+            drawn = _let_go(held)
         made = OptimizerStep(
             drawn,
             sizes,
             index=index,
             num_samples=total,
-            num_ranks=sampler.rank_slice.num_ranks,
+            num_ranks=num_ranks,
             samples=step.micro_batch_sizes,
             splits=step.splits,
         )
@@ -411,14 +455,14 @@ def _scheduled_steps(
 
 def _held_steps(
     loader: Iterable[Any],
-    count: Callable[[Any], int],
+    count: Count,
     *,
     most_batches: int | None = None,
     enough: int | None = None,
 ) -> Iterator[OptimizerStep]:
     """Hold batches back until there are `most_batches` of them, or until they count for `enough`."""
     held: list[Any] = []
-    sizes: list[int] = []
+    sizes: list[float] = []
     index = 0
     for batch in loader:
         held.append(batch)

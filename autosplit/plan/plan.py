@@ -337,7 +337,7 @@ class Plan(PlanRecord):
         self,
         loader: Iterable[Any],
         *,
-        count: Callable[[Any], int] | None = None,
+        count: Callable[[Any], float | torch.Tensor] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: bool = False,
     ) -> Iterator[OptimizerStep]:
@@ -351,7 +351,9 @@ class Plan(PlanRecord):
 
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
-            count: ``count(batch) -> int``: what the loss is a mean over, where that is not samples.
+            count: Return what the mean loss of a batch divides by, if that is not its samples: an int (labels that are
+                no padding), a float, or a tensor of one element (the sum of the class weights of its labels). A batch
+                that counts 0 contributes nothing.
             on_oom: ``"cut"`` runs a micro-batch that runs out of memory within ``with step.attempt():`` again in two
                 parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
                 size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +30,8 @@ class Check:
             sample batch's `labels` out, and how `plan.wrap` combines the devices' losses: by ``"samples"``, by
             ``"tokens"`` (labels that are not -100), or by ``"next tokens"`` (without the first of each sequence). None
             where none of them makes it exact, or there are no labels: then by samples.
-        count: Of ``"loss"``: what it is a mean over, as an expression of a micro-batch `batch`, where `plan.steps` has
-            to be told by ``count=lambda batch: ...``; None elsewhere.
+        count: Of ``"loss"``: Python that counts in a micro-batch `batch` what the loss divides by, for
+            ``plan.steps(loader, count=lambda batch: ...)``. None if the loss is a mean over samples, or is not known.
     """
 
     subject: str
@@ -54,6 +55,40 @@ class Check:
         said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
         more = "; ".join(filter(None, (self.advice, self.remark)))
         return f"{said}: {more}" if more else said
+
+
+def is_count_expression(text: str) -> bool:
+    """Return whether a text is Python that the gradient check could have written to count a `batch`.
+
+    A plan may come from anybody, and its count is shown as code to paste. It may only look into the batch, compare, and
+    call `int`, `float` and `sum`.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return len(text) <= _LONGEST_COUNT and all(map(_is_harmless, ast.walk(tree)))
+
+
+_LONGEST_COUNT = 400
+_HARMLESS = (
+    *(ast.Expression, ast.Compare, ast.NotEq, ast.Subscript, ast.Slice, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub),
+)
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        called = node.func
+        is_sum = isinstance(called, ast.Attribute) and called.attr == "sum" and not node.args
+        is_number = isinstance(called, ast.Name) and called.id in ("int", "float") and len(node.args) == 1
+        return (is_sum or is_number) and not node.keywords
+    if isinstance(node, ast.Name):
+        return node.id in ("batch", "loss_fn", "class_weights", "int", "float")
+    if isinstance(node, ast.Attribute):
+        return not node.attr.startswith("_")
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, str) and str(node.value).isprintable()
+    return isinstance(node, _HARMLESS)
 
 
 def changed(checks: Iterable[Check]) -> list[Check]:

@@ -12,6 +12,8 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.parallel.loss_weights import Reduce
+from autosplit.parallel.side_outputs import ADVICE as SIDE_ADVICE
+from autosplit.parallel.side_outputs import kept_tensors
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
@@ -212,7 +214,15 @@ class Comparison:
         # Where some weights make the parts' gradients the whole's, no sample was changed by another.
         copy, rule = self.copy, None
         if rest.parts:
-            rule = rule_of(whole, rest.parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
+            rule = rule_of(
+                whole,
+                rest.parts,
+                copy.micro_sizes,
+                copy.micro_batches,
+                self.workload,
+                self.tolerance,
+                copy.label_means,
+            )
         subject, advice = "loss", ""
         if rule is None and (advice := self._table(whole)):
             subject = "batch"
@@ -291,6 +301,8 @@ class Comparison:
                 "is then skipped"
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
+        if split_is_off and (kept := self._kept_elsewhere()):
+            return kept
         accumulation_is_off = rest.accumulation is not None and rest.accumulation > self.tolerance
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
@@ -305,6 +317,17 @@ class Comparison:
         if split and accumulation_is_off:
             return f"split: {split}; accumulated: {accumulated}"
         return split or accumulated
+
+    def _kept_elsewhere(self) -> str:
+        """Return the advice for a loss that takes tensors from attributes or forward hooks of the model."""
+        if self.workload.compute_loss is None:
+            return ""
+        kept = [name for module in self.copy.trainee.models.modules for name, _ in kept_tensors(module)]
+        hooked = [path for path, module in self.copy.modules if getattr(module, "_forward_hooks", None)]
+        if not kept and not hooked:
+            return ""
+        what = f"the attribute {kept[0]} keeps" if kept else f"a forward hook on {hooked[0] or 'the model'} keeps"
+        return f"the loss may use a tensor that {what}. {SIDE_ADVICE}"
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="
@@ -348,8 +371,8 @@ def _accumulation_advice(rule: Rule | None) -> str:
     if rule.count is None:
         return (
             "it is a mean, but not over samples: the first micro-batch here weighs "
-            f"{rule.ratio:.3g} times as much as the second; pass plan.steps(loader, count=...) a function that counts "
-            "what the loss is a mean over"
+            f"{rule.ratio:.3g} times as much as the second; pass plan.steps(loader, count=...) a function that returns "
+            "what the loss divides by, an int or a float, such as the sum of its samples' weights"
         )
     return (
         f"it is a mean over {rule.over}, not over samples: accumulate with plan.steps(loader, count=lambda batch: "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.accelerators import accelerator_in_use
+from autosplit.parallel.loss_graph import LabelMean, label_means
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
@@ -202,6 +203,13 @@ class QuietCopy:
     def micro_batches(self) -> list[Any]:
         """Return the micro-batches themselves, in the workload's own dtypes."""
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
+
+    def label_means(self) -> list[LabelMean]:
+        """Return what the cross entropies in the loss of the whole batch may be means over."""
+        if self.workload.step is not None:
+            return []
+        with self._alike():
+            return [*label_means(self.workload.loss(self.trainee.models.given, self.batch), self.batch)]
 
     def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}

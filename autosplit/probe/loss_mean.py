@@ -1,36 +1,56 @@
-"""Find what a loss is a mean or a sum over, by running it.
+"""Find what a loss is a mean or a sum over, by running it on a few samples.
 
-Two samples a and b of one batch count for n_a and n_b by a rule. Where the loss is a mean over those counts,
+Let sample i count for n_i by a rule, and let the loss of sample i alone be l_i. For a mean over those counts,
 
-    loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
+    loss(samples) = sum_i n_i l_i / sum_i n_i
 
-and where it is a sum, loss(a, b) = loss(a) + loss(b). Rules are told apart by samples of unlike counts. A tool's own
-bookkeeping is no guide: transformers 5.23 takes GPT-2's labels for unshifted, and its loss shifts them.
+holds for every set of samples; for a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
+the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair would
+not do: two samples of one class have the same class weight. Metadata is no guide: transformers 5.23 takes GPT-2's
+labels for unshifted, and its loss shifts them.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 
 from autosplit.errors import WorkloadError
+from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.text import printable
-from autosplit.workload.batch import batch_size_of, map_tensors
+from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
 
-
-class UnevenLossWarning(UserWarning):
-    """A loss is no mean or sum over what a process can count of its own samples."""
-
+__all__ = [
+    "RULES",
+    "SUM",
+    "Finding",
+    "Samples",
+    "UnevenLossWarning",
+    "count_by",
+    "examine",
+    "examine_others",
+    "labels_of",
+    "warn_of_finding",
+]
 
 MOST_SAMPLES = 8
-"""Samples looked at, in search of two that the rules count differently."""
+"""Samples that a loss is run on."""
 
 TOLERANCE = 1e-2
 """Relative tolerance: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
+
+NOISE = 1e-6
+"""Relative difference of two rules that fit equally well."""
 
 RULES: dict[str, str] = {
     "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
@@ -42,12 +62,19 @@ RULES: dict[str, str] = {
 SUM = "sum"
 """The rule of a loss that adds up its samples': it counts nothing."""
 
+CROSS_ENTROPY = "cross entropy"
+"""The rule of a cross entropy that no other rule counts: with class weights, or another ignored label than -100."""
 
-def count_by(rule: str, batch: Any) -> int:
-    """Return what a batch counts for by one of `RULES`."""
+
+def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
+    """Return what a batch counts for by one of `RULES`.
+
+    Args:
+        samples: Of the batch, if the caller knows; default: the first dimension of its tensors.
+    """
     labels = labels_of(batch)
     if rule == "samples" or labels is None:
-        return batch_size_of(batch)
+        return batch_size_of(batch) if samples is None else samples
     if rule == "shifted labels" and "shift_labels" not in batch:
         labels = labels[..., 1:]
     return int(labels.ne(IGNORED_LABEL).sum())
@@ -59,74 +86,210 @@ def labels_of(batch: Any) -> Any:
     return labels if hasattr(labels, "ne") else None
 
 
-def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule by which a loss, the same every time, is a mean, or whether it is a sum.
+class Finding(NamedTuple):
+    """The rule by which a loss is a mean or a sum.
 
-    Returns:
-        One of `RULES`, or `SUM` (`otherwise` where the samples don't tell), and by how much of itself the loss of two
-        samples differs from their weighted mean or their sum; NaN where nothing could be told.
+    Attributes:
+        rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
+        error: By how much of itself the loss differs from what the rule predicts; NaN if nothing could be examined.
+        counter: Counts a batch by the rule `CROSS_ENTROPY`; None for the other rules.
+        reason: Why nothing could be examined; empty otherwise.
+    """
+
+    rule: str
+    error: float
+    counter: LabelMean | None = None
+    reason: str = ""
+
+    @property
+    def counts(self) -> Count:
+        """The count of a batch by the rule; a sum's batches count their samples."""
+        return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
+
+    def __str__(self) -> str:
+        """Return what the loss is, in words."""
+        over = str(self.counter) if self.counter is not None else RULES.get(self.rule, "")
+        return "a sum" if self.rule == SUM else f"a mean over {over}"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A few samples of which batches can be made.
+
+    Attributes:
+        number: How many there are.
+        batch_of: Make a batch of the samples with these indices.
+    """
+
+    number: int
+    batch_of: Callable[[Sequence[int]], Any]
+
+    @classmethod
+    def in_batch(cls, batch: Any) -> Samples:
+        """Return the first samples of a batch; raise WorkloadError if not all of it can be cut alike."""
+        size = batch_size_of(batch)
+        if _has_lists(batch, size):
+            raise WorkloadError("the batch has lists, which can't be cut as its tensors can")
+
+        def rows(indices: Sequence[int]) -> Any:
+            chosen = [*indices]
+            return map_tensors(lambda t: t[chosen] if t.dim() and t.size(0) == size else t, batch)
+
+        return cls(min(size, MOST_SAMPLES), rows)
+
+    @classmethod
+    def in_data_set(cls, dataset: Any, collate: Callable[[list[Any]], Any]) -> Samples:
+        """Return samples from all over a data set, which may be sorted by class.
+
+        They are rows of one batch, if that can be cut: then all are padded alike. Ragged tensors can't be cut, so each
+        batch is collated by itself.
+        """
+        number = min(len(dataset), MOST_SAMPLES)
+        drawn = [dataset[index * len(dataset) // number] for index in range(number)]
+
+        def collated(indices: Sequence[int]) -> Any:
+            return collate([copy.copy(drawn[index]) for index in indices])  # some collators take parts out of a dict
+
+        batch = collated(range(number))
+        if all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (number,) for leaf in leaves_of(batch)):
+            return cls.in_batch(batch)
+        return cls(number, collated)
+
+
+def _has_lists(tree: Any, size: int) -> bool:
+    """Return whether a batch has a list of as many items as it has samples, which are not cut tensors themselves."""
+    children = [child for _, child in children_of(tree) or ()]
+    if isinstance(tree, list) and len(tree) == size:
+        return not all(isinstance(child, torch.Tensor) and child.shape[:1] == (size,) for child in children)
+    return any(_has_lists(child, size) for child in children)
+
+
+class _UnexaminedError(Exception):
+    """Nothing can be told from these samples; the message says why."""
+
+
+def examine(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
+    """Find the rule by which a loss is a mean, or whether it is a sum.
+
+    Args:
+        loss_of: Return the loss of a batch, the same every time, as a number or a tensor.
+        samples: `Samples`, or a batch of them.
+        otherwise: The rule if the samples do not tell, and the first of several that fit.
     """
     try:
-        samples = min(batch_size_of(batch), MOST_SAMPLES)
-        singles = [_rows(batch, [index]) for index in range(samples)]
-    except WorkloadError:
-        return otherwise, math.nan
-    labels = labels_of(batch)
-    # Of one label a sample, none is left to be shifted.
+        samples = samples if isinstance(samples, Samples) else Samples.in_batch(samples)
+        return _examined(loss_of, samples, otherwise)
+    except (WorkloadError, _UnexaminedError) as error:
+        return Finding(otherwise, math.nan, reason=str(error))
+
+
+def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -> Finding:
+    number = min(samples.number, MOST_SAMPLES)
+    if number < 2:
+        raise _UnexaminedError("there is only one sample")
+    everything = samples.batch_of(range(number))
+    whole, cross_entropies = _run_with_graph(loss_of, everything)
+    singles = [samples.batch_of([index]) for index in range(number)]
+    with torch.no_grad():
+        losses = [float(loss_of(single)) for single in singles]
+        again = float(loss_of(samples.batch_of([0])))
+    if math.isfinite(again) and abs(again - losses[0]) > TOLERANCE * abs(again):
+        raise _UnexaminedError("the loss of one sample is not the same twice")
+    counts = _counts_of(singles, everything, cross_entropies)
+    usable = [i for i in range(number) if math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0]
+    if len(usable) < 2:
+        raise _UnexaminedError("fewer than two samples have a loss, or labels that are not ignored")
+    errors: dict[Any, float] = dict.fromkeys([SUM, *counts], 0.0)
+    for group in _groups(usable, losses, counts):
+        with torch.no_grad():
+            found = whole if len(group) == number else float(loss_of(samples.batch_of(group)))
+        if not math.isfinite(found):
+            raise _UnexaminedError("the loss of several samples is not finite")
+        expected = {rule: _mean(losses, numbers, group) for rule, numbers in counts.items()}
+        for rule, value in {SUM: sum(losses[i] for i in group), **expected}.items():
+            errors[rule] = max(errors[rule], abs(value - found) / max(abs(found), 1e-12))
+    return _best(errors, otherwise)
+
+
+def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, list[LabelMean]]:
+    """Return the loss of a batch, and what the cross entropies in its graph are means over."""
+    with torch.enable_grad():
+        loss = loss_of(batch)
+    return float(loss), [*label_means(loss, batch)] if isinstance(loss, torch.Tensor) else []
+
+
+def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelMean]) -> dict[Any, list[float]]:
+    labels = labels_of(everything)
+    # A sequence of one label has no other label to predict.
     rules = ["samples"] if labels is None else [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
-    counts = {rule: [count_by(rule, single) for single in singles] for rule in rules}
-    pair = max(itertools.combinations(range(samples), 2), key=lambda ab: _unlike(counts, *ab), default=None)
-    if pair is None or any(min(numbers[i] for i in pair) < 1 for numbers in counts.values()):
-        return otherwise, math.nan
-    first, second = (loss_of(singles[index]) for index in pair)
-    both = loss_of(_rows(batch, list(pair)))
-    expected = {SUM: first + second}
-    for rule, numbers in counts.items():
-        a, b = (numbers[index] for index in pair)
-        expected[rule] = (a * first + b * second) / (a + b)
-    errors = {rule: abs(loss - both) / max(abs(both), 1e-12) for rule, loss in expected.items()}
-    if errors[SUM] > TOLERANCE:
-        del errors[SUM]  # what is no mean over samples either is warned of as that
-    best = min(errors, key=lambda rule: (errors[rule], rule != otherwise))
-    if not all(math.isfinite(error) for error in errors.values()):
-        return otherwise, math.nan
-    return best, errors[best]
+    counts: dict[Any, list[float]] = {rule: [count_by(rule, single, 1) for single in singles] for rule in rules}
+    return counts | {one: [one(single) for single in singles] for one in cross_entropies}
 
 
-def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule of a loss as `fitting_rule` does; warn where other people's code makes it and fails."""
-    try:
-        return fitting_rule(loss_of, batch, otherwise=otherwise)
-    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
-        taken = "a sum" if otherwise == SUM else f"a mean over {otherwise}"
-        warnings.warn(
-            f"the loss was asked for two samples alone and failed ({type(failure).__name__}: "
-            f"{printable(failure, longest=200)}); it is taken for {taken}; pass count= where it is another",
-            UnevenLossWarning,
-            stacklevel=3,
-        )
-        return otherwise, math.nan
+def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[float]]) -> list[list[int]]:
+    """Return the sets of samples that the rules are tried on."""
+    pairs = [*itertools.combinations(usable, 2)]
+    unlike = max(pairs, key=lambda pair: _unlike(counts, *pair))
+    far = max(pairs, key=lambda pair: abs(losses[pair[0]] - losses[pair[1]]))
+    neighbours = zip(usable[::2], usable[1::2], strict=False)
+    return [*map(list, dict.fromkeys([tuple(usable), unlike, far, *neighbours]))]
 
 
-def tell_of_uneven_loss(error: float) -> None:
-    """Warn that shares and accumulation change what is trained, by the error that `fitting_rule` found."""
-    warnings.warn(
-        f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off), and no sum; "
-        "shares and accumulation change what is trained; expected one of these; see autosplit check",
-        UnevenLossWarning,
-        stacklevel=3,
-    )
-
-
-def _unlike(counts: Mapping[str, list[int]], first: int, second: int) -> float:
+def _unlike(counts: Mapping[Any, list[float]], first: int, second: int) -> float:
     """Return how far apart the rules' weights of two samples are at least."""
-    usable = all(min(numbers[first], numbers[second]) > 0 for numbers in counts.values())
-    if not usable:
-        return -1.0
     weights = [numbers[first] / (numbers[first] + numbers[second]) for numbers in counts.values()]
     return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
 
 
-def _rows(batch: Any, indices: list[int]) -> Any:
-    size = batch_size_of(batch)
-    return map_tensors(lambda tensor: tensor[indices] if tensor.dim() and tensor.size(0) == size else tensor, batch)
+def _mean(losses: list[float], numbers: list[float], group: Sequence[int]) -> float:
+    return sum(numbers[i] * losses[i] for i in group) / sum(numbers[i] for i in group)
+
+
+def _best(errors: dict[Any, float], otherwise: str) -> Finding:
+    """Return the rule that fits best.
+
+    Of rules that fit equally well the samples do not tell. A cross entropy's graph shows class weights and ignored
+    labels that are in none of the samples, so its rule comes first.
+    """
+    if errors[SUM] > TOLERANCE:
+        del errors[SUM]  # what is no mean over samples either is warned of as that
+
+    def rank(rule: Any) -> tuple[float, int]:
+        is_cross_entropy = isinstance(rule, LabelMean)
+        known = 0 if is_cross_entropy and rule.is_special else 1 if rule == otherwise else 3 if is_cross_entropy else 2
+        return (errors[rule] if errors[rule] > NOISE else 0.0, known)
+
+    best = min(errors, key=rank)
+    is_rule = not isinstance(best, LabelMean)
+    return Finding(best if is_rule else CROSS_ENTROPY, errors[best], None if is_rule else best)
+
+
+def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
+    """Find the rule of a loss as `examine` does, also if the code of others that computes it raises."""
+    try:
+        return examine(loss_of, samples, otherwise=otherwise)
+    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
+        text = f"{type(failure).__name__}: {printable(failure, longest=200)}"
+        return Finding(otherwise, math.nan, reason=f"a few samples alone raised {text}")
+
+
+def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> None:
+    """Warn if a loss fits no rule, or if it could not be examined.
+
+    Args:
+        where: What takes `count=`, such as ``"the Trainer"``.
+    """
+    cure = f"Pass count= to {where}: a function that returns what the mean loss of a batch divides by."
+    if math.isnan(finding.error):
+        text = (
+            f"What the loss is a mean over could not be examined: {finding.reason}. It is taken for {finding}. If it "
+            f"is anything else, the gradient depends on the split. {cure}"
+        )
+    elif finding.error > TOLERANCE:
+        text = (
+            f"The loss is a mean neither over labels nor over samples, and no sum (a few samples are "
+            f"{finding.error:.1%} off). The gradient depends on the split. {cure} See also autosplit check."
+        )
+    else:
+        return
+    warnings.warn(text, UnevenLossWarning, stacklevel=stacklevel)

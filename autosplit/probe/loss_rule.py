@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from autosplit.parallel.loss_graph import LabelMean
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.workload.batch import named_leaves
@@ -39,12 +41,14 @@ def rule_of(
     micro_batches: Sequence[Any],
     workload: Workload,
     tolerance: float,
+    read: Callable[[], Sequence[LabelMean]] = tuple,
 ) -> Rule | None:
     """Find what a loss is a mean or sum over: the weights by which the parts' gradients make up the whole's.
 
     Args:
         parts: Gradients of the two micro-batches, not weighted.
         workload: What it says of its loss has been found wrong.
+        read: Return what the cross entropies in the loss's graph are means over.
 
     Returns:
         The rule; None where no weights make it exact, so that the loss looks at the whole batch.
@@ -62,7 +66,9 @@ def rule_of(
             return Rule("samples", reduction="mean")
         if workload.loss_reduction == "mean" and fits((1.0, 1.0), normed=False):
             return Rule("samples", reduction="sum")
-    for over, expression, counts in _countable(micro_batches, workload):
+    for over, expression, counts in itertools.chain(
+        _countable(micro_batches, workload), _by_class_weights(micro_batches, workload, read)
+    ):
         if fits(counts):
             return Rule(over, count=expression)
     weights = mixing.solution()
@@ -168,8 +174,11 @@ def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tup
         if other is None or tensor.dim() == 0:
             continue
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
-            counts = float(tensor.sum()), float(other.sum())
-            yield f"what batch{path} marks", f"int(batch{path}.sum())", counts
+            counts = float(tensor.double().sum()), float(other.double().sum())
+            kind = "int" if all(count.is_integer() for count in counts) else "float"
+            if min(counts) >= 0:
+                what = "what batch{} marks" if kind == "int" else "the weights in batch{}"
+                yield what.format(path), f"{kind}(batch{path}.sum())", counts
             continue
         for value in dict.fromkeys([*ignored, int(tensor.flatten().mode().values)]):  # padding is common
             over = f"the labels that are not {value}"
@@ -179,6 +188,19 @@ def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tup
                 less = f"{over}, the first of each sample left out"
                 counts = float((tensor[:, 1:] != value).sum()), float((other[:, 1:] != value).sum())
                 yield less, f"int((batch{path}[:, 1:] != {value}).sum())", counts
+
+
+def _by_class_weights(
+    micro_batches: Sequence[Any], workload: Workload, read: Callable[[], Sequence[LabelMean]]
+) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """List the sums of class weights that a cross entropy divides by, as `_countable` lists what it counts."""
+    places = [place for place, _ in named_leaves(micro_batches[0], "batch")]
+    weights = "loss_fn.weight" if isinstance(getattr(workload.loss_fn, "weight", None), Tensor) else "class_weights"
+    for mean in read():
+        labels = f"{places[mean.position]}{'[:, 1:]' if mean.is_shifted else ''}"
+        counts = mean(micro_batches[0]), mean(micro_batches[1])
+        if mean.weights is not None:
+            yield str(mean), f"float({weights}[{labels}[{labels} != {mean.ignored}]].sum())", counts
 
 
 def _leaves(batch: Any) -> dict[str, Tensor]:

@@ -1,0 +1,104 @@
+"""Detect a loss that uses collectives: it may be normalised over the ranks already, as DETR's is.
+
+A process group numbers its collectives. Between the draw of a micro-batch and its backward, the wrapped model's forward
+may run some (buffers, BatchNorm statistics). Any others belong to the loss. Reading the number changes nothing.
+
+    draw    sum the boxes    forward    log the loss    backward
+    17      18               19 20      21              -         found: (18 - 17) + (21 - 20) = 2
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.torch_versions import private
+
+
+class LossCollectives:
+    """The collectives that the ranks run for a loss, outside the forward of some models."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._found = 0
+        self._since = _number()
+        self._hooks = [hook for model in models for hook in self._hooks_on(model)]
+
+    def _hooks_on(self, model: nn.Module) -> list[Any]:
+        return [model.register_forward_pre_hook(self._pause), model.register_forward_hook(self._go_on)]
+
+    def _pause(self, *_: Any) -> None:
+        number = _number()
+        self._found, self._since = self._found + number - self._since, number
+
+    def _go_on(self, *_: Any) -> None:
+        self._since = _number()
+
+    def begin(self) -> None:
+        """Begin with a micro-batch that was just drawn."""
+        self._found = 0
+        self._go_on()
+
+    def watch(self, step: OptimizerStep) -> None:
+        """Refuse the first loss of an optimizer step, if it ran a collective, before it is read."""
+        draw = step.on_draw
+
+        def begin(is_last: bool) -> bool:
+            meets = is_last if draw is None else draw(is_last)
+            self.begin()
+            return meets
+
+        step.on_draw = begin
+        step.on_loss.insert(0, lambda loss, _samples: self.refuse(loss, step.weight, "ctx.steps"))
+
+    def end(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def refuse(self, loss: torch.Tensor, weight: float, where: str) -> None:
+        """Refuse to weight a loss that ran a collective, unless its weight is 1 or it gathers with gradients.
+
+        Args:
+            weight: What the loss is multiplied by on this rank.
+            where: What takes `loss_scope=`, such as ``"ctx.steps"``.
+
+        Raises:
+            InputError: The loss may be normalised over the ranks already.
+        """
+        self._pause()
+        found = self._found
+        if self._hooks and found > 0 and abs(weight - 1) > 1e-9 and not _gathers(loss):
+            raise InputError(
+                f"The ranks ran {found} collective{'s' * (found > 1)} between the draw of a micro-batch and the "
+                f"backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
+                f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the loss is "
+                "this rank's own mean, pass loss_scope='sample'."
+            )
+
+
+def _number() -> int:
+    """Return the number of collectives so far; 0 for a back end that does not count them."""
+    try:
+        count: int = private(dist.group.WORLD, "_get_sequence_number_for_group")()
+    except RuntimeError:
+        return 0
+    return count
+
+
+def _gathers(loss: torch.Tensor) -> bool:
+    """Return whether a graph has a gather or reduce of its own, whose gradients go back to all ranks."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in itertools.islice(nodes, 200):  # the list grows while it is read
+        name = type(node).__name__.lower()
+        if ("gather" in name and not name.startswith("gatherbackward")) or "allreduce" in name:
+            return True
+        nodes += [other for other, _ in getattr(node, "next_functions", ()) if other is not None]
+    return False

@@ -1,0 +1,217 @@
+"""Read from a loss's autograd graph what the loss is a mean over. Nothing is run.
+
+cross_entropy(x, y, weight=w)       NllLossBackward0, with w, y and the ignored label    a mean over sum(w[y])
+losses[mask].mean()                 MeanBackward0 of 13 elements, from 8 samples         a mean over the mask
+mse_loss(x, y, reduction="sum")     MseLossBackward0, reduction 2                        a sum
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autosplit.parallel.batch_counts import as_count
+from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
+from autosplit.workload.batch import leaves_of
+
+
+class UnevenLossWarning(UserWarning):
+    """A loss is not known to be what its micro-batches are weighted by."""
+
+
+Kind = Literal["samples", "sum", "weights", "labels", "elements", "unknown"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The loss as its graph shows it.
+
+    Attributes:
+        kind: What the loss is a mean over: its samples, the weights of its labels, its labels that are not ignored, or
+            a number of elements that is no multiple of the samples. Or it is a sum, or unknown.
+        text: What the graph shows, for a message.
+    """
+
+    kind: Kind
+    text: str = ""
+
+
+_SAMPLES = Reading("samples")
+_MOST_NODES = 64
+_TRANSPARENT = ("View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+_SUM, _MEAN = 2, 1
+"""Values of `reduction` in torch's losses."""
+
+
+def read_loss(loss: Tensor, samples: int) -> Reading:
+    """Return what a loss of so many samples is a mean over. It waits for the loss's device."""
+    return _read(loss.grad_fn, samples, is_root=True)
+
+
+def _read(node: Any, samples: int, *, is_root: bool) -> Reading:
+    name = _name(node)
+    inner = [child for child, _ in getattr(node, "next_functions", ()) if child is not None]
+    if name in _TRANSPARENT and len(inner) == 1:
+        return _read(inner[0], samples, is_root=is_root)
+    if name in ("Mul", "Div") and len(inner) == 1:
+        if _name(inner[0]) == "Sum":
+            is_mean = name == "Div" and _saved(node, "other") is not None and _equals(_saved(node, "other"), samples)
+            return _SAMPLES if is_mean else Reading("unknown", "a sum times a number")
+        return _read(inner[0], samples, is_root=False)
+    if name in ("Add", "Sub", "Stack") or (name == "Mean" and [_name(one) for one in inner] == ["Stack"]):
+        parts = [_read(one, samples, is_root=False) for one in inner]
+        return next((one for kind in _KINDS for one in parts if one.kind == kind), _SAMPLES)
+    reading = _read_reduction(node, name, samples)
+    # Beside another loss, a sum or a mean may be of parameters: a penalty, which every micro-batch has whole.
+    if not is_root and reading.kind in ("sum", "elements"):
+        return Reading("unknown", reading.text)
+    return reading
+
+
+_KINDS: tuple[Kind, ...] = ("weights", "labels", "unknown")
+"""Of several losses that are added up, the first of these kinds decides."""
+
+
+def _read_reduction(node: Any, name: str, samples: int) -> Reading:
+    reduction = _saved(node, "reduction")
+    if name == "Sum" or reduction == _SUM:
+        return Reading("sum", f"a sum ({name})")
+    if name == "Mean":
+        numel = _saved(node, "self_sym_numel")
+        if numel is None or not samples or int(numel) % samples == 0:
+            return _SAMPLES
+        return Reading("elements", f"a mean over {int(numel)} elements of {samples} samples")
+    if reduction != _MEAN:
+        return Reading("unknown", f"the result of {name or 'no operation'}")
+    if not name.startswith("NllLoss"):
+        return _SAMPLES
+    if _is_uneven(_saved(node, "weight")):
+        return Reading("weights", "a cross entropy with class weights, which divides by the weights of its labels")
+    target, ignored = _saved(node, "target"), _ignored(node)
+    if target is not None and bool((target == ignored).any()):
+        return Reading("labels", f"a mean over the labels that are not {ignored}")
+    return _SAMPLES
+
+
+def warn_of_reading(reading: Reading, *, where: str, stacklevel: int) -> None:
+    """Warn if a loss is no mean over samples, and micro-batches are weighted by their samples.
+
+    Args:
+        where: What takes `count=`, such as ``"plan.steps"``.
+    """
+    if reading.kind in ("samples", "unknown"):
+        return
+    cure = (
+        "Tune with loss_reduction='sum', and pass step.backward(loss / step.weight)."
+        if reading.kind == "sum"
+        else f"Pass count= to {where}: {COUNTS[reading.kind]}."
+    )
+    warnings.warn(
+        f"The loss is {reading.text}, but its micro-batches are weighted by their samples, so the gradient depends on "
+        f"the split. {cure}",
+        UnevenLossWarning,
+        stacklevel=stacklevel,
+    )
+
+
+COUNTS: dict[str, str] = {
+    "weights": "count=lambda batch: float(class_weights[labels].sum()), with the labels of the batch",
+    "labels": "a function that counts those labels in a batch",
+    "elements": "a function that counts those elements in a batch",
+}
+"""What `count=` is to be, for each kind of loss that has one."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelMean:
+    """The count of a cross entropy: its labels that are not ignored, or the sum of their class weights.
+
+    Attributes:
+        position: Of the labels among the batch's leaves.
+        is_shifted: The loss leaves the first label of each sequence out.
+        ignored: The label that the loss ignores.
+        weights: Of the classes, in double precision on the CPU; None if all are equal.
+    """
+
+    position: int
+    is_shifted: bool
+    ignored: int
+    weights: Tensor | None
+
+    @property
+    def is_special(self) -> bool:
+        """Whether counting samples or labels of -100 can't stand in for it."""
+        return self.weights is not None or self.ignored != IGNORED_LABEL
+
+    def __call__(self, batch: Any) -> float:
+        """Return what the loss of a batch divides by."""
+        labels = next(itertools.islice(leaves_of(batch), self.position, None))
+        kept = _kept(labels, self.ignored, is_shifted=self.is_shifted)
+        return kept.numel() if self.weights is None else as_count(self.weights[kept].sum(), "the class weights' sum")
+
+    def __str__(self) -> str:
+        """Return it in words, as what a loss is a mean over."""
+        labels = f"labels that are not {self.ignored}" + ", the first of each sequence left out" * self.is_shifted
+        return labels if self.weights is None else f"the class weights of the {labels}"
+
+
+def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
+    """Yield what the cross entropies in a loss's graph may be a mean over, if their labels are in the batch."""
+    for node in _nodes(loss):
+        target = _saved(node, "target")
+        if not _name(node).startswith("NllLoss") or target is None:
+            continue
+        ignored, weights = _ignored(node), _saved(node, "weight")
+        weights = weights.detach().double().cpu() if _is_uneven(weights) else None
+        kept = target[target != ignored].cpu()
+        for position, leaf in enumerate(leaves_of(batch)):
+            if not is_integer(leaf):
+                continue
+            for is_shifted in (False, True) if leaf.dim() > 1 else (False,):
+                if torch.equal(_kept(leaf, ignored, is_shifted=is_shifted), kept):
+                    yield LabelMean(position, is_shifted, ignored, weights)
+
+
+def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
+    labels = labels[..., 1:] if is_shifted else labels
+    return labels[labels != ignored].cpu().long()
+
+
+def _nodes(loss: Tensor) -> Iterable[Any]:
+    """Yield the nodes of a graph that are nearest to the loss."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in itertools.islice(nodes, _MOST_NODES):  # the list grows while it is read: breadth first
+        yield node
+        nodes += [other for other, _ in getattr(node, "next_functions", ()) if other is not None]
+
+
+def _name(node: Any) -> str:
+    """Return the operation of a node: ``Mean`` of ``MeanBackward0``."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what a node keeps for its backward; None if it keeps no such thing, or has let it go."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # the backward has run
+        return None
+
+
+def _ignored(node: Any) -> int:
+    value = int(_saved(node, "ignore_index"))
+    return value - 2**64 if value >= 2**63 else value  # torch returns a negative one without its sign
+
+
+def _is_uneven(weights: Any) -> bool:
+    return isinstance(weights, Tensor) and bool((weights != weights.flatten()[0]).any())
+
+
+def _equals(value: Any, number: int) -> bool:
+    return getattr(value, "numel", lambda: 1)() == 1 and float(value) == number

@@ -1,0 +1,75 @@
+"""Find tensors that a module keeps in attributes during its forward, for a loss that is computed elsewhere.
+
+On several devices each replica keeps its own, and what is left in the module is of one device's samples, or of an
+earlier forward. A loss that uses it has the wrong gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.parallel.loss_weights import ReduceWarning
+from autosplit.workload.batch import tensors_of
+
+ADVICE = (
+    "Each device overwrites it, so a loss that uses it has the wrong gradient. Return it from forward(), and compute "
+    "the loss from the model's outputs."
+)
+
+_looked_at: WeakSet[nn.Module] = WeakSet()
+"""Modules that were examined: each once."""
+
+
+def kept_tensors(module: nn.Module, ran: nn.Module | None = None) -> list[tuple[str, Tensor]]:
+    """Return the tensors with a graph that the attributes of a module hold, each with its name.
+
+    Args:
+        ran: The replica that ran in the module's place: its parameters are attributes with a graph, too.
+    """
+    replicas = dict((module if ran is None else ran).named_modules())
+    return [
+        (f"{name} of {type(part).__name__}{f' at {path}' if path else ''}", value)
+        for path, part in module.named_modules()
+        for name, value in vars(replicas.get(path, part)).items()
+        if isinstance(value, Tensor)
+        and value.grad_fn is not None
+        and name not in dict(part.named_parameters(recurse=False))
+    ]
+
+
+def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> None:
+    """Warn once of tensors that a split forward keeps in attributes, and of which its outputs are not made.
+
+    A kept activation of which the outputs are made may be for a look at it. Any other tensor with a graph is a loss.
+    """
+    if module in _looked_at or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    _looked_at.add(module)
+    kept = kept_tensors(module, ran)
+    if not kept:
+        return
+    inside = _graph_of(tensors_of(outputs))
+    names = [name for name, tensor in kept if tensor.grad_fn not in inside]
+    if names:
+        warnings.warn(
+            f"The forward keeps a tensor with a gradient in the attribute {names[0]}. {ADVICE}",
+            ReduceWarning,
+            stacklevel=5,
+        )
+
+
+def _graph_of(tensors: Iterable[Tensor]) -> set[Any]:
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return seen
