@@ -329,17 +329,21 @@ class Context:
 
             ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
-        The file is replaced only by one that is whole and was read back. `torch.load` reads it, too. What the ranks
-        share out (`shard`) comes together in rank 0's host memory, and every rank has to call it; where it is too much
-        for that, `save_sharded` writes it.
+        Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
+        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The parts
+        of a model that `shard` has shared out are gathered in rank 0's host memory, so every rank must call this
+        method. If they do not fit there, use `save_sharded`.
+
+        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
+        the steps before: a resumed run computes that step again.
 
         Args:
-            **parts: What has a ``state_dict()`` is kept by that (a wrapped model under the names of the plain one);
-                numbers, strings, tensors, lists and dicts as they are.
+            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
+                numbers, strings, tensors, lists and dicts, which are saved unchanged.
 
         Raises:
-            CheckpointError: It was not written, and an earlier file is as it was; on rank 0, and where the ranks share
-                out what it keeps on all of them.
+            CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
+                ranks if the parts include a model that is shared out.
         """
         save_checkpoint(path, parts, rank=self.rank)
 
@@ -348,18 +352,21 @@ class Context:
 
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        It is mapped into host memory, from where each rank fills its own device; nothing in it is executed. What plain
-        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits, and a model that is
-        shared out takes its parts of it.
+        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
+        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
+        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
+        `BalancedDataParallel` saved fit as well. A model that is shared out takes its own parts of them.
 
         Args:
-            **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
+            **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
+                such as a number, must be in the file and is returned: the caller's variable can't be changed.
 
         Returns:
-            What else the file holds.
+            The values in the file that were not loaded into a part.
 
         Raises:
-            CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
+            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
+                0's. Nothing was changed on any rank.
         """
         return load_checkpoint(path, parts, rank=self.rank)
 
