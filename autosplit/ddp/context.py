@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
+from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
@@ -265,11 +266,14 @@ class Context:
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
 
+        The ranks compare the seed, epoch, sizes and options of the loop once, before its first step.
+
         Raises:
-            InputError: The batch sampler is another rank's or another plan's, or the loader draws everything on each
-                rank; ``"cut"`` for a model whose ranks meet in its forward (SyncBatchNorm, `shard`); `noise_scale` for
-                one that is shared out or has a communication hook; while iterating: a step was left unfinished, or a
-                batch holds no tensor to count.
+            InputError: While iterating, if the ranks' settings differ: the message names the values and the ranks.
+                Or a step was left unfinished, or a batch holds no tensor to count. Before: the batch sampler belongs to
+                another rank or plan, or the loader draws the whole data set on each rank. ``"cut"`` does not support
+                models that synchronise in the forward (SyncBatchNorm, `shard`). `noise_scale` does not support models
+                that are shared out or have a communication hook.
 
         Warns:
             CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
@@ -299,6 +303,8 @@ class Context:
             "noise_scale": noise_scale_for(loader, noise_scale),
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
         }
+        options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": bool(noise_scale)}
+        settings = partial(settings_of, loader, **options)
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and _draws_everything(loader):
@@ -313,7 +319,7 @@ class Context:
                 count=count,
                 has_share=self.settings.batch_size > 0,
             )
-            return self._synchronised(checked(made, cuts, **estimate))
+            return self._synchronised(checked(made, cuts, **estimate), settings)
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
@@ -322,7 +328,8 @@ class Context:
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         over_ranks = partial(total_over_ranks, device=self.device)
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate))
+        made = steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate)
+        return self._synchronised(made, settings)
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
@@ -417,12 +424,17 @@ class Context:
             part_from_group(wrapped)
         self._wrapped.clear()
 
-    def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
-        """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
+    def _synchronised(
+        self, made: Iterator[OptimizerStep], settings: Callable[[], dict[str, Any]]
+    ) -> Iterator[OptimizerStep]:
+        """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
+
+        Before the first step the ranks compare their settings, which are read then: `set_epoch` may follow `steps`.
 
         DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
         then leave every later step unsynchronised.
         """
+        require_equal_settings(settings(), self.device)
         self._loop = loop = object()
         try:
             for step in made:
