@@ -9,13 +9,14 @@ model. A sharded checkpoint is a folder of torch.distributed.checkpoint's, which
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import io
 import os
 import pickle
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,21 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autosplit.ddp.checkpoint_state import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
+from autosplit.ddp.checkpoint_file import MODEL, content_id, damage_of, digest_of, read_file, reason_of, write_file
+from autosplit.ddp.checkpoint_state import (
+    fitting,
+    is_loadable,
+    is_shared_out,
+    is_verified,
+    placed,
+    state_of,
+    tensors_in,
+    with_tensors,
+)
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
-from autosplit.errors import AutosplitError, CheckpointError, first_line, one_line
+from autosplit.errors import CheckpointError, one_line
 
-MODEL = "model"
-"""What the state dict of a model is called in a file that holds more."""
 _VALUES = "(values)"
 """What a sharded checkpoint calls all that is no tensor; no keyword argument has such a name."""
 
@@ -46,11 +55,11 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
         try:
             state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
             _refuse_shards(state)
-            _write_file(Path(path), state)
+            write_file(Path(path), state)
         except Exception as error:
             if not shared:
-                raise CheckpointError(_not_written(path, _reason_of(error))) from error
-            reason = _reason_of(error)  # the other ranks wait to hear of it, whatever it is
+                raise CheckpointError(_not_written(path, reason_of(error))) from error
+            reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
     told = _told_by_rank_0(reason) if shared else None
     if told is not None:
         raise CheckpointError(_not_written(path, told))
@@ -76,27 +85,97 @@ def _kept_of(name: str, part: Any) -> Any:
     try:
         return state_of(part)
     except Exception as error:
-        raise CheckpointError(
-            f"{name!r} has no state ({_reason_of(error)}); expected one; leave {name}= out"
-        ) from error
+        raise CheckpointError(f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out") from error
 
 
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
     """Load a checkpoint on all ranks or on none; as `Context.load_checkpoint`.
 
-    A file that is a model's state dict by itself loads as ``model``.
+    A file with only a model's state dict loads as ``model``.
     """
     _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
 
-    def read() -> tuple[dict[str, Any], dict[str, Any]]:
-        found = _read_file(Path(path), only_model=set(parts) == {MODEL})
-        return found, {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
+    def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        found = read_file(Path(path), only_model=set(parts) == {MODEL})
+        fits = {name: fitting(name, part, found) for name, part in parts.items()}
+        return found, {name: fits[name] for name in _loadable(parts)}, content_id(Path(path))
 
-    (found, states), reason = _tried(read, ({}, {}))
+    (found, fits, content), reason = _tried(read, ({}, {}, None))
     _raise_together(path, reason, rank)
-    for name, part in parts.items():
-        part.load_state_dict(states[name])
-    return {name: value for name, value in found.items() if name not in parts}
+    _compare_contents(path, content, fits, found)
+    states, reason = _tried(lambda: {name: placed(parts[name], state, _own_part) for name, state in fits.items()}, {})
+    _raise_together(path, reason, rank)
+    _load_together(path, parts, states, rank)
+    return {name: value for name, value in found.items() if name not in states}
+
+
+def _loadable(parts: Mapping[str, Any]) -> list[str]:
+    return [name for name, part in parts.items() if is_loadable(name, part)]
+
+
+def _compare_contents(
+    path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError on all ranks if they would load different states.
+
+    Ranks compare the digest of the whole file first. Only if these differ do they read all tensors to compare the
+    parts: a rank may keep values of its own next to the same model.
+    """
+    contents = {*_told_by_all(content)}
+    if None not in contents and len(contents) == 1:
+        return
+    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+    plain |= {
+        f"{name}.{key}": state[key]
+        for name, state in states.items()
+        for key in ("epoch", "samples_consumed")
+        if isinstance(state, Mapping) and key in state
+    }
+    everyones = _told_by_all(({name: digest_of(state) for name, state in states.items()}, plain))
+    firsts, first_plain = everyones[0]
+    others: dict[int, list[str]] = {}
+    for other, (digests, _) in enumerate(everyones):
+        names = [name for name in digests if name in firsts and digests[name] != firsts[name]]
+        if names:
+            others[other] = names
+    if not others:
+        return
+    held = ", ".join(f"{names} of rank {other}" for other, names in others.items())
+    theirs = everyones[min(others)][1]
+    steps = [
+        f"{name} is {first_plain[name]!r} on rank 0 and {theirs[name]!r} on rank {min(others)}"
+        for name in first_plain
+        if name in theirs and theirs[name] != first_plain[name]
+    ]
+    raise CheckpointError(
+        f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank 0's"
+        f"{'; ' + ', '.join(steps) if steps else ''}; expected one checkpoint on all ranks; save to a disk that all "
+        "machines share, or copy rank 0's file to each machine; nothing was changed on any rank"
+    )
+
+
+def _load_together(
+    path: str | os.PathLike[str], parts: Mapping[str, Any], states: Mapping[str, Any], rank: int
+) -> None:
+    """Load states: first those that only the part itself can verify, which are put back if any rank fails."""
+    unverified = {name: parts[name] for name in states if not is_verified(parts[name])}
+    before: dict[str, Any] = {}
+
+    def load_unverified() -> None:
+        for name, part in unverified.items():
+            before[name] = copy.deepcopy(part.state_dict())
+            part.load_state_dict(states[name])
+
+    _, reason = _tried(load_unverified)
+    try:
+        _raise_together(path, reason and f"{[*before][-1]!r} does not take its state ({reason})", rank)
+    except CheckpointError:
+        for name, state in before.items():
+            unverified[name].load_state_dict(state)
+        raise
+    for name, state in states.items():
+        if name not in unverified:
+            parts[name].load_state_dict(state)
 
 
 def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
@@ -104,7 +183,7 @@ def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | N
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
-        return otherwise, _reason_of(error)
+        return otherwise, reason_of(error)
 
 
 def _told_by_rank_0(value: Any) -> Any:
@@ -173,86 +252,6 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
     return value if own is None else part_of(value, own)
 
 
-# Writing
-
-
-def _write_file(path: Path, state: dict[str, Any]) -> None:
-    """Write a file beside the old one, read it back, and put it in its place."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with beside.open("xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _read_file(beside)
-        beside.replace(path)
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(_unkept(state, error)) from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _unkept(state: Mapping[str, Any], error: Exception) -> str:
-    """Say which part can't be kept, by trying each by itself."""
-    for name, value in state.items():
-        alone = io.BytesIO()
-        try:
-            torch.save(value, alone)
-            alone.seek(0)
-            torch.load(alone, weights_only=True)
-        except Exception as found:  # noqa: BLE001  # whatever a part may raise
-            return (
-                f"{name!r} can't be kept ({_first_line(found)}); expected numbers, strings, tensors, lists and dicts "
-                f"of them, or something with a state_dict() of such; leave {name}= out"
-            )
-    return _reason_of(error)
-
-
-# Reading
-
-
-def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
-    """Map a file into memory; where `only_model` is asked for, it may be that one's state dict by itself."""
-    if not path.is_file():
-        folder = "; load_sharded reads folders" if path.is_dir() else ""
-        raise CheckpointError(
-            f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote{folder}"
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, tensors, "
-            "and lists and dicts of them; save what else there is in a file of its own"
-        ) from error
-    except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
-        raise CheckpointError(
-            f"it is cut short or no checkpoint at all ({_first_line(error)}); expected what save_checkpoint or "
-            "torch.save wrote; take an earlier one"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds a {type(state).__name__}; expected a dict by name")
-    is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
-    return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
-
-
-def _reason_of(error: BaseException) -> str:
-    """Say in a line what went wrong."""
-    return str(error) if isinstance(error, AutosplitError) else one_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says; of torch's word on what is not plain, what it names."""
-    refused = re.search(
-        r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
-    )
-    if refused:  # before it stand twelve lines on how to load it all the same
-        return refused[1]
-    return first_line(error).rstrip(".")
-
-
 # Sharded checkpoints
 
 
@@ -291,6 +290,15 @@ def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
     _meet(rank, "load_sharded")
     values: dict[str, Any] = {_VALUES: None}
     _raise_together(path, _unreadable(folder), rank)
+    digests = _told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
+    others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} was not loaded: the folder of rank {', '.join(others)} holds another checkpoint "
+            "than rank 0's; expected one checkpoint on all ranks; save to a disk that all machines share; nothing was "
+            "changed on any rank"
+        )
+    _raise_together(path, _damaged_share(folder, rank), rank)
     _raise_together(path, _failure_to_read(folder, values), rank)
     held, stated = values[_VALUES]
     names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
@@ -301,17 +309,44 @@ def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
         return room.setdefault(names[id(value)], made)
 
     def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
-        others = {name: value for name, value in held.items() if name not in parts and name not in stated}
-        states = {name: placed(part, fitting(name, part, held), make_room) for name, part in parts.items()}
+        fits = {name: fitting(name, part, held) for name, part in parts.items()}
+        states = {name: placed(parts[name], fits[name], make_room) for name in _loadable(parts)}
+        others = {name: value for name, value in held.items() if name not in states and name not in stated}
         return states, with_tensors(others, lambda _, value: make_room(value, None))
 
     rest: dict[str, Any]
     (states, rest), reason = _tried(make_states, ({}, {}))
     _raise_together(path, reason, rank)
     _raise_together(path, _failure_to_read(folder, room), rank)
-    for name, part in parts.items():
-        part.load_state_dict(states[name])
+    _load_together(path, parts, states, rank)
     return rest
+
+
+def _damaged_share(folder: Path, rank: int) -> str | None:
+    """Compare this rank's share of the records with their CRCs: together the ranks check the whole folder once."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    stored, reason = _tried(lambda: FileSystemReader(folder).read_metadata().storage_data)
+    if reason is not None:
+        return None  # `_failure_to_read` reports it
+    for index, record in [*sorted(stored.items(), key=lambda one: str(one[0]))][rank :: dist.get_world_size()]:
+        content, _ = _tried(partial(_record_in, folder, record))
+        # A short record, or one without the signature of a zip file, is for torch's loader to report.
+        is_whole = content is not None and len(content) == record.length and content.startswith(b"PK")
+        if is_whole and damage_of(io.BytesIO(content)):
+            return (
+                f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
+                "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy it "
+                "again"
+            )
+    return None
+
+
+def _record_in(folder: Path, record: Any) -> bytes:
+    with (folder / record.relative_path).open("rb") as file:
+        file.seek(record.offset)
+        content: bytes = file.read(record.length)
+    return content
 
 
 def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.fsdp import is_shard, is_sharded
+from autosplit.ddp.optimizer_class import foreign_in_group, missing_in_groups, per_parameter_keys
 from autosplit.errors import CheckpointError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict
@@ -19,8 +20,6 @@ from autosplit.text import listed
 
 _SHOWN = 5
 """Of names that do not fit, so many are told."""
-_OLDEST = ("lr", "betas", "eps", "weight_decay")
-"""What torch's optimizers have always kept in a group; for what came later they have defaults."""
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
     *("grad_avg", "ax", "prev", "step_size"),
@@ -46,6 +45,27 @@ def is_shared_out(part: Any) -> bool:
     return any(is_shard(tensor) for _, tensor in tensors_in(part))
 
 
+def is_loadable(name: str, part: Any) -> bool:
+    """Return whether a part takes a state; a plain value is returned to the caller instead.
+
+    Raises:
+        CheckpointError: The part has a state, and no `load_state_dict`.
+    """
+    if hasattr(part, "load_state_dict"):
+        return True
+    if hasattr(part, "state_dict"):
+        raise CheckpointError(
+            f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(); expected both; "
+            f"leave {name}= out, and load its state from the returned dict; nothing was changed on any rank"
+        )
+    return False
+
+
+def is_verified(part: Any) -> bool:
+    """Return whether `fitting` has verified the state of such a part, so loading the state does not fail."""
+    return isinstance(part, nn.Module | torch.optim.Optimizer | ScheduledBatchSampler | torch.amp.GradScaler)
+
+
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     """Return the state of a part in what a checkpoint holds, under the part's own names; raise where it doesn't fit."""
     if name not in found:
@@ -64,6 +84,8 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
         part.check_state_dict(state)
     elif isinstance(part, torch.amp.GradScaler):
         _require_scale(name, part, state)
+    elif isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        _require_scheduler(name, part, state)
     return state
 
 
@@ -94,13 +116,30 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
             f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
             "optimizer of the same parameters as when it was saved"
         )
-    for number, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        lacks = [key for key in _OLDEST if key in mine and key not in group]
-        if lacks:
+    lacks = missing_in_groups(optimizer, groups)
+    for number, group in enumerate(groups):
+        found = (
+            next((f"lacks {key}" for key in lacks[number]), None)
+            or next((f"has {key}" for key in foreign_in_group(optimizer, group)), None)
+            or next((f"keeps {what}" for what in _wrong_moments(optimizer, group, state)), None)
+        )
+        if found:
             raise CheckpointError(
-                f"{name!r} is of another optimizer: its group {number} lacks {lacks[0]}; expected what this "
-                f"{type(optimizer).__name__} keeps there; make the optimizer as it was when it was saved"
+                f"{name!r} is of another optimizer: its group {number} {found}; expected the state of a "
+                f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out"
             )
+
+
+def _wrong_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return what the parameters of a group lack of the tensors that this class of torch's optimizers needs."""
+    needed = per_parameter_keys(optimizer)
+    kept = [state["state"][key] for key in group["params"] if state["state"].get(key)]
+    return [
+        f"{', '.join(map(str, held))} for a parameter, and no {key}"
+        for held in kept
+        for key in needed
+        if key not in held
+    ]
 
 
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -126,6 +165,19 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
         raise CheckpointError(
             f"{name!r} is of no enabled GradScaler: it lacks {', '.join(lacks)}; expected these; leave {name}= out, or "
             "load the file that has them"
+        )
+
+
+def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRScheduler, state: Any) -> None:
+    """Compare the public names: LRScheduler.load_state_dict accepts any dict, and fails at the next step."""
+    own = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_")}
+    lacks = [key for key in own if key not in state]
+    rates, theirs = len(own.get("base_lrs", ())), len(state.get("base_lrs", ())) if not lacks else 0
+    if lacks or rates != theirs:
+        found = f"it lacks {', '.join(lacks)}" if lacks else f"it has {theirs} base_lrs for {rates}"
+        raise CheckpointError(
+            f"{name!r} is of another scheduler: {found}; expected the state of a {type(scheduler).__name__}; make a "
+            f"scheduler of the class that was saved, or leave {name}= out"
         )
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
+from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
@@ -273,11 +274,14 @@ class Context:
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
 
+        The ranks compare the seed, epoch, sizes and options of the loop once, before its first step.
+
         Raises:
-            InputError: The batch sampler is another rank's or another plan's, or the loader draws everything on each
-                rank; ``"cut"`` for a model whose ranks meet in its forward (SyncBatchNorm, `shard`); `noise_scale` for
-                one that is shared out or has a communication hook; while iterating: a step was left unfinished, or a
-                batch holds no tensor to count.
+            InputError: While iterating, if the ranks' settings differ: the message names the values and the ranks.
+                Or a step was left unfinished, or a batch holds no tensor to count. Before: the batch sampler belongs to
+                another rank or plan, or the loader draws the whole data set on each rank. ``"cut"`` does not support
+                models that synchronise in the forward (SyncBatchNorm, `shard`). `noise_scale` does not support models
+                that are shared out or have a communication hook.
 
         Warns:
             CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
@@ -307,6 +311,8 @@ class Context:
             "noise_scale": noise_scale_for(loader, noise_scale),
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
         }
+        options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": bool(noise_scale)}
+        settings = partial(settings_of, loader, **options)
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
         if spans_ranks:
@@ -327,7 +333,7 @@ class Context:
                 spans_ranks=spans_ranks,
             )
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
-            return self._synchronised(made, watches=loss_scope is None)
+            return self._synchronised(made, settings, watches=loss_scope is None)
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
@@ -336,25 +342,30 @@ class Context:
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         over_ranks = partial(totals_over_ranks, device=self.device)
-        options: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
-        return self._synchronised(steps(loader, **sizes, count=count, **options), watches=loss_scope is None)
+        given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
+        made = steps(loader, **sizes, count=count, **given)
+        return self._synchronised(made, settings, watches=loss_scope is None)
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
 
             ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
-        The file is replaced only by one that is whole and was read back. `torch.load` reads it, too. What the ranks
-        share out (`shard`) comes together in rank 0's host memory, and every rank has to call it; where it is too much
-        for that, `save_sharded` writes it.
+        Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
+        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The parts
+        of a model that `shard` has shared out are gathered in rank 0's host memory, so every rank must call this
+        method. If they do not fit there, use `save_sharded`.
+
+        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
+        the steps before: a resumed run computes that step again.
 
         Args:
-            **parts: What has a ``state_dict()`` is kept by that (a wrapped model under the names of the plain one);
-                numbers, strings, tensors, lists and dicts as they are.
+            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
+                numbers, strings, tensors, lists and dicts, which are saved unchanged.
 
         Raises:
-            CheckpointError: It was not written, and an earlier file is as it was; on rank 0, and where the ranks share
-                out what it keeps on all of them.
+            CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
+                ranks if the parts include a model that is shared out.
         """
         save_checkpoint(path, parts, rank=self.rank)
 
@@ -363,18 +374,21 @@ class Context:
 
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        It is mapped into host memory, from where each rank fills its own device; nothing in it is executed. What plain
-        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits, and a model that is
-        shared out takes its parts of it.
+        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
+        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
+        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
+        `BalancedDataParallel` saved fit as well. A model that is shared out takes its own parts of them.
 
         Args:
-            **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
+            **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
+                such as a number, must be in the file and is returned: the caller's variable can't be changed.
 
         Returns:
-            What else the file holds.
+            The values in the file that were not loaded into a part.
 
         Raises:
-            CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
+            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
+                0's. Nothing was changed on any rank.
         """
         return load_checkpoint(path, parts, rank=self.rank)
 
@@ -425,8 +439,12 @@ class Context:
             part_from_group(wrapped)
         self._wrapped.clear()
 
-    def _synchronised(self, made: Iterator[OptimizerStep], *, watches: bool = False) -> Iterator[OptimizerStep]:
-        """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
+    def _synchronised(
+        self, made: Iterator[OptimizerStep], settings: Callable[[], dict[str, Any]], *, watches: bool = False
+    ) -> Iterator[OptimizerStep]:
+        """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
+
+        Before the first step the ranks compare their settings, which are read then: `set_epoch` may follow `steps`.
 
         Args:
             watches: Refuse a loss that runs a collective, in the first step.
@@ -434,6 +452,7 @@ class Context:
         DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
         then leave every later step unsynchronised.
         """
+        require_equal_settings(settings(), self.device)
         self._loop = loop = object()
         watched = LossCollectives(self._wrapped if watches else ())
         try:

@@ -94,8 +94,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
 
     Attributes:
-        samples_consumed: Samples of this epoch, over all ranks, in optimizer steps whose micro-batches `steps` has
-            handed out to the last; what workers have drawn ahead does not count.
         unlike_lengths: Whether as many samples may take another memory in another micro-batch.
 
     Raises:
@@ -126,7 +124,9 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
         self.epoch = 0
         self._is_chosen = False
-        self.samples_consumed = 0
+        self._consumed = 0
+        self._awaited: tuple[int, Callable[[], bool]] | None = None
+        self._detects_updates = True
         self._start_step = 0
 
     @property
@@ -139,6 +139,20 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         full = self._step_of(self.effective_batch_size)
         last = (self._step_of(short),) if short and not self.drop_last else ()
         return (full,) * full_steps + last
+
+    @property
+    def samples_consumed(self) -> int:
+        """Samples of this epoch, over all ranks, in optimizer steps that have updated the parameters.
+
+        Samples that loader workers have drawn ahead do not count. Between its last backward and `optimizer.step()`, an
+        optimizer step does not count either. In a loop whose updates can't be detected, it counts at once.
+        """
+        counts = self._awaited is not None and (not self._detects_updates or self._awaited[1]())
+        return self._consumed + (self._awaited[0] if self._awaited is not None and counts else 0)
+
+    @samples_consumed.setter
+    def samples_consumed(self, samples: int) -> None:
+        self._consumed, self._awaited = samples, None
 
     @property
     def start_step(self) -> int:
@@ -249,10 +263,24 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
             self._go_to(self.epoch + 1)
         self._is_chosen = False
+        self._detects_updates = True
 
-    def consume(self, num_samples: int) -> None:
-        """Count what an optimizer step has consumed; `steps` does it."""
-        self.samples_consumed += num_samples
+    def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
+        """Count the samples of an optimizer step; `steps` calls it after the last backward.
+
+        Args:
+            has_updated: Returns whether the update of that step has come. Before that, the samples do not count: a
+                checkpoint with the weights of before the update must resume with this step.
+        """
+        self.settle()
+        self._awaited = num_samples, has_updated
+
+    def settle(self) -> None:
+        """Count the last optimizer step, whether its update was seen or not; `steps` calls it before the next step."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            self._consumed += awaited[0]
+            self._detects_updates = awaited[1]()
 
     def _step_after(self, samples_consumed: int, epoch: int) -> int:
         """Return the optimizer step that begins where so many samples of an epoch have been consumed."""
@@ -270,6 +298,17 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"step, {ends[finished]}"
             )
         return finished
+
+    def common_facts(self) -> dict[str, Any]:
+        """Return the facts about the coming epoch that must be equal on all ranks of a job."""
+        return {
+            **self._order_facts(),
+            "drop_last": self.drop_last,
+            "epoch": self.epoch,
+            "samples_consumed": self.samples_consumed,
+            "start_step": self._start_step,
+            "epoch is set": self._is_chosen,
+        }
 
     def _order_facts(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}

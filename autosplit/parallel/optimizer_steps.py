@@ -18,6 +18,7 @@ import torch
 
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
+from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_graph import read_loss, warn_of_reading
@@ -65,6 +66,7 @@ class OptimizerStep:
         cuts: How micro-batches that run out of memory in an `attempt` are cut; None where they are not.
         norms: Takes the norms of the gradients, for the noise scale; None where that is not wanted.
         on_loss: Called once each with the step's first loss, before its backward, and with its samples.
+        awaited: The update that should follow the last backward.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class OptimizerStep:
         self._meets = False
         self._loss: torch.Tensor | None = None
         self._watched: WatchedParameter | None = None
+        self.awaited = AwaitedUpdate()
         self._part: Part | None = None
         self._attempt: Attempt | None = None
         self._failed: Attempt | None = None
@@ -180,14 +183,17 @@ class OptimizerStep:
         # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
         self._had_backward = True
         if not weight and not (self._meets and self.num_ranks > 1):
+            if scaler is not None:
+                scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
             return
-        watched = WatchedParameter.of(loss) if self._drawn < len(self) else None
-        weighted = loss * weight
+        watched = WatchedParameter.of(loss)
+        weighted, before = loss * weight, updates_so_far()
         with nullcontext() if weight else self.silenced():
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
         self._watch(watched)
+        self.awaited.expect(before, watched)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
@@ -195,10 +201,11 @@ class OptimizerStep:
 
     def _watch(self, watched: WatchedParameter | None) -> None:
         """Refuse an update within the backward, and watch the parameter until the next micro-batch."""
-        self._watched = watched
+        is_last = self._drawn == len(self)
+        self._watched = None if is_last else watched
         if watched is None:
             return
-        if watched.is_changed():
+        if not is_last and watched.is_changed():
             raise InputError(
                 f"Parameters were changed in the backward of {self._place()}, for example by an optimizer that steps "
                 "in a gradient hook. Each micro-batch would be an update of its own. Step after the inner loop, or "
@@ -443,8 +450,9 @@ def _scheduled_steps(
             samples=step.micro_batch_sizes,
             splits=step.splits,
         )
-        made.on_end = partial(sampler.consume, step.num_samples)
+        made.on_end = partial(sampler.consume, step.num_samples, made.awaited.has_come)
         yield made
+        sampler.settle()
     # Drawing past the end lets a loader's workers finish in order.
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(

@@ -47,6 +47,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         rank: int | None = None,
     ) -> None:
         self._lengths = checked_lengths(lengths)
+        self._digest: str | None = None
         self._plan, self._split = plan, tuple(split)
         self._keeps_effective, self._rank = keeps_effective, rank
         plan.times_at(max(self._lengths))  # or one is too long
@@ -110,6 +111,12 @@ class TokenBatchSampler(ScheduledBatchSampler):
                 f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "
                 "expected a model without BatchNorms, which would count padding, too; use batch_sampler"
             )
+
+    def common_facts(self) -> dict[str, Any]:
+        """Return the facts about the coming epoch that must be equal on all ranks of a job."""
+        if self._digest is None:
+            self._digest = hashlib.sha256(repr(self._lengths).encode()).hexdigest()[:16]
+        return {**super().common_facts(), "digest of the lengths": self._digest}
 
     def _order_facts(self) -> dict[str, Any]:
         """Return what the samples of a number of steps depend on: with an effective batch the order alone."""

@@ -1,0 +1,64 @@
+"""Compare, at the first step of a loop, the settings that must be equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from autosplit.ddp.device import exchange_device
+from autosplit.errors import InputError, shown
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+
+_ADVICE = {
+    "seed": "pass the same seed on every rank: each rank takes its own part of one common order",
+    "epoch": "call set_epoch with the same number on every rank",
+    "samples_consumed": "load the same checkpoint on every rank",
+    "num_samples": "pass the length of the whole data set on every rank: the sampler cuts it by rank",
+    "data set size": "give every rank the whole data set: the sampler cuts it by rank",
+}
+
+
+def settings_of(loader: Any, **options: Any) -> dict[str, Any]:
+    """Return the settings of a loop over a loader that must be equal on all ranks, by name."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, ScheduledBatchSampler):
+        return {"loader": "a loader without ctx.batch_sampler", **options}
+    dataset: Any = getattr(loader, "dataset", None)
+    size = {"data set size": len(dataset)} if hasattr(dataset, "__len__") else {}
+    return {"loader": "a loader with ctx.batch_sampler", **sampler.common_facts(), **size, **options}
+
+
+def require_equal_settings(settings: Mapping[str, Any], device: torch.device) -> None:
+    """Raise InputError on all ranks if the settings of any rank differ from rank 0's.
+
+    The ranks exchange one digest of 32 bytes. They exchange the settings only if the digests differ.
+    """
+    if dist.get_world_size() == 1:
+        return
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(exchange_device(device))
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    if len({bytes(each.tolist()) for each in found}) == 1:
+        return
+    everyones: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, dict(settings))
+    every_name = dict.fromkeys(name for one in everyones for name in one)
+    names = [name for name in every_name if len({repr(one.get(name)) for one in everyones}) > 1]
+    held = "; ".join(f"{name} is {_by_rank([one.get(name) for one in everyones])}" for name in names)
+    advice = next((_ADVICE[name] for name in names if name in _ADVICE), "call ctx.steps the same way on every rank")
+    raise InputError(
+        f"the ranks disagree on the samples of an epoch: {held}; expected the same on every rank; {advice}"
+    )
+
+
+def _by_rank(values: list[Any]) -> str:
+    """Return "7 on rank 0, 8 on ranks 1, 2" for the values 7, 8 and 8."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(shown(value), []).append(str(rank))
+    return ", ".join(f"{value} on rank{'s' * (len(held) > 1)} {', '.join(held)}" for value, held in ranks.items())

@@ -1,0 +1,289 @@
+"""Checkpoint files that are damaged, interrupted, of another class or on a full disk: refused before anything changes.
+
+One process is enough for these. Ranks that read different files are in test_ddp_agreement.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import folders
+import pytest
+import torch
+from ddp_jobs import make_model, make_plan, mean_loss, weights
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from autosplit import ddp
+from autosplit.ddp import checkpoint_file
+from autosplit.errors import CheckpointError
+
+
+@pytest.fixture
+def ctx() -> Iterator[ddp.Context]:
+    with ddp.setup(make_plan((4,), 8)) as context:
+        yield context
+
+
+def stepped(kind: Any, **options: Any) -> tuple[nn.Module, Any]:
+    """Return a model and an optimizer of this class that has made one step."""
+    model = make_model()
+    optimizer = kind(model.parameters(), **{"lr": 0.1, **options})
+    mean_loss(model, [0, 1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x40
+    path.write_bytes(content)
+
+
+class TestPlainValues:
+    def test_they_are_returned(self, ctx, tmp_path):
+        """`epoch=3` was accepted by save_checkpoint. load_checkpoint changed the model, then raised AttributeError."""
+        model = make_model()
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model, epoch=3, best=torch.ones(2))
+        found = ctx.load_checkpoint(tmp_path / "last.pt", model=make_model(), epoch=0, best=None)
+        assert found["epoch"] == 3
+        assert torch.equal(found["best"], torch.ones(2))
+        ctx.save_sharded(tmp_path / "folder", model=model, epoch=3)
+        assert ctx.load_sharded(tmp_path / "folder", model=make_model(), epoch=0) == {"epoch": 3}
+
+    def test_a_value_that_the_file_lacks_is_refused_first(self, ctx, tmp_path):
+        ctx.save_checkpoint(tmp_path / "last.pt", model=nn.Linear(5, 7))
+        model = nn.Linear(5, 7)
+        before = weights(model)
+        with pytest.raises(CheckpointError, match="expected 'epoch' as well"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=model, epoch=0)
+        assert torch.equal(weights(model), before)
+
+    def test_a_state_without_a_way_to_load_it_is_refused_first(self, ctx, tmp_path):
+        class Saves:
+            def state_dict(self) -> dict[str, int]:
+                return {"a": 1}
+
+        ctx.save_checkpoint(tmp_path / "last.pt", saves=Saves())
+        with pytest.raises(CheckpointError, match=r"'saves' is a Saves with state_dict\(\) and without load_state"):
+            ctx.load_checkpoint(tmp_path / "last.pt", saves=Saves())
+
+
+class TestPartsThatRefuse:
+    def test_earlier_parts_are_put_back(self, ctx, tmp_path):
+        """A class of the user's may refuse its state at any time. The parts that loaded before it are put back."""
+
+        class Counter:
+            def __init__(self, count: int, limit: int = 10) -> None:
+                self.count, self.limit = count, limit
+
+            def state_dict(self) -> dict[str, int]:
+                return {"count": self.count}
+
+            def load_state_dict(self, state: dict[str, int]) -> None:
+                self.count = state["count"]
+                if self.count > self.limit:
+                    raise ValueError(f"{self.count} is above {self.limit}")
+
+        ctx.save_checkpoint(tmp_path / "last.pt", model=make_model(), a=Counter(7), b=Counter(7))
+        model, a, b = nn.Sequential(*make_model()), Counter(1), Counter(2, limit=5)
+        nn.init.zeros_(next(model.parameters()))
+        before = weights(model)
+        with pytest.raises(CheckpointError, match=r"'b' does not take its state \(ValueError: 7 is above 5\)"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=model, a=a, b=b)
+        assert (a.count, b.count) == (1, 2)
+        assert torch.equal(weights(model), before)
+
+
+CLASSES = {
+    "SGD for AdamW": (torch.optim.SGD, {}, torch.optim.AdamW, {}, "lacks betas"),
+    "AdamW for SGD": (torch.optim.AdamW, {}, torch.optim.SGD, {"momentum": 0.9}, "lacks momentum"),
+    "Adam for Adamax": (torch.optim.Adam, {}, torch.optim.Adamax, {}, "has amsgrad"),
+    "Adamax for Adam": (torch.optim.Adamax, {}, torch.optim.Adam, {}, "keeps step, exp_avg, exp_inf"),
+    "Adam for RAdam": (torch.optim.Adam, {}, torch.optim.RAdam, {}, "has amsgrad"),
+    "RMSprop for Adagrad": (torch.optim.RMSprop, {}, torch.optim.Adagrad, {}, "lacks lr_decay"),
+    "Rprop for SGD": (torch.optim.Rprop, {}, torch.optim.SGD, {}, "lacks momentum"),
+}
+
+
+class TestOtherOptimizers:
+    @pytest.mark.parametrize("name", CLASSES)
+    def test_the_state_of_another_class_is_refused_first(self, ctx, tmp_path, name):
+        """It loaded, and the first step raised KeyError when the model had changed already."""
+        saved, saved_options, own, options, match = CLASSES[name]
+        model, optimizer = stepped(saved, **saved_options)
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        model, optimizer = stepped(own, **options)
+        before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(CheckpointError, match=f"'optimizer' is of another optimizer: its group 0 {match}"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        assert torch.equal(weights(model), before)
+        assert str(state) == str(optimizer.state_dict())
+
+    def test_a_scheduler_adds_options_that_belong_to_no_class(self, ctx, tmp_path):
+        model, optimizer = stepped(torch.optim.AdamW)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer, scheduler=scheduler)
+        model, optimizer = stepped(torch.optim.AdamW)
+        with pytest.raises(CheckpointError, match="'scheduler' is of another scheduler: it lacks T_max, eta_min"):
+            ctx.load_checkpoint(
+                tmp_path / "last.pt", scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+            )
+        again = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer, scheduler=again)
+        assert again.state_dict() == scheduler.state_dict()
+
+
+class TestDamage:
+    def test_every_record_is_compared_with_its_checksum(self, ctx, tmp_path):
+        """24 of 30 flipped bits loaded without an error, and one weight became 1.7e37."""
+        model = make_model()
+        path = tmp_path / "last.pt"
+        ctx.save_checkpoint(path, model=model)
+        content = path.read_bytes()
+        places = {name: content.index(tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()}
+        for name, place in places.items():
+            path.write_bytes(content)
+            flip(path, place + 3)
+            with pytest.raises(CheckpointError, match=f"which holds the tensor 'model.{name}', does not match its ch"):
+                ctx.load_checkpoint(path, model=make_model())
+        path.write_bytes(content)
+        flip(path, content.index(b"model"))
+        with pytest.raises(CheckpointError, match=r"its record 'data.pkl' does not match its checksum"):
+            ctx.load_checkpoint(path, model=make_model())
+
+    def test_no_flipped_bit_changes_a_weight(self, ctx, tmp_path):
+        """A bit that no reader looks at may flip. Any other makes the file unreadable."""
+        path = tmp_path / "last.pt"
+        expected = make_model()
+        ctx.save_checkpoint(path, model=expected)
+        content = path.read_bytes()
+        refused = 0
+        for place in range(0, len(content), 17):
+            path.write_bytes(content)
+            flip(path, place)
+            model = make_model()
+            try:
+                ctx.load_checkpoint(path, model=model)
+            except CheckpointError:
+                refused += 1
+            assert torch.equal(weights(model), weights(expected))
+        assert refused > 10
+
+    def test_a_file_without_checksums_is_loaded(self, ctx, tmp_path):
+        if not hasattr(torch.serialization, "set_crc32_options"):
+            pytest.skip("this torch always writes checksums")
+        torch.serialization.set_crc32_options(False)
+        try:
+            ctx.save_checkpoint(tmp_path / "last.pt", model=make_model())
+        finally:
+            torch.serialization.set_crc32_options(True)
+        model = nn.Sequential(*make_model())
+        nn.init.zeros_(next(model.parameters()))
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model)
+        assert torch.equal(weights(model), weights(make_model()))
+
+    def test_of_a_sharded_checkpoint(self, ctx, tmp_path):
+        ctx.save_sharded(tmp_path / "folder", model=make_model())
+        stored = FileSystemReader(tmp_path / "folder").read_metadata().storage_data
+        record = next(one for index, one in stored.items() if index.fqn == "model.0.weight")
+        path = tmp_path / "folder" / record.relative_path
+        flip(path, path.read_bytes().index(make_model()[0].weight.detach().numpy().tobytes()))
+        with pytest.raises(CheckpointError, match=r"'model.0.weight' in __0_0.distcp does not match its checksum"):
+            ctx.load_sharded(tmp_path / "folder", model=make_model())
+
+
+KILLED = """
+import os, signal, sys
+from ddp_jobs import make_model, make_plan
+from autosplit import ddp
+os.fsync = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+with ddp.setup(make_plan((4,), 8)) as ctx:
+    ctx.save_checkpoint(sys.argv[1], model=make_model())
+"""
+
+
+def part_files(folder: Path) -> list[Path]:
+    return [*folder.glob(".*.part")]
+
+
+class TestLeftovers:
+    def test_a_save_removes_the_part_files_of_killed_processes(self, ctx, tmp_path):
+        """Five kills of a 40 MB save left 200 MB behind."""
+        path = tmp_path / "last.pt"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folders.ROOT), *sys.path])}
+        ended = subprocess.run([sys.executable, "-c", KILLED, path], env=environment, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert len(part_files(tmp_path)) == 1
+        others = [tmp_path / ".last.pt.old.12345678.part", tmp_path / ".last.pt.mine.part"]
+        for other in others:
+            other.write_text("not a part file of last.pt")
+        ctx.save_checkpoint(path, model=make_model())
+        assert sorted(part_files(tmp_path)) == sorted(others)
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+    def test_the_file_of_a_living_writer_stays(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        with checkpoint_file._part_file(path) as (living, _):
+            ctx.save_checkpoint(path, model=make_model())
+            assert living.exists()
+        assert part_files(tmp_path) == []
+
+    def test_a_symbolic_link_is_followed(self, ctx, tmp_path):
+        """The link was replaced by a file, so the target kept the old weights."""
+        (tmp_path / "store").mkdir()
+        link = tmp_path / "last.pt"
+        link.symlink_to(tmp_path / "store" / "target.pt")
+        for step in range(2):
+            ctx.save_checkpoint(link, step=step)
+            assert link.is_symlink()
+            assert torch.load(tmp_path / "store" / "target.pt") == {"step": step}
+        assert part_files(tmp_path) == part_files(tmp_path / "store") == []
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize(
+        ("number", "expected"),
+        [
+            (errno.ENOSPC, r"was not written: the disk is full: '.*' has \d+ bytes \(.*\) free .* the tensors take"),
+            (errno.EDQUOT, "was not written: the disk quota is used up"),
+            (errno.EIO, r"was not written: OSError: \[Errno 5\]"),
+        ],
+    )
+    def test_the_disk_is_named(self, ctx, tmp_path, monkeypatch, number, expected):
+        """torch reported "enforce fail at inline_container.cc:672"."""
+        path = tmp_path / "last.pt"
+        ctx.save_checkpoint(path, step=1)
+        content = path.read_bytes()
+
+        class Full(checkpoint_file._PartFile):
+            def flush(self) -> None:
+                raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(checkpoint_file, "_PartFile", Full)
+        with pytest.raises(CheckpointError, match=expected):
+            ctx.save_checkpoint(path, model=make_model())
+        assert path.read_bytes() == content
+        assert part_files(tmp_path) == []
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+    def test_the_error_of_the_system_is_kept(self):
+        with Path("/dev/full").open("wb", buffering=0) as device:
+            file = checkpoint_file._PartFile(device, buffer_size=16)
+            with pytest.raises((OSError, RuntimeError)):
+                torch.save(make_model().state_dict(), file)
+            with suppress(OSError):
+                file.close()
+        assert file.failure is not None
+        assert file.failure.errno == errno.ENOSPC
