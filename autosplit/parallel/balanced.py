@@ -28,7 +28,8 @@ from autosplit.parallel.arguments import (
     refuse_wrong_order,
 )
 from autosplit.parallel.call_cuts import CallCuts, named_call
-from autosplit.parallel.gather import Gathering, Link, PlacedLink
+from autosplit.parallel.gather import AmbiguousBatchWarning as AmbiguousBatchWarning
+from autosplit.parallel.gather import Gathering, Link, PlacedLink, SeenOutputs
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
 from autosplit.parallel.persistent_replicas import KeptReplicas
@@ -53,10 +54,6 @@ from autosplit.workload.batch import (
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
-
-
-class AmbiguousBatchWarning(UserWarning):
-    """A tensor was cut that may hold no samples."""
 
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
@@ -143,7 +140,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._syncs = True
         self._kept: KeptReplicas | None = None
         self._cuts = CallCuts(dim)
-        self._losses: dict[bool, dict[str, bool]] = {True: {}, False: {}}
+        self._seen = {True: SeenOutputs(), False: SeenOutputs()}
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -247,8 +244,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
-        losses = self._losses[self.module.training]
-        joined = self._joined(Gathering(self.dim, weights, link, tuple(shares), losses), outputs, batch_size)
+        seen = self._seen[self.module.training]
+        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, self._cuts.cuts_lists)
+        joined = self._joined(gathering, outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from autosplit.errors import WorkloadError
 from autosplit.parallel.arguments import refuse_packed
+from autosplit.parallel.gather import AmbiguousBatchWarning
 from autosplit.workload.batch import chunk
-from autosplit.workload.samples import Layout, batch_size_of, is_plain_sequence, uncuttable
+from autosplit.workload.samples import AmbiguousBatchError, Layout, batch_size_of, is_plain_sequence, uncuttable
 from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, with_children
 
 DEPTH = 2
@@ -27,9 +29,11 @@ class CallCuts:
 
     Attributes:
         sizes: By place, the rows of tensors, and the lengths of lists, that were not the number of samples.
+        cuts_lists: Whether the last call had lists of samples.
     """
 
     dim: int
+    cuts_lists: bool = False
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def samples(self, call: Any, expected: int | None) -> int | None:
@@ -40,7 +44,22 @@ class CallCuts:
         """
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             return None
-        return batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, expected=expected)
+        structure = self._structure(call)
+        try:
+            return batch_size_of(
+                call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected
+            )
+        except AmbiguousBatchError as error:
+            warnings.warn(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning, stacklevel=4)
+            return error.rows
+
+    def _structure(self, call: Any) -> frozenset[int]:
+        """Return the ids of lists of tensors that did not grow with the batch."""
+        return frozenset(
+            id(part)
+            for place, part, size in _sized_parts(call, self.dim)
+            if self.sizes.get(place) == size and not isinstance(part, Tensor) and has_tensors(part)
+        )
 
     def cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
         """Return the positions of the devices that run, and the call of each.
@@ -58,6 +77,7 @@ class CallCuts:
         inputs, kwargs = call
         refuse_packed((*inputs, *kwargs.values()))
         call, layout = self._remembered(call, batch_size)
+        self.cuts_lists = any(True for _ in layout.lists(call))
         for part, name in zip(call, ("inputs", "kwargs"), strict=True):
             if why := uncuttable(part, name, layout):
                 raise WorkloadError(why)
@@ -65,18 +85,14 @@ class CallCuts:
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:
         """Mark as `Whole` the parts that had the same size in another batch; note other sizes."""
-        tables, structure = set(), set()
+        tables = set()
         for place, part, size in _sized_parts(call, self.dim):
             if size != batch_size:
                 self.sizes[place] = size
-            elif self.sizes.get(place) != size:
-                continue
-            elif isinstance(part, Tensor) or not has_tensors(part):
+            elif self.sizes.get(place) == size and (isinstance(part, Tensor) or not has_tensors(part)):
                 tables.add(place)
-            else:
-                structure.add(id(part))
-        layout = dataclasses.replace(Layout.of(call, batch_size, self.dim, DEPTH), structure=frozenset(structure))
-        return (_marked_at(call, tables) if tables else call), layout
+        call = _marked_at(call, tables) if tables else call
+        return call, Layout.of(call, batch_size, self.dim, DEPTH, self._structure(call))
 
 
 def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:

@@ -34,6 +34,18 @@ from autosplit.errors import AutosplitError, WorkloadError, advise
 from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, tensors_of
 
 
+class AmbiguousBatchError(WorkloadError):
+    """A list of tensors holds one sample in each item, or the tensors hold the samples in their rows.
+
+    Attributes:
+        rows: The number of samples if the rows are the samples, as in nn.DataParallel.
+    """
+
+    def __init__(self, message: str, rows: int) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Decides which parts of a batch of `size` samples hold samples. See Note [What is cut].
@@ -51,9 +63,11 @@ class Layout:
     structure: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tree: Any, size: int, dim: int = 0, depth: int = 1) -> Layout:
+    def of(
+        cls, tree: Any, size: int, dim: int = 0, depth: int = 1, structure: frozenset[int] = frozenset()
+    ) -> Layout:
         """Return the layout of a batch."""
-        layout = cls(size, dim, depth)
+        layout = cls(size, dim, depth, structure=structure)
         return dataclasses.replace(layout, lists_hold=any(has_tensors(part) for part in layout.lists(tree)))
 
     def is_cut(self, leaf: Any) -> bool:
@@ -69,9 +83,9 @@ class Layout:
         if not is_plain_sequence(node) or len(node) != self.size or id(node) in self.structure:
             return False
         if level < self.depth:  # only a batch that is itself a list of dicts, as detectron2's models take it
-            return level == 0 and self.depth == 1 and type(node) is list and _are_records(node)
+            return level == 0 and self.depth == 1 and type(node) is list and is_records(node)
         tensors = [leaf for leaf in leaves_of(node) if isinstance(leaf, Tensor)]
-        if not tensors or _are_records(node):
+        if not tensors or is_records(node):
             return True
         return _are_similar(node) and (self.lists_hold or not all(map(self.is_cut, tensors)))
 
@@ -101,7 +115,7 @@ def is_plain_sequence(node: Any) -> bool:
     return not (hasattr(node, "_fields") or hasattr(node, "n_sequence_fields"))
 
 
-def _are_records(items: Any) -> bool:
+def is_records(items: Any) -> bool:
     """Return whether all items are mappings or dataclasses with the same names."""
     kinds = {
         (type(item), tuple(place for place, _ in children_of(item) or ()))
@@ -130,7 +144,13 @@ def _other_sizes(tensors: Iterable[Tensor], size: int, dim: int) -> set[int]:
 
 
 def batch_size_of(
-    tree: Any, dim: int = 0, *, may_be_empty: bool = False, depth: int = 1, expected: int | None = None
+    tree: Any,
+    dim: int = 0,
+    *,
+    may_be_empty: bool = False,
+    depth: int = 1,
+    structure: frozenset[int] = frozenset(),
+    expected: int | None = None,
 ) -> int:
     """Return the number of samples in a batch.
 
@@ -142,10 +162,12 @@ def batch_size_of(
     Args:
         may_be_empty: Return 0 for a batch without samples instead of raising.
         depth: As in `Layout`.
+        structure: As in `Layout`.
         expected: Decides if both the tensors' size and a list's length could be the number of samples.
 
     Raises:
-        WorkloadError: There is no such number, or two.
+        WorkloadError: There is no such number.
+        AmbiguousBatchError: There are two such numbers.
     """
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not tensors:
@@ -157,12 +179,12 @@ def batch_size_of(
         )
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
     by_rows = next((size for size in sizes if _agree(tensors, Layout(size, dim))), None)
-    by_lists = _list_lengths(tree, dim, depth)
+    by_lists = _list_lengths(tree, dim, depth, structure)
     found = {by_rows, *by_lists} - {None}
     if expected in found:
         return expected
     if len(found) > 1 and by_rows is not None:
-        return _one_reading(tree, dim, depth, by_rows, by_lists)
+        return _one_reading(tree, dim, depth, by_rows, by_lists, structure)
     if len(found) != 1:
         raise WorkloadError(
             f"the tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}; expected "
@@ -179,10 +201,10 @@ def batch_size_of(
     return size
 
 
-def _list_lengths(tree: Any, dim: int, depth: int) -> list[int]:
+def _list_lengths(tree: Any, dim: int, depth: int, structure: frozenset[int]) -> list[int]:
     """Return the lengths of lists that can be the number of samples: no tensor contradicts them."""
     lengths = dict.fromkeys(len(part) for part in _sequences(tree, depth) if has_tensors(part))
-    layouts = (Layout.of(tree, length, dim, depth) for length in lengths)
+    layouts = (Layout.of(tree, length, dim, depth, structure) for length in lengths)
     return [layout.size for layout in layouts if layout.lists_hold and layout.fits(tree)]
 
 
@@ -194,18 +216,20 @@ def _sequences(tree: Any, depth: int, level: int = 0) -> Iterator[Any]:
         yield from _sequences(item, depth, level + 1)
 
 
-def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int]) -> int:
+def _one_reading(
+    tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int], structure: frozenset[int]
+) -> int:
     """Decide between the tensors' size and a list's length, for example for 8 images of 3 channels."""
     for length in by_lists:
-        lists = [part for part in Layout.of(tree, length, dim, depth).lists(tree) if has_tensors(part)]
-        if len(lists) > 1 or _are_records(lists[0]):
+        if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
             return length
     if by_rows in by_lists:
         return by_rows
-    raise WorkloadError(
+    raise AmbiguousBatchError(
         f"the batch has a list of {by_lists[0]} tensors, each with {by_rows} rows: {shapes_text(tree)}; expected "
         f"either {by_lists[0]} samples or {by_rows} samples; stack the samples into one tensor, pass several inputs as "
-        "arguments instead of a list, or pass make_batch="
+        "arguments instead of a list, or pass make_batch= to tune()",
+        by_rows,
     )
 
 
