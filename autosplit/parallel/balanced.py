@@ -28,8 +28,7 @@ from autosplit.parallel.arguments import (
     refuse_wrong_order,
 )
 from autosplit.parallel.call_cuts import CallCuts, named_call
-from autosplit.parallel.gather import AmbiguousBatchWarning as AmbiguousBatchWarning
-from autosplit.parallel.gather import Gathering, Link, PlacedLink, SeenOutputs
+from autosplit.parallel.gather import AmbiguousBatchWarning, Gathering, Link, PlacedLink, SeenOutputs
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
 from autosplit.parallel.persistent_replicas import KeptReplicas

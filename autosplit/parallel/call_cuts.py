@@ -46,9 +46,7 @@ class CallCuts:
             return None
         structure = self._structure(call)
         try:
-            return batch_size_of(
-                call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected
-            )
+            return batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected)
         except AmbiguousBatchError as error:
             warnings.warn(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning, stacklevel=4)
             return error.rows

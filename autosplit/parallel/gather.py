@@ -245,7 +245,7 @@ class Gathering:
         return total.to(brought[0].dtype)
 
     def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
-        """Return whether tensors of one element are losses, as nn.DataParallel requires them, or outputs of a sample."""
+        """Return whether tensors of one element are losses, as nn.DataParallel returns them, not outputs."""
         if any(share > 1 for share in self.shares):
             self.seen.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
         return self.seen.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)

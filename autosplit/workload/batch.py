@@ -11,23 +11,52 @@ from torch import Tensor
 
 from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import WorkloadError
-from autosplit.workload.samples import COLLATED as COLLATED
-from autosplit.workload.samples import Layout, uncuttable
-from autosplit.workload.samples import batch_size_of as batch_size_of
-from autosplit.workload.samples import doubt_of as doubt_of
-from autosplit.workload.samples import doubting as doubting
-from autosplit.workload.samples import is_list_of_samples as is_list_of_samples
-from autosplit.workload.samples import shapes_text as shapes_text
-from autosplit.workload.tree import Whole as Whole
-from autosplit.workload.tree import children_of as children_of
-from autosplit.workload.tree import leaves_of as leaves_of
-from autosplit.workload.tree import map_leaves as map_leaves
-from autosplit.workload.tree import map_tensors as map_tensors
-from autosplit.workload.tree import marked as marked
-from autosplit.workload.tree import named_leaves as named_leaves
-from autosplit.workload.tree import rebuilt as rebuilt
-from autosplit.workload.tree import tensors_of as tensors_of
-from autosplit.workload.tree import with_children as with_children
+from autosplit.workload.samples import (
+    COLLATED,
+    Layout,
+    batch_size_of,
+    doubt_of,
+    doubting,
+    is_list_of_samples,
+    shapes_text,
+    uncuttable,
+)
+from autosplit.workload.tree import (
+    Whole,
+    children_of,
+    leaves_of,
+    map_leaves,
+    map_tensors,
+    marked,
+    named_leaves,
+    rebuilt,
+    tensors_of,
+    with_children,
+)
+
+__all__ = [
+    "COLLATED",
+    "Whole",
+    "batch_size_of",
+    "children_of",
+    "chunk",
+    "doubt_of",
+    "doubting",
+    "in_reverse",
+    "is_list_of_samples",
+    "leaves_of",
+    "map_leaves",
+    "map_tensors",
+    "marked",
+    "named_leaves",
+    "placed_on",
+    "rebuilt",
+    "resize",
+    "shapes_text",
+    "tensors_of",
+    "unmarked",
+    "with_children",
+]
 
 
 def unmarked(tree: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, WorkloadError, advise
-from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, tensors_of
+from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, tensors_of
 
 
 class AmbiguousBatchError(WorkloadError):
@@ -63,9 +63,7 @@ class Layout:
     structure: frozenset[int] = frozenset()
 
     @classmethod
-    def of(
-        cls, tree: Any, size: int, dim: int = 0, depth: int = 1, structure: frozenset[int] = frozenset()
-    ) -> Layout:
+    def of(cls, tree: Any, size: int, dim: int = 0, depth: int = 1, structure: frozenset[int] = frozenset()) -> Layout:
         """Return the layout of a batch."""
         layout = cls(size, dim, depth, structure=structure)
         return dataclasses.replace(layout, lists_hold=any(has_tensors(part) for part in layout.lists(tree)))
@@ -180,8 +178,8 @@ def batch_size_of(
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
     by_rows = next((size for size in sizes if _agree(tensors, Layout(size, dim))), None)
     by_lists = _list_lengths(tree, dim, depth, structure)
-    found = {by_rows, *by_lists} - {None}
-    if expected in found:
+    found = {*by_lists} if by_rows is None else {by_rows, *by_lists}
+    if expected is not None and expected in found:
         return expected
     if len(found) > 1 and by_rows is not None:
         return _one_reading(tree, dim, depth, by_rows, by_lists, structure)
@@ -216,9 +214,7 @@ def _sequences(tree: Any, depth: int, level: int = 0) -> Iterator[Any]:
         yield from _sequences(item, depth, level + 1)
 
 
-def _one_reading(
-    tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int], structure: frozenset[int]
-) -> int:
+def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int], structure: frozenset[int]) -> int:
     """Decide between the tensors' size and a list's length, for example for 8 images of 3 channels."""
     for length in by_lists:
         if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
