@@ -13,7 +13,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.accelerators import moved
 from autosplit.devices.peer_copy_check import check_links
@@ -25,10 +25,10 @@ from autosplit.parallel.arguments import (
     devices_from,
     output_device_from,
     refuse_compiled,
-    refuse_packed,
     refuse_wrong_order,
 )
-from autosplit.parallel.gather import Gathering, Link, PlacedLink
+from autosplit.parallel.call_cuts import CallCuts, named_call
+from autosplit.parallel.gather import AmbiguousBatchWarning, Gathering, Link, PlacedLink, SeenOutputs
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
 from autosplit.parallel.persistent_replicas import KeptReplicas
@@ -44,24 +44,15 @@ from autosplit.solve.split import (
 )
 from autosplit.torch_versions import BATCH_NORMS, knows_nodes_to_run
 from autosplit.workload.batch import (
-    batch_size_of,
-    chunk,
     doubt_of,
     doubting,
-    leaves_of,
     map_tensors,
-    marked,
-    named_leaves,
     tensors_of,
     unmarked,
 )
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
-
-
-class AmbiguousBatchWarning(UserWarning):
-    """A tensor was cut that may hold no samples."""
 
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
@@ -147,8 +138,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._checked = False
         self._syncs = True
         self._kept: KeptReplicas | None = None
-        self._rows_of_tables: dict[str, int] = {}
-        self._losses: dict[bool, dict[str, bool]] = {True: {}, False: {}}
+        self._cuts = CallCuts(dim)
+        self._seen = {True: SeenOutputs(), False: SeenOutputs()}
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -234,16 +225,16 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._check_module()
         call = (inputs, kwargs)
         sizes, batch_size = self._sizes_of(call)
-        call = self._with_tables(call, batch_size)
-        active, chunks = self._cut(call, sizes, batch_size)
-        if len(active) > 1 and max(sizes) == 1 and (doubt := doubt_of(_leaves_of(call), batch_size, self.dim)):
+        active, chunks = self._cuts.cut(call, sizes, batch_size)
+        leaves = named_call(call) if len(active) > 1 else ()  # nothing is cut for one device
+        if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
             warnings.warn(f"the batch is cut to single rows; {doubt}", AmbiguousBatchWarning, stacklevel=2)
         shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()
         try:
-            with doubting(_leaves_of(call), batch_size, self.dim):
-                outputs, link = self._run(active, chunks, kept)
+            with doubting(leaves, batch_size, self.dim):
+                outputs, link = self._run(active, chunks, kept, shares)
         except ValueError as error:
             if _NORM_NEEDS_TWO not in str(error):
                 raise
@@ -252,8 +243,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
-        losses = self._losses[self.module.training]
-        joined = self._joined(Gathering(self.dim, weights, link, tuple(shares), losses), outputs, batch_size)
+        seen = self._seen[self.module.training]
+        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, self._cuts.cuts_lists)
+        joined = self._joined(gathering, outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined
@@ -318,33 +310,29 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return {**self.__dict__, "_kept": None, "_checked": False}
 
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
-        """Return each device's share of a call, and the samples of all."""
-        inputs, kwargs = call
-        refuse_packed((*inputs, *kwargs.values()))
-        if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
-            batch_size = batch_size_of(call, self.dim, may_be_empty=True)
-            if batch_size:
-                return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
-            return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
-        return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
+        """Return the samples of a call for each device, and for all of them."""
+        full = sum(self._split) if self._split else None
+        try:
+            batch_size = self._cuts.samples(call, full)
+        except WorkloadError:
+            lone = self._lone_device()
+            if lone is None:
+                raise
+            # Nothing is cut for one device, so it takes batches whose samples nobody can count.
+            sizes = tuple(full or 1 if index == lone else 0 for index in range(len(self.devices)))
+            return sizes, sum(sizes)
+        if batch_size:
+            return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
+        if batch_size is None:  # nothing to split: the first device runs the call as it is
+            return (1, *(0 for _ in self.devices[1:])), 1
+        return (0,) * len(self.devices), 0  # the first device runs it, as in nn.DataParallel
 
-    def _with_tables(self, call: Any, batch_size: int) -> Any:
-        """Mark what did not grow with the batch, when there was another: it may have as many rows now by accident."""
-        whole = set()
-        for position, (place, leaf) in enumerate(_leaves_of(call)):
-            if not isinstance(leaf, Tensor) or leaf.dim() <= self.dim:
-                continue
-            rows = leaf.size(self.dim)
-            if rows != batch_size:
-                self._rows_of_tables[place] = rows
-            elif self._rows_of_tables.get(place) == rows:
-                whole.add(position)
-        return marked(call, whole) if whole else call
-
-    def _cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
-        """Return the positions of the devices that run something, and the part of the call that is each one's."""
-        active = [index for index, size in enumerate(sizes) if size] or [0]
-        return active, chunk(call, tuple(sizes[index] for index in active), self.dim, batch_size)
+    def _lone_device(self) -> int | None:
+        """Return the only device that gets samples of any batch, if there is one."""
+        running = current_accumulation()
+        split = self._split if running is None or running.split is None else running.split
+        active = [index for index, size in enumerate(split or ()) if size]
+        return 0 if len(self.devices) == 1 else active[0] if len(active) == 1 else None
 
     def _joined(self, gathering: Gathering, outputs: list[Any], batch_size: int) -> Any:
         try:
@@ -378,7 +366,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """
         call = (inputs, kwargs or {})
         sizes, batch_size = self._sizes_of(call)
-        active, chunks = self._cut(self._with_tables(call, batch_size), sizes, batch_size)
+        active, chunks = self._cuts.cut(call, sizes, batch_size)
         moved = [
             map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
             for index, part in zip(active, chunks, strict=True)
@@ -425,7 +413,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         )
 
     def _run(
-        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None
+        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None, shares: list[int]
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
         if placement is not None and len(self.devices) > placement.num_devices:
@@ -435,7 +423,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             )
         link = Link(torch.device(self.output_device))
         if placement is None and self.devices[0].type != "cpu":
-            return run_on_gpus(self.module, self.devices, active, chunks, kept, self.dim), link
+            return run_on_gpus(self.module, self.devices, active, chunks, kept, shares), link
         if placement is not None:
             return run_placed(self.module, placement, active, chunks, kept), PlacedLink(tuple(active))
         return run_in_turn(self.module, chunks), link
@@ -470,7 +458,3 @@ def data_parallel(
     )
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return wrapper(*args, **(module_kwargs or {}))
-
-
-def _leaves_of(call: Any) -> Iterator[tuple[str, Any]]:
-    return itertools.chain(named_leaves(call[0], "inputs"), named_leaves(call[1], "kwargs"))

@@ -1,4 +1,21 @@
-"""Put the outputs of replicas together: tensors concatenated, scalars combined, the types of what holds them kept."""
+"""Join the outputs of replicas: tensors and lists of samples are concatenated, scalars are combined.
+
+# Note [Joined outputs]
+Two devices ran 2 samples each. Their outputs are joined as follows.
+
+    output of each device                        joined output
+    tensor of shape (2, 5)                       (4, 5)
+    scalar tensor, Python float (a loss)         one scalar, weighted by `reduce`
+    integer (a count)                            the sum
+    list of 2 texts, numbers or dicts            a list of 4
+    (logits, hidden), each of shape (2, 5)       (logits, hidden), each of shape (4, 5)
+    dict, dataclass, list of other length        the same container, its items joined
+    None, texts, flags outside lists             the same value, if all devices return it
+    tensor of shape (6, 5)                       refused: it has neither 2 rows nor one value
+
+A list of 2 items holds one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
+the lengths show which: `SeenOutputs` remembers it. Otherwise a list whose tensors have 2 rows each is a container.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +23,9 @@ import copy
 import dataclasses
 import enum
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +35,12 @@ from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
-from autosplit.workload.batch import children_of, with_children
+from autosplit.workload.samples import is_plain_sequence, is_records
+from autosplit.workload.tree import children_of, leaves_of, map_tensors, with_children
+
+
+class AmbiguousBatchWarning(UserWarning):
+    """A tensor or list may hold no samples, although its size is the number of samples."""
 
 
 class _GatherPlaced(torch.autograd.Function):
@@ -59,9 +83,9 @@ class PlacedLink:
     devices: tuple[int, ...]
 
     def bring(self, tensor: Tensor, position: int) -> Tensor:
-        """Bring a replica's scalar to the first device."""
+        """Bring a replica's tensor to the first device."""
         device = self.devices[position]
-        return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
+        return tensor if device == 0 else transfer(tensor, device, 0, "output" if tensor.dim() else "scalar")
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the first device."""
@@ -78,7 +102,7 @@ class Link:
     output_device: torch.device
 
     def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
-        """Bring a replica's scalar to the output device."""
+        """Bring a replica's tensor to the output device."""
         return tensor.to(self.output_device)
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
@@ -93,52 +117,121 @@ class Link:
         return torch.cat([tensor.to(self.output_device) for tensor in tensors], dim)
 
 
+@dataclasses.dataclass
+class SeenOutputs:
+    """Facts about a module's outputs, by place, which later batches cannot show.
+
+    Attributes:
+        losses: Whether a tensor of one element is a loss. One sample on each device does not show it.
+        lists: Whether a list holds one item for each sample. Equal numbers of samples do not show it.
+        flat: Tensors that have several rows for each sample. Equal numbers of samples do not show it.
+    """
+
+    losses: dict[str, bool] = dataclasses.field(default_factory=dict)
+    lists: dict[str, bool] = dataclasses.field(default_factory=dict)
+    flat: set[str] = dataclasses.field(default_factory=set)
+
+
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """Put the outputs of the replicas together, keeping the types of what holds them.
+    """Join the outputs of the replicas, and keep the types of their containers. See Note [Joined outputs].
 
     Args:
-        weights: What each replica's scalars count for: numbers, or scalar tensors on whatever device.
-        shares: Samples of each replica, to tell a loss in one element from an output of one sample.
-        losses: Which outputs, by their places, were seen to be losses in one element, or not to be. With one sample on
-            each replica they can't be told apart, and are what they were.
+        weights: The weight of each replica's scalars: numbers, or scalar tensors on any device.
+        shares: Samples of each replica. Without them, rows and lengths are not compared with them.
+        seen: Facts from earlier batches.
+        cuts_lists: Lists in the call were cut, so lists in the outputs may hold samples, too.
     """
 
     dim: int
     weights: Sequence[float | Tensor]
     link: Link | PlacedLink
     shares: tuple[int, ...] = ()
-    losses: dict[str, bool] = dataclasses.field(default_factory=dict)
+    seen: SeenOutputs = dataclasses.field(default_factory=SeenOutputs)
+    cuts_lists: bool = False
 
     def join(self, outputs: list[Any], place: str = "") -> Any:
-        """Join outputs of one structure, one per active device; `place` is theirs in what the module returns."""
+        """Join outputs of one structure, one for each active device.
+
+        Args:
+            place: The place of these outputs in the module's output, such as ``['logits']``.
+        """
         first = outputs[0]
         if any(type(output) is not type(first) for output in outputs):
-            raise _cannot_join("types", [type(output).__name__ for output in outputs])
+            raise _cannot_join("types", [type(output).__name__ for output in outputs], place)
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, place)
         if _is_cache(type(first)):
             return self._join_caches(outputs)
         if children_of(first) is None:
-            return self._join_plain(outputs)
-        return self._join_children(outputs, lambda column, key: self.join(column, place + key))
+            return self._join_plain(outputs, place)
+        if is_plain_sequence(first) and self._hold_samples(outputs, place):
+            return self._join_lists(outputs)
+        return self._join_children(outputs, lambda column, key: self.join(column, place + key), place)
 
-    def _join_children(self, outputs: list[Any], join: Callable[[list[Any], str], Any]) -> Any:
+    def _join_children(self, outputs: list[Any], join: Callable[[list[Any], str], Any], place: str = "") -> Any:
         first = outputs[0]
         parts = [dict(children_of(output) or ()) for output in outputs]
         if any(part.keys() != parts[0].keys() for part in parts):
             if isinstance(first, (tuple, list)):
-                raise _cannot_join("lengths", [len(output) for output in outputs])
-            raise _cannot_join("keys", [list(output) for output in outputs])
+                raise _cannot_join("lengths", [len(output) for output in outputs], place)
+            raise _cannot_join("keys", [list(output) for output in outputs], place)
         return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
+
+    def _join_lists(self, outputs: list[Any]) -> Any:
+        """Concatenate lists with one item for each sample, on the output device."""
+        items = [
+            map_tensors(partial(self.link.bring, position=position), item)
+            for position, output in enumerate(outputs)
+            for item in output
+        ]
+        return items if type(outputs[0]) is list else type(outputs[0])(items)
+
+    def _hold_samples(self, outputs: list[Any], place: str) -> bool:
+        """Return whether lists hold one item for each sample."""
+        lengths = tuple(map(len, outputs))
+        if len(self.shares) < 2:
+            return False
+        if lengths != self.shares:
+            if len(set(lengths)) == 1:
+                self.seen.lists[place] = False
+            return False
+        if len(set(lengths)) > 1:
+            self.seen.lists[place] = True
+        return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(outputs, place)
+
+    def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
+        """Return how lists are joined if their lengths do not show whether they hold samples."""
+        kinds = {tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(output)) for output in outputs}
+        tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
+        length, is_list = len(outputs[0]), isinstance(outputs[0], list)
+        if len(kinds) > 1 or any(leaf.dim() > 0 and _rows(leaf, self.dim) != length for leaf in tensors):
+            return True  # items that can't be joined with each other
+        holds = not tensors and (is_list or any(output != outputs[0] for output in outputs))
+        if is_list and tensors and self.cuts_lists and is_records(outputs[0]):
+            raise WorkloadError(
+                f"the output{place} is a list of {length} items on each device, whose tensors have {length} rows; "
+                f"expected either one item for each of the {length} samples, or tensors with the batch first; return a "
+                "tuple for such tensors, or give the devices different numbers of samples in the first batch"
+            )
+        if tensors if is_list else not tensors and not holds:
+            warnings.warn(
+                f"the output{place} is a {type(outputs[0]).__name__} of {length} items on each device, and each device "
+                f"has {length} samples: it was joined item by item. If it holds one item for each sample, return one "
+                "tensor, or give the devices different numbers of samples in the first batch",
+                AmbiguousBatchWarning,
+                stacklevel=2,
+            )
+        return holds
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:
-            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
+            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors], place)
         if tensors[0].dim() == 1 and tensors[0].is_floating_point() and self._are_losses(tensors, place):
             return self._join_tensors([tensor.reshape(()) for tensor in tensors], place).reshape(1)
         if tensors[0].dim() > 0:
-            return self._concatenated(tensors, self.dim)
+            self._check_rows(tensors, place)
+            return self._concatenated(tensors, self.dim, place)
         brought = [self.link.bring(tensor, position) for position, tensor in enumerate(tensors)]
         if brought[0].dtype == torch.bool:
             return torch.stack(brought).all()
@@ -152,10 +245,10 @@ class Gathering:
         return total.to(brought[0].dtype)
 
     def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
-        """Tell losses in one element each, nn.DataParallel's idiom, from one sample's outputs."""
+        """Return whether tensors of one element are losses, as nn.DataParallel returns them, not outputs."""
         if any(share > 1 for share in self.shares):
-            self.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
-        return self.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)
+            self.seen.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
+        return self.seen.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)
 
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
@@ -171,7 +264,26 @@ class Gathering:
         if isinstance(self.weights, DoubtfulWeights):
             self.weights.say()
 
-    def _concatenated(self, tensors: list[Tensor], dim: int) -> Tensor:
+    def _check_rows(self, tensors: list[Tensor], place: str) -> None:
+        """Refuse tensors whose batch dimension is not the number of samples: their rows are no samples."""
+        rows = tuple(_rows(tensor, self.dim) for tensor in tensors)
+        if len(self.shares) < 2 or None in rows or rows == self.shares or not any(rows):
+            return
+        each = (rows[0] or 0) // self.shares[0]
+        if rows == tuple(each * share for share in self.shares):
+            if len(set(self.shares)) > 1:
+                self.seen.flat.add(place)  # `each` rows for each sample, for example one for each token
+            if place in self.seen.flat:
+                return
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise WorkloadError(
+            f"the output{place} has the shapes {shapes} on devices with {', '.join(map(str, self.shares))} samples; "
+            f"expected dimension {self.dim} to be the samples; return tensors with the batch in dimension {self.dim} "
+            f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the module "
+            "and return only the loss"
+        )
+
+    def _concatenated(self, tensors: list[Tensor], dim: int, place: str = "") -> Tensor:
         if tensors[0].dim() <= dim:
             raise WorkloadError(
                 f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
@@ -179,10 +291,10 @@ class Gathering:
             )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
         if len(shapes) != 1:
-            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
+            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors], place)
         return self.link.concatenate(tensors, dim)
 
-    def _join_plain(self, values: list[Any]) -> Any:
+    def _join_plain(self, values: list[Any], place: str) -> Any:
         # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7. A member of an
         # enumeration is no count, though it may be an int.
         first = values[0]
@@ -197,7 +309,7 @@ class Gathering:
             return sum(weight * value for weight, value in counted)
         if all(_is_same(value, first) for value in values):
             return first
-        raise _cannot_join("values", values)
+        raise _cannot_join("values", values, place)
 
     def _join_caches(self, caches: list[Any]) -> Any:
         """Join what transformers models keep of keys and values: objects with tensors in them, one entry per layer."""
@@ -240,10 +352,22 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
 
 
-def _cannot_join(what: str, values: list[Any]) -> WorkloadError:
+def _rows(tensor: Tensor, dim: int) -> int | None:
+    return tensor.size(dim) if tensor.dim() > dim else None
+
+
+def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> str:
+    """Return a hint how a module can put the batch into its dimension."""
+    for other in range(tensors[0].dim()):
+        if all(tensor.size(other) == share for tensor, share in zip(tensors, shares, strict=True)):
+            return f"output.transpose({dim}, {other})"
+    return "for example output.view(batch_size, -1)"
+
+
+def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError:
     shown = " ".join(f"{values}"[:200].split())  # arrays and texts of many lines, too, on one
     return WorkloadError(
-        f"the replicas' outputs have different {what}: {shown}; expected the same from each; "
+        f"the replicas' outputs{place} have different {what}: {shown}; expected the same from each; "
         "return per-sample tensors of one shape, or combine them inside the module"
     )
 

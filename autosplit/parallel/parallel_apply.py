@@ -20,7 +20,7 @@ from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
 from autosplit.parallel.side_outputs import warn_of_side_outputs
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
-from autosplit.workload.batch import batch_size_of, map_tensors, placed_on
+from autosplit.workload.batch import map_tensors, placed_on
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
@@ -61,9 +61,16 @@ def run_on_gpus(
     active: list[int],
     chunks: list[Any],
     kept: KeptReplicas | None,
-    dim: int,
+    shares: Sequence[int],
 ) -> list[Any]:
-    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples."""
+    """Scatter all chunks, replicate the module, and run all replicas at the same time.
+
+    Args:
+        shares: Samples in each chunk.
+
+    Raises:
+        OutOfMemoryError: A GPU ran out of memory. The error names the GPU and its samples.
+    """
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)
     except RuntimeError as error:
@@ -71,7 +78,7 @@ def run_on_gpus(
             raise
         message = str(error)
     # Raised outside the except block: its traceback would pin the replica's tensors.
-    raise _named_oom(message, devices, active, chunks, dim)
+    raise _named_oom(message, devices, active, shares)
 
 
 def _outputs_of_gpus(
@@ -104,12 +111,12 @@ def _sent(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _named_oom(
-    message: str, devices: Sequence[torch.device], active: list[int], chunks: list[Any], dim: int
+    message: str, devices: Sequence[torch.device], active: list[int], shares: Sequence[int]
 ) -> OutOfMemoryError:
     index = _failed_device(message, devices, active)
     if index is None:
         return OutOfMemoryError(message)
-    samples = batch_size_of(chunks[active.index(index)], dim) if index in active else 0
+    samples = shares[active.index(index)] if index in active else 0
     return OutOfMemoryError(
         f"{devices[index]} is out of memory with {samples} samples of the batch; give it fewer. {message}",
         device=str(devices[index]),

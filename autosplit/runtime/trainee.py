@@ -17,8 +17,9 @@ from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, WorkloadError
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
+from autosplit.runtime.data_dependent import needs_values
 from autosplit.runtime.fake_copy import fake_like
-from autosplit.torch_versions import FakeTensorMode, scale_each
+from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.models import Models, Several
@@ -62,16 +63,27 @@ class Trainee:
     _has_stepped: bool = False
 
     def batch(self, n: int) -> Any:
-        """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
+        """Make a batch of `n` samples, with fake tensors for a fake trainee. Shared tensors are marked as `Whole`."""
         workload, mode = self.workload, self.fake_mode
+        if workload.make_batch is not None:
+            return workload.made_batch(n) if mode is None else self._fake_made_batch(n, mode)
         sample = workload.sample_batch
-        if mode is not None and workload.make_batch is None:
+        if mode is not None:
             sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
         with mode or nullcontext():
-            if workload.make_batch is not None:
-                made = workload.made_batch(n)
-                return made if mode is None else map_tensors(lambda tensor: tensor.to(self.device), made)
             return resize(sample, n, workload.batch_dim, mark=True)
+
+    def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
+        """Let `make_batch` make fake tensors. If it needs values of tensors, make fakes of its real tensors."""
+        try:
+            with mode:
+                return map_tensors(lambda tensor: tensor.to(self.device), self.workload.made_batch(n))
+        except Exception as error:
+            if not needs_values(error):
+                raise
+            with unset_fake_temporarily():
+                made = self.workload.made_batch(n)
+            return map_tensors(lambda tensor: fake_like(tensor, mode, self.device), made)
 
     def batches(self, sizes: Sequence[int]) -> list[Any]:
         """Make a batch of each size, the same one for equal sizes."""

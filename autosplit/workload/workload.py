@@ -35,6 +35,7 @@ from autosplit.workload.batch import (
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
+from autosplit.workload.made_batches import MadeBatches
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
@@ -71,7 +72,9 @@ class Workload:
         loss_scope: ``"sample"`` where each sample's loss stands alone; ``"batch"`` where it depends on the
             whole batch (contrastive losses), which forbids accumulation.
         batch_dim: The batch dimension of every tensor that holds samples.
-        make_batch: ``make_batch(n) -> batch`` where repeating samples is not enough.
+        make_batch: ``make_batch(n) -> batch``, if repeating samples is not enough, or if the batch has no dimension
+            that all its tensors share: lists of images, graphs, packed sequences. If nothing is cut (one device, or
+            DDP), no tensor of its batches needs a batch dimension.
         evaluate: ``evaluate(model, batch) -> Any``, run in evaluation mode without gradients where ``"eval"`` is to
             fit: a call of `generate`, or a metric. It gets the batch on the first device. Default: the model's
             forward, or `compute_loss`.
@@ -101,6 +104,9 @@ class Workload:
     assumed: tuple[str, ...] = ()
     models: Models | None = field(init=False, repr=False)
     """The model, or each of several; None where a function makes it."""
+    sample_batch_size: int = field(init=False, repr=False)
+    """Samples in the sample batch."""
+    _made: MadeBatches | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", self.precision or "none")
@@ -142,7 +148,17 @@ class Workload:
                 f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
                 "compute_loss=(model, batch) -> loss"
             )
-        _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
+        if self.make_batch is not None:
+            self._count_made(self.make_batch)
+        else:
+            object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
+
+    def _count_made(self, make_batch: MakeBatch) -> None:
+        made = MadeBatches.of(make_batch, self.batch_dim)
+        batch, size, assumed = made.sample_batch(make_batch, self.sample_batch)
+        fields = {"sample_batch": batch, "sample_batch_size": size, "_made": made}
+        for name, value in {**fields, "assumed": tuple(dict.fromkeys((*self.assumed, *assumed)))}.items():
+            object.__setattr__(self, name, value)
 
     def _check_checkpointing(self) -> None:
         if self.checkpointing is None:
@@ -263,14 +279,11 @@ class Workload:
         return tuple(name for name in self.fits if name in COPYING)
 
     @property
-    def sample_batch_size(self) -> int:
-        """Samples in the sample batch."""
-        return batch_size_of(self.sample_batch, self.batch_dim)
-
-    @property
     def sample_text(self) -> str:
-        """Name the step on the sample batch for an error, so that a batch dimension that was left out is seen."""
-        counted = f"{counted_text(self.sample_batch_size, 'sample')} along dimension {self.batch_dim}"
+        """Describe the step on the sample batch for an error, with the batch dimension, which may be wrong."""
+        counted = counted_text(self.sample_batch_size, "sample")
+        if self.make_batch is None:
+            counted += f" along dimension {self.batch_dim}"
         return f"the workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
 
     @property
@@ -282,8 +295,7 @@ class Workload:
         """Make a batch of `n` samples.
 
         Returns:
-            What `make_batch` returns, otherwise the sample batch with its samples repeated in order; tensors
-            that hold no samples are the sample batch's own.
+            The batch of `make_batch`, or else the sample batch with its samples repeated in order.
 
         Raises:
             WorkloadError: `make_batch` returned a batch of another size.
@@ -291,11 +303,16 @@ class Workload:
         return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
     def made_batch(self, n: int) -> Any:
-        """Return what `make_batch` makes of `n`, checked."""
+        """Return the batch that `make_batch` makes.
+
+        Raises:
+            WorkloadError: The batch has another number of samples.
+        """
         assert self.make_batch is not None
+        assert self._made is not None
         batch = self.make_batch(n)
-        size = batch_size_of(batch, self.batch_dim)
-        if size != n:
+        size = self._made.count(batch)
+        if size not in (n, None):
             raise WorkloadError(f"make_batch({n}) returned {size} samples; expected {n}; return exactly that many")
         return batch
 

@@ -666,7 +666,7 @@ class TestOutputs:
         ("function", "what"),
         [
             (lambda x: x if len(x) == 1 else [x], "types"),
-            (lambda x: [x] * len(x), "lengths"),
+            (lambda x: [x] * (2 * len(x)), "lengths"),
             (lambda x: {str(len(x)): x}, "keys"),
             (lambda x: x.expand(-1, len(x)), "shapes"),
             (lambda x: f"chunk of {len(x)}", "values"),

@@ -62,13 +62,19 @@ LEAVES = st.sampled_from([*FLAT, *PLAIN, lambda n, dim: torch.tensor(1.5)])
 
 
 def nests(children):
-    """A tree is a function of the batch size and the batch dimension."""
+    """A tree is a function of the batch size and the batch dimension.
+
+    Each list and tuple ends with a tensor whose rows are the samples. So it is a container, not a list of samples,
+    whatever its length.
+    """
     lists = st.lists(children, min_size=0, max_size=3)
     makers = [list, tuple, Sealed, lambda items: dict(enumerate(items)), lambda items: collections.OrderedDict(a=items)]
     makers.append(lambda items: collections.UserDict(zip("abc", items, strict=False)))
     makers += [Held, lambda items: Both(items, "text"), lambda items: [{"only": tuple(items)}]]
     return st.builds(
-        lambda make, items: lambda n, dim: make([it(n, dim) for it in items]), st.sampled_from(makers), lists
+        lambda make, items: lambda n, dim: make([*(it(n, dim) for it in items), FLAT[0](n, dim)]),
+        st.sampled_from(makers),
+        lists,
     )
 
 

@@ -50,14 +50,14 @@ class TestOutOfMemory:
         with pytest.raises(
             OutOfMemoryError, match=f"^{CARDS[index]} is out of memory with {samples} samples"
         ) as caught:
-            run_on_gpus(nn.Identity(), CARDS, active, chunks, None, 0)
+            run_on_gpus(nn.Identity(), CARDS, active, chunks, None, range(3, 3 + len(active)))
         assert (caught.value.device, caught.value.device_index) == (str(CARDS[index]), index)
         assert caught.value.__context__ is None  # a traceback would pin the replica's tensors
 
     def test_of_who_knows_what_passes_with_its_words(self, monkeypatch):
         self.failing(monkeypatch, "cuBLAS could not allocate")
         with pytest.raises(OutOfMemoryError, match="cuBLAS could not allocate") as caught:
-            run_on_gpus(nn.Identity(), CARDS, [0], [((torch.zeros(2),), {})], None, 0)
+            run_on_gpus(nn.Identity(), CARDS, [0], [((torch.zeros(2),), {})], None, [2])
         assert caught.value.device is None
 
 

@@ -1,0 +1,118 @@
+"""Cut the arguments of a call into one call per device. See Note [What is cut] in `autosplit.workload.samples`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from autosplit.errors import WorkloadError
+from autosplit.parallel.arguments import refuse_packed
+from autosplit.parallel.gather import AmbiguousBatchWarning
+from autosplit.workload.batch import chunk
+from autosplit.workload.samples import AmbiguousBatchError, Layout, batch_size_of, is_plain_sequence, uncuttable
+from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, with_children
+
+DEPTH = 2
+"""A call is a tuple of the positional arguments, a tuple, and of the keyword arguments."""
+
+
+@dataclasses.dataclass
+class CallCuts:
+    """Counts the samples of calls and cuts them; it remembers which parts did not grow with the batch.
+
+    A part of a call is cut because its size is the number of samples. That may be an accident, for example for a table
+    of 8 rows in a batch of 8 samples. If the part had 8 rows in a batch of another size, too, then it holds no samples.
+
+    Attributes:
+        sizes: By place, the rows of tensors, and the lengths of lists, that were not the number of samples.
+        cuts_lists: Whether the last call had lists of samples.
+    """
+
+    dim: int
+    cuts_lists: bool = False
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def samples(self, call: Any, expected: int | None) -> int | None:
+        """Return the number of samples of a call; None if the call has no tensor that could be cut.
+
+        Args:
+            expected: The samples of a full batch. See `batch_size_of`.
+        """
+        if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
+            return None
+        structure = self._structure(call)
+        try:
+            return batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected)
+        except AmbiguousBatchError as error:
+            warnings.warn(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning, stacklevel=4)
+            return error.rows
+
+    def _structure(self, call: Any) -> frozenset[int]:
+        """Return the ids of lists of tensors that did not grow with the batch."""
+        return frozenset(
+            id(part)
+            for place, part, size in _sized_parts(call, self.dim)
+            if self.sizes.get(place) == size and not isinstance(part, Tensor) and has_tensors(part)
+        )
+
+    def cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
+        """Return the positions of the devices that run, and the call of each.
+
+        Args:
+            sizes: Samples of each device. If only one device has samples, nothing is cut and nothing is examined.
+
+        Raises:
+            WorkloadError: An argument cannot be cut.
+        """
+        active = [index for index, size in enumerate(sizes) if size] or [0]
+        own = tuple(sizes[index] for index in active)
+        if len(active) == 1:
+            return active, chunk(call, own, self.dim, batch_size)
+        inputs, kwargs = call
+        refuse_packed((*inputs, *kwargs.values()))
+        call, layout = self._remembered(call, batch_size)
+        self.cuts_lists = any(True for _ in layout.lists(call))
+        for part, name in zip(call, ("inputs", "kwargs"), strict=True):
+            if why := uncuttable(part, name, layout):
+                raise WorkloadError(why)
+        return active, chunk(call, own, self.dim, batch_size, layout=layout)
+
+    def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:
+        """Mark as `Whole` the parts that had the same size in another batch; note other sizes."""
+        tables = set()
+        for place, part, size in _sized_parts(call, self.dim):
+            if size != batch_size:
+                self.sizes[place] = size
+            elif self.sizes.get(place) == size and (isinstance(part, Tensor) or not has_tensors(part)):
+                tables.add(place)
+        call = _marked_at(call, tables) if tables else call
+        return call, Layout.of(call, batch_size, self.dim, DEPTH, self._structure(call))
+
+
+def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """Yield the tensors, lists and tuples of a call with their places, and with their rows or lengths."""
+    if isinstance(tree, Tensor) and tree.dim() > dim:
+        yield place, tree, tree.size(dim)
+    if level >= DEPTH and is_plain_sequence(tree):
+        yield place, tree, len(tree)
+    for key, item in children_of(tree) or ():
+        yield from _sized_parts(item, dim, place + key, level + 1)
+
+
+def _marked_at(tree: Any, places: set[str], place: str = "") -> Any:
+    if place in places:
+        return Whole(tree)
+    children = children_of(tree)
+    if children is None:
+        return tree
+    return with_children(tree, [_marked_at(item, places, place + key) for key, item in children])
+
+
+def named_call(call: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a call with their places, such as ``inputs[0]`` or ``kwargs['mask']``."""
+    for part, name in zip(call, ("inputs", "kwargs"), strict=True):
+        yield from named_leaves(part, name)

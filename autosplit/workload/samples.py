@@ -1,0 +1,312 @@
+"""Find the samples of a batch: how many there are, and which tensors and lists hold them.
+
+# Note [What is cut]
+A batch of 4 samples is split (3, 1) over two devices as follows. A batch dimension of 0 is assumed.
+
+    part of the batch                          first device            second device
+    tensor of shape (4, 3, 8, 8)               (3, 3, 8, 8)            (1, 3, 8, 8)
+    captions ["a", "b", "c", "d"]              ["a", "b", "c"]         ["d"]
+    labels [{...}, {...}, {...}, {...}]        three dicts             one dict
+    images of 4 sizes, in a list or tuple      three images            one image
+    pair [x, y], each of shape (4, 5)          [x[:3], y[:3]]          [x[3:], y[3:]]
+    "auto", 2.0, None, [8, 16], tensor (1, 9)  the same                the same
+    Whole(value)                               value                   value
+    array or other object of 4 items           refused                 refused
+    object that moves itself: `.to(device)`    refused                 refused
+
+A list or tuple of 4 items holds one sample in each item. There is one exception: if the first dimension of all its
+tensors is 4, too, then its tensors are cut, as nn.DataParallel cuts them. A list of dicts, and any list of tensors next
+to a list that is known to hold samples, are no exceptions. Arguments of a call are never cut as a list of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, UserDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import AutosplitError, WorkloadError, advise
+from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, tensors_of
+
+
+class AmbiguousBatchError(WorkloadError):
+    """A list of tensors holds one sample in each item, or the tensors hold the samples in their rows.
+
+    Attributes:
+        rows: The number of samples if the rows are the samples, as in nn.DataParallel.
+    """
+
+    def __init__(self, message: str, rows: int) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Decides which parts of a batch of `size` samples hold samples. See Note [What is cut].
+
+    Args:
+        depth: The outermost containers that are arguments: 1 for a batch, 2 for a call ``(args, kwargs)``.
+        lists_hold: A list of tensors is known to hold samples, so other lists of tensors hold samples, too.
+        structure: The ids of lists and tuples that hold no samples, although they have as many items.
+    """
+
+    size: int
+    dim: int = 0
+    depth: int = 1
+    lists_hold: bool = False
+    structure: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tree: Any, size: int, dim: int = 0, depth: int = 1, structure: frozenset[int] = frozenset()) -> Layout:
+        """Return the layout of a batch."""
+        layout = cls(size, dim, depth, structure=structure)
+        return dataclasses.replace(layout, lists_hold=any(has_tensors(part) for part in layout.lists(tree)))
+
+    def is_cut(self, leaf: Any) -> bool:
+        """Return whether a leaf is a tensor that holds samples."""
+        return isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.size(self.dim) == self.size
+
+    def is_list(self, node: Any, level: int) -> bool:
+        """Return whether a part of a batch is a list or tuple with one item for each sample.
+
+        Args:
+            level: The number of containers around it.
+        """
+        if not is_plain_sequence(node) or len(node) != self.size or id(node) in self.structure:
+            return False
+        if level < self.depth:  # only a batch that is itself a list of dicts, as detectron2's models take it
+            return level == 0 and self.depth == 1 and type(node) is list and is_records(node)
+        tensors = [leaf for leaf in leaves_of(node) if isinstance(leaf, Tensor)]
+        if not tensors or is_records(node):
+            return True
+        return _are_similar(node) and (self.lists_hold or not all(map(self.is_cut, tensors)))
+
+    def lists(self, tree: Any) -> Iterator[Any]:
+        """Yield the outermost lists and tuples with one item for each sample."""
+        return (part for _, part, is_list in self.parts(tree, "") if is_list)
+
+    def parts(self, tree: Any, name: str, level: int = 0) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the leaves outside lists of samples, and these lists: the place, the part, and whether it is a list."""
+        is_list = self.is_list(tree, level)
+        children = None if is_list else children_of(tree)
+        if children is None:
+            yield name, tree, is_list
+        for place, item in children or ():
+            yield from self.parts(item, name + place, level + 1)
+
+    def fits(self, tree: Any) -> bool:
+        """Return whether no tensor outside the lists of samples contradicts the number of samples."""
+        leaves = (part for _, part, is_list in self.parts(tree, "") if not is_list)
+        return _agree([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > self.dim], self)
+
+
+def is_plain_sequence(node: Any) -> bool:
+    """Return whether a value is a list or tuple without named fields. A `torch.Size` is a shape, not a sequence."""
+    if not isinstance(node, (tuple, list)) or isinstance(node, torch.Size):
+        return False
+    return not (hasattr(node, "_fields") or hasattr(node, "n_sequence_fields"))
+
+
+def is_records(items: Any) -> bool:
+    """Return whether all items are mappings or dataclasses with the same names."""
+    kinds = {
+        (type(item), tuple(place for place, _ in children_of(item) or ()))
+        if isinstance(item, (Mapping, UserDict)) or (dataclasses.is_dataclass(item) and not isinstance(item, type))
+        else None
+        for item in items
+    }
+    return len(kinds) == 1 and None not in kinds
+
+
+def _are_similar(items: Any) -> bool:
+    """Return whether the items have the same types and numbers of dimensions, as samples of one data set have."""
+    return len({tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(item)) for item in items}) == 1
+
+
+def _agree(tensors: list[Tensor], layout: Layout) -> bool:
+    size, dim = layout.size, layout.dim
+    others = {1, *_other_sizes(tensors, size, dim)}
+    return all(one.size(dim) in (size, 1) or all(extent in others for extent in one.shape) for one in tensors)
+
+
+def _other_sizes(tensors: Iterable[Tensor], size: int, dim: int) -> set[int]:
+    """Return the other dimensions' sizes of the tensors with `size` at `dim`."""
+    held = [tensor.shape for tensor in tensors if tensor.size(dim) == size]
+    return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
+
+
+def batch_size_of(
+    tree: Any,
+    dim: int = 0,
+    *,
+    may_be_empty: bool = False,
+    depth: int = 1,
+    structure: frozenset[int] = frozenset(),
+    expected: int | None = None,
+) -> int:
+    """Return the number of samples in a batch.
+
+    This is the size at `dim` that the tensors have in common, or the length of the lists that hold samples. A tensor
+    with another size is accepted if it cannot be a batch: its size at `dim` is 1, or each of its dimensions is a size
+    that the batch's tensors have elsewhere (a ``(T, T)`` mask next to ``(n, T)`` tokens). Other tensors without samples
+    need `Whole`.
+
+    Args:
+        may_be_empty: Return 0 for a batch without samples instead of raising.
+        depth: As in `Layout`.
+        structure: As in `Layout`.
+        expected: Decides if both the tensors' size and a list's length could be the number of samples.
+
+    Raises:
+        WorkloadError: There is no such number.
+        AmbiguousBatchError: There are two such numbers.
+    """
+    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
+    if not tensors:
+        arrays = any(hasattr(leaf, "__array_interface__") for leaf in leaves_of(tree))
+        advice = "make tensors of arrays with torch.from_numpy" if arrays else "pass such a batch, or batch_dim="
+        raise WorkloadError(
+            f"the batch has no tensor with a dimension {dim} among {shapes_text(tree)}; "
+            f"expected at least one whose dimension {dim} is the batch; {advice}"
+        )
+    sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
+    by_rows = next((size for size in sizes if _agree(tensors, Layout(size, dim))), None)
+    by_lists = _list_lengths(tree, dim, depth, structure)
+    found = {*by_lists} if by_rows is None else {by_rows, *by_lists}
+    if expected is not None and expected in found:
+        return expected
+    if len(found) > 1 and by_rows is not None:
+        return _one_reading(tree, dim, depth, by_rows, by_lists, structure)
+    if len(found) != 1:
+        raise WorkloadError(
+            f"the tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}; expected "
+            "one size; make a batch of a single sample with sample.unsqueeze(0), "
+            "mark what belongs to no sample with autosplit.Whole(tensor), or pass make_batch= if the batch is not cut "
+            "(one device, or DDP)"
+        )
+    size: int = by_rows if by_rows is not None else by_lists[0]
+    if size == 0 and not may_be_empty:
+        raise WorkloadError(
+            f"the batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples; "
+            "expected at least 1; pass a sample batch with real samples in it"
+        )
+    return size
+
+
+def _list_lengths(tree: Any, dim: int, depth: int, structure: frozenset[int]) -> list[int]:
+    """Return the lengths of lists that can be the number of samples: no tensor contradicts them."""
+    lengths = dict.fromkeys(len(part) for part in _sequences(tree, depth) if has_tensors(part))
+    layouts = (Layout.of(tree, length, dim, depth, structure) for length in lengths)
+    return [layout.size for layout in layouts if layout.lists_hold and layout.fits(tree)]
+
+
+def _sequences(tree: Any, depth: int, level: int = 0) -> Iterator[Any]:
+    """Yield the lists and tuples of a tree that may hold samples."""
+    if is_plain_sequence(tree) and (level >= depth or level == 0 == depth - 1):
+        yield tree
+    for _, item in children_of(tree) or ():
+        yield from _sequences(item, depth, level + 1)
+
+
+def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int], structure: frozenset[int]) -> int:
+    """Decide between the tensors' size and a list's length, for example for 8 images of 3 channels."""
+    for length in by_lists:
+        if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
+            return length
+    if by_rows in by_lists:
+        return by_rows
+    raise AmbiguousBatchError(
+        f"the batch has a list of {by_lists[0]} tensors, each with {by_rows} rows: {shapes_text(tree)}; expected "
+        f"either {by_lists[0]} samples or {by_rows} samples; stack the samples into one tensor, pass several inputs as "
+        "arguments instead of a list, or pass make_batch= to tune()",
+        by_rows,
+    )
+
+
+COLLATED = "torch.utils.data.default_collate(samples)"
+"""The call that makes a batch from a list of samples."""
+
+
+def is_list_of_samples(batch: Any) -> bool:
+    """Return whether a batch looks like a list of samples of a data set, which nothing has collated."""
+    if type(batch) is not list or len(batch) < 2 or any(isinstance(sample, Tensor) for sample in batch):
+        return False
+    return _are_similar(batch)
+
+
+def uncuttable(tree: Any, name: str, layout: Layout) -> str:
+    """Return why a batch cannot be cut, with the place of the part; empty if it can be cut."""
+    for place, part, is_list in layout.parts(tree, name):
+        if is_list or isinstance(part, (Tensor, Whole, str, bytes, nn.Module, torch.Size)):
+            continue
+        advice = "pass tensors, lists or tuples; mark a value without samples with autosplit.Whole(value)"
+        kind = type(part).__name__
+        if callable(getattr(part, "to", None)):
+            return (
+                f"{place} is a {kind}, an object that moves itself to a device; expected parts that autosplit can cut "
+                f"into samples; {advice}; or train with DDP (strategy='ddp'), which cuts no batch"
+            )
+        if hasattr(type(part), "__len__") and layout.size > 1 and _length(part) == layout.size:
+            return (
+                f"{place} is a {kind} of {layout.size} items, as many as the batch has samples; expected parts that "
+                f"autosplit can cut into samples; {advice}"
+            )
+    return ""
+
+
+def _length(part: Any) -> int:
+    try:
+        return len(part)
+    except TypeError:  # an array without dimensions
+        return -1
+
+
+def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
+    """Name the tensors that are cut although they may hold no samples: their number of rows may be an accident.
+
+    It may be an accident if another tensor has this size in another dimension: ``(T, E)`` next to ``(n, T)`` if n is T.
+    """
+    layout = Layout(size, dim)
+    cut = [(place, leaf) for place, leaf in leaves if layout.is_cut(leaf)]
+    found = [
+        f"{place} of shape {tuple(tensor.shape)}"
+        for place, tensor in cut
+        if size > 1 and size in _other_sizes([other for _, other in cut if other is not tensor], size, dim)
+    ]
+    if not found:
+        return ""
+    return (
+        f"if {' or '.join(found)} holds no samples, and has as many rows as the batch by accident, pass it as "
+        "autosplit.Whole(tensor)"
+    )
+
+
+@contextmanager
+def doubting(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> Iterator[None]:
+    """Add to the module's errors which tensors may have been cut by accident."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        doubt = doubt_of(leaves, size, dim)
+        if doubt and not isinstance(error, (AutosplitError, torch.OutOfMemoryError)):
+            advise(error, doubt)
+        raise
+
+
+def shapes_text(tree: Any) -> str:
+    """Return the shapes of a batch's tensors, or its type if it has none."""
+    shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(tree)]
+    if not shapes:
+        return f"a {type(tree).__name__}"
+    more = f" and {len(shapes) - MOST_SHAPES} more" if len(shapes) > MOST_SHAPES else ""
+    return f"shapes {', '.join(shapes[:MOST_SHAPES])}{more}"
+
+
+MOST_SHAPES = 12
+"""Most shapes in a message: a list of images has one for each."""
