@@ -1,7 +1,8 @@
-"""The search by Optuna: which configuration of those that fit is the fastest?
+"""Search for the fastest configuration that fits, by asking Optuna for trials and telling it their results.
 
-The caller evaluates and proposes; nothing here runs a step or knows a model. The loop, the storage and the resumption
-are Optuna's. The study keeps every trial with its reason, so that a search that was killed goes on where it was.
+The caller evaluates a configuration and proposes the next one. Nothing here runs a step or knows a model. A proposal is
+enqueued in the study. If there is none, Optuna's TPE sampler draws the trial. The study keeps every trial with the
+reason for it, so a search that was killed continues from there.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -37,7 +39,13 @@ _CEILINGS = "ceilings"
 """A study's attribute: the ceilings, by key, of a search that did not come to its end."""
 
 MOST_REPEATS = 3
-"""Trials asked for, at most, beyond each one made: a sampler may suggest over and over what was tried already."""
+"""Most trials to ask for in addition to each one that runs: a sampler may suggest a configuration again and again."""
+
+STARTUP_TRIALS = 4
+"""Trials that TPE draws at random before it models them. The study begins with the trials of the cost model."""
+
+_WHY = "why"
+"""A trial's attribute: the reason for it."""
 
 
 def search(
@@ -54,19 +62,20 @@ def search(
     on_trial: Callable[[Trial], None] = lambda _: None,
     on_trouble: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trial, ...]:
-    """Evaluate configurations until there is nothing more to expect.
+    """Evaluate configurations until no gain is expected.
 
     Args:
-        evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
-        propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
-            space is left to the explorer.
-        seed: Of the explorer, which draws by it and the trials before, and by nothing else.
-        sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
-        deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
-        storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
-            trials that it left there. Those before `CeilingStore.end` only guide the sampler: their times are of
-            another moment. Trials that somebody enqueued there are made first.
-        on_trouble: Told why the storage is done without, where it fails in mid-search.
+        evaluate: ``evaluate(number, configuration) -> Trial``. It returns a failed trial for a configuration that
+            fails.
+        propose: ``propose(trials) -> Proposal``: the next configuration, or the end. A proposal outside the space is
+            ignored, and the sampler draws the trial.
+        seed: Seed of TPE, which draws by it and by the finished trials alone.
+        sampler: An Optuna sampler that draws every trial. Then nothing is proposed, and all `n_trials` are made.
+        deadline_s: `time.monotonic()` after which no trial begins. One trial is made in any case.
+        storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed continues from
+            its trials in this study. Trials from before `CeilingStore.end` only guide the sampler, because their times
+            were measured at another moment. Trials that a user enqueued there are made first.
+        on_trouble: Called with the reason if the storage fails during the search, which continues without it.
 
     Raises:
         InputError: Optuna can't open the storage.
@@ -74,26 +83,42 @@ def search(
     if space.region.largest_batch < 1:
         return ()
     _imported()
-    running = _Search(space, evaluate, propose, n_trials, seed, sampler, deadline_s, on_trial)
     study = _opened(storage, study_name)
+    running = _Search(space, evaluate, propose, n_trials, seed, sampler, deadline_s, on_trial)
     try:
         running.resume(study)
     except Exception as error:
         raise _unusable(storage, error) from error
-    while not running.is_over:
+    while not running.is_over():
         try:
-            running.optimize(study)
-        except Exception as error:
-            if error is running.raised or storage is None:
-                raise
-            on_trouble(f"{_unusable(storage, error)}; the search went on without it")
+            running.make_trial(study)
+        except _StorageError as failure:
+            if storage is None:
+                raise failure.error from None
+            on_trouble(f"{_unusable(storage, failure.error)}; the search went on without it")
             storage, study = None, _opened(None, study_name)
     return tuple(running.done.values())
 
 
+class _StorageError(Exception):
+    """An error of the study, and not of the caller's functions."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+@contextlib.contextmanager
+def _talking_to_optuna() -> Iterator[None]:
+    with _quiet_optuna():
+        try:
+            yield
+        except Exception as error:
+            raise _StorageError(error) from error
+
+
 @dataclass
 class _Search:
-    """The objective that Optuna's loop calls; its arguments are those of `search`."""
+    """The state of a search; the arguments are those of `search`."""
 
     space: Space
     evaluate: Evaluate
@@ -104,105 +129,104 @@ class _Search:
     deadline_s: float | None
     on_trial: Callable[[Trial], None]
     done: dict[Configuration, Trial] = field(default_factory=dict)
-    asked: int = 0
-    raised: BaseException | None = None
-    fresh: tuple[Trial, str] | None = None
-
-    def __post_init__(self) -> None:
-        from autosplit.solve.cost_model_sampler import CostModelSampler
-
-        self.model: CostModelSampler | None = None
-        if self.sampler is None:
-            model = CostModelSampler(self.propose, self.done.values, self.space, seed=self.seed)
-            self.sampler = self.model = model
+    num_asked: int = 0
+    _proposed: tuple[int, Proposal] | None = None
 
     def resume(self, study: Any) -> None:
-        """Take over the trials of a search that did not come to its end; what it left running is failed."""
-        import optuna
-
-        for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
-        done, self.asked = _resumed(study, self.space)
-        self.done.update(done)
-        for trial in done.values():
+        """Take over the trials of a search that was killed, and mark the trial that it left running as failed."""
+        for trial in study.get_trials(deepcopy=False, states=(_state("RUNNING"),)):
+            study.tell(trial.number, state=_state("FAIL"), skip_if_finished=True)
+        self.done, self.num_asked = _resumed(study, self.space)
+        for trial in self.done.values():
             self.on_trial(trial)
             _log_trial(trial, "of the search that was cut off")
 
-    def optimize(self, study: Any) -> None:
-        """Let Optuna ask and tell until the search is over."""
-        study.sampler = self.sampler
-        try:
-            with _quiet_optuna():
-                study.optimize(self._objective, callbacks=[self._told])
-        finally:
-            self._tell_fresh()  # it ran, whatever became of its place in the study
-
-    @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to try, or no more time to."""
-        if len(self.done) >= self.n_trials or self.asked >= (1 + MOST_REPEATS) * self.n_trials:
-            return True
-        if self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
-            return True
-        return self.model is not None and self.model.next().enough
+        """Return whether there is no trial left to make, or no time."""
+        if len(self.done) >= self.n_trials or self.num_asked >= (1 + MOST_REPEATS) * self.n_trials:
+            why = f"{len(self.done)} of {self.n_trials} trials were made"
+        elif self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
+            why = "the time is over"
+        elif self.sampler is None and self._next().enough:
+            why = self._next().why
+        else:
+            return False
+        _log.info("the search ends after %d trials: %s", len(self.done), why)
+        return True
 
-    def _told(self, study: Any, _trial: Any) -> None:
-        """Tell of the trial that the study has now, and end the loop where it was the last."""
-        self._tell_fresh()
-        if self.is_over:
-            proposal = Proposal() if self.model is None else self.model.next()
-            why = proposal.why if proposal.enough else "there are no more trials to make, or no time"
-            _log.info("the search ends after %d trials: %s", len(self.done), why)
-            study.stop()
+    def _next(self) -> Proposal:
+        """Return the proposal after the trials so far. The cost model is solved once after each trial."""
+        if self._proposed is None or self._proposed[0] != len(self.done):
+            self._proposed = len(self.done), self.propose(tuple(self.done.values()))
+        return self._proposed[1]
 
-    def _tell_fresh(self) -> None:
-        """Tell of the trial that was evaluated last, once."""
-        if self.fresh is not None:
-            (trial, why), self.fresh = self.fresh, None
+    def make_trial(self, study: Any) -> None:
+        """Ask for a configuration, evaluate it if it is new, and tell the study the result."""
+        self.num_asked += 1
+        drawn = self._prepare(study)
+        with _talking_to_optuna():
+            asked = study.ask()
+            is_enqueued = "fixed_params" in study.get_trials(deepcopy=False)[asked.number].system_attrs
+            why = asked.user_attrs.get(_WHY, "enqueued in the study") if is_enqueued else drawn
+            asked.set_user_attr(_WHY, why)
+            configuration = _suggested(asked, self.space)
+            if not self.space.holds(configuration):
+                # No batch makes the effective batch in so many micro-steps, or a user enqueued a trial that can't fit.
+                _set_fits(asked, fits=False)
+                asked.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
+                study.tell(asked, state=_state("PRUNED"))
+                return
+        if configuration not in self.done:
+            try:
+                trial = self.done[configuration] = self.evaluate(len(self.done), configuration)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    study.tell(asked, state=_state("FAIL"))
+                raise
             _log_trial(trial, why)
-            with self._ours():
-                self.on_trial(trial)
+            self.on_trial(trial)
+        with _talking_to_optuna():
+            _tell(study, asked, self.done[configuration])
 
-    @contextlib.contextmanager
-    def _ours(self) -> Iterator[None]:
-        """Remember what the evaluation raises, or who is told: whatever else ends Optuna's loop is the storage's."""
-        try:
-            yield
-        except BaseException as error:
-            self.raised = error
-            raise
-
-    def _objective(self, asking: Any) -> float:
-        """Evaluate what Optuna suggests, and prune what can't run; what was evaluated before is told again, not run."""
+    def _prepare(self, study: Any) -> str:
+        """Enqueue the proposal, or set the sampler. Return the reason for a trial that the sampler draws."""
         import optuna
 
-        self.asked += 1
-        enqueued = asking.study.get_trials(deepcopy=False)[asking.number].system_attrs.get("fixed_params")
-        try:
-            configuration = _suggested(asking, self.space)
-        finally:
-            drawn = f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
-            why = drawn if enqueued is None else "enqueued in the study"
-            asking.set_user_attr("why", why)
-        trial = self.done.get(configuration)
-        if trial is None:
-            with self._ours():
-                trial = self.evaluate(len(self.done), configuration)
-            self.done[configuration] = trial
-            self.fresh = trial, why
-        asking.set_user_attr("split", list(trial.split))
-        asking.set_user_attr("error_share", trial.error_share)
-        asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
-        _set_fits(asking, fits=trial.failure is None)
-        if trial.samples_per_s is None:
-            asking.set_user_attr("failure", trial.failure)
-            asking.set_user_attr("failed_device", trial.failed_device)
-            raise optuna.TrialPruned(trial.failure)
-        return trial.samples_per_s
+        if self.sampler is not None:
+            study.sampler = self.sampler
+            return f"drawn by {type(self.sampler).__name__}"
+        proposal, wanted = self._next(), self._next().configuration
+        with _talking_to_optuna():
+            is_free = not study.get_trials(deepcopy=False, states=(_state("WAITING"),))
+            if wanted is not None and self.space.holds(wanted) and is_free:
+                study.enqueue_trial(asdict(wanted), user_attrs={_WHY: proposal.why})
+            finished = len(study.get_trials(deepcopy=False, states=(_state("COMPLETE"), _state("PRUNED"))))
+        seed = zlib.crc32(f"{self.seed} {finished}".encode())
+        study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+        return f"explored by TPESampler: {proposal.why}".removesuffix(": ")
+
+
+def _state(name: str) -> Any:
+    import optuna
+
+    return optuna.trial.TrialState[name]
+
+
+def _tell(study: Any, asked: Any, trial: Trial) -> None:
+    """Tell the study the result of a trial."""
+    asked.set_user_attr("split", list(trial.split))
+    asked.set_user_attr("error_share", trial.error_share)
+    asked.set_user_attr("peak_bytes", list(trial.peak_bytes))
+    _set_fits(asked, fits=trial.failure is None)
+    if trial.samples_per_s is None:
+        asked.set_user_attr("failure", trial.failure)
+        asked.set_user_attr("failed_device", trial.failed_device)
+        study.tell(asked, state=_state("PRUNED"))
+    else:
+        study.tell(asked, trial.samples_per_s)
 
 
 def _log_trial(trial: Trial, why: str) -> None:
-    """Say what a trial gave, and why it was made."""
     if trial.samples_per_s is None:
         gave = f"failed: {trial.failure}"
     else:
@@ -359,18 +383,10 @@ LEAST_RATE = 1e-9
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Ask for the parameters one within the bounds that the one before leaves; prune what is not in the space."""
-    import optuna
-
+    """Ask for the parameters one after another, each within the bounds that the others leave."""
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)
     batch_size = trial.suggest_int("batch_size", *batches)
     shares = space.region_of(steps).gpu0_bounds(batch_size) or (0, 0)
-    configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
-    if not space.holds(configuration):
-        # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
-        _set_fits(trial, fits=False)
-        trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
-        raise optuna.TrialPruned(trial.user_attrs["failure"])
-    return configuration
+    return Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
