@@ -41,12 +41,6 @@ def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return torch.stack(found).cpu().view(torch.float64)
 
 
-def total_over_ranks(own: float, device: torch.device) -> float:
-    """Return the sum of a number over the ranks; every rank calls it. A whole sum is an int."""
-    (total,) = totals_over_ranks((own,), device)
-    return total
-
-
 def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]:
     """Return the sum over the ranks of each number in a list; every rank calls it with equally many numbers."""
     sums: list[float] = _gathered(own, device).sum(0).tolist()
