@@ -121,6 +121,20 @@ class TestPlans:
         peaks = zip(tracker.peak_bytes, plan.devices, strict=True)
         assert all(peak <= device.capacity_bytes + 2048 for peak, device in peaks)
 
+    def test_a_gradient_inside_a_step_is_that_of_the_whole_batch(self, plan):
+        """VQGAN's adaptive weight needs it while the replicas of an optimizer step are kept."""
+        model, reference = workload().model, workload().model
+        wrapped, batch = plan.wrap(model), slice(0, plan.batch_size)
+        with with_room(plan, 2**20).budgets(), wrapped.no_sync():
+            loss = F.cross_entropy(wrapped(INPUTS[batch]), TARGETS[batch])
+            found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            loss.backward()
+        expected_loss = F.cross_entropy(reference(INPUTS[batch]), TARGETS[batch])
+        expected = torch.autograd.grad(expected_loss, [*reference.parameters()])
+        torch.testing.assert_close(found, expected)
+        wrapped.synchronize()
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
+
     def test_a_batch_above_its_ceilings_is_refused(self, plan):
         wrapped = plan.wrap(workload().model)
         with pytest.raises(autosplit.AutosplitError, match=str(sum(plan.ceilings) + 1)):
