@@ -35,7 +35,7 @@ from autosplit.integrations.process_share import Share, Uncounted, find_share, s
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.plan.other_model import OtherModelWarning
-from autosplit.probe.loss_mean import TOLERANCE, count_by, fitting_rule
+from autosplit.probe.loss_mean import TOLERANCE, Samples, count_by, examine, warn_of_finding
 from autosplit.rng import RngState
 
 
@@ -221,7 +221,7 @@ class TestLoader:
         seen, unmarked = [], 0
         for rank in (0, 1):
             for batch in made_loader(made_share(rank, (7, 1), 12), dataset, num_workers=workers):
-                counts = not taken_mark(batch)
+                counts = taken_mark(batch) != 0
                 assert set(batch) == {"x"}
                 seen += batch["x"].tolist() if counts else []
                 unmarked += not counts
@@ -259,11 +259,11 @@ class TestLoader:
             list(loader)
 
     def test_only_a_mark_is_taken_off(self):
-        batch = {"x": 1, MARK: True}
-        assert taken_mark(batch)
-        assert not taken_mark(batch)
+        batch = {"x": 1, MARK: 0}
+        assert taken_mark(batch) == 0
+        assert taken_mark(batch) is None
         assert batch == {"x": 1}
-        assert not taken_mark(torch.ones(2))
+        assert taken_mark(torch.ones(2)) is None
 
 
 LABELS = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100], [1, -100, 2, 3]])
@@ -297,7 +297,7 @@ class TestCounting:
             each = (batch["x"] * kept).sum(1)
             return float(each.sum() / kept.sum() if rule != "samples" else (each / kept.sum(1)).mean())
 
-        found, error = fitting_rule(loss, {"x": values, "labels": labels}, otherwise="labels")
+        found, error, *_ = examine(loss, {"x": values, "labels": labels}, otherwise="labels")
         assert error < 1e-9
         assert found == rule
 
@@ -305,16 +305,16 @@ class TestCounting:
         """No label is left of one that is shifted: that rule says nothing, and the others are asked all the same."""
         batch = {"x": torch.rand(4, 3), "labels": torch.tensor([0, 1, 2, 0])}
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
-        rule, error = fitting_rule(mean, batch, otherwise="labels")
+        rule, error, *_ = examine(mean, batch, otherwise="labels")
         assert (rule, error < 1e-6) == ("labels", True)
-        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
+        _, error, *_rest = examine(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
         assert error > TOLERANCE
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
         """Whatever could be counted, nothing is."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
-        rule, error = fitting_rule(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
+        rule, error, *_ = examine(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)
 
     @pytest.mark.parametrize(
@@ -326,12 +326,12 @@ class TestCounting:
         ],
     )
     def test_where_nothing_can_be_told_it_is_as_said(self, batch):
-        rule, error = fitting_rule(lambda rows: 1.0, batch, otherwise="labels")
+        rule, error, *_ = examine(lambda rows: 1.0, batch, otherwise="labels")
         assert (rule, math.isnan(error)) == ("labels", True)
 
     def test_a_loss_that_is_no_number_tells_nothing(self):
         batch = {"x": torch.zeros(3, 4), "labels": LABELS}
-        assert fitting_rule(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
+        assert examine(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
 
 
 class TestWeighing:
@@ -564,7 +564,7 @@ class TestWeighed:
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)
-        with pytest.raises(InputError, match="the count of a batch is None; expected a whole number"):
+        with pytest.raises(InputError, match="count\(batch\) returned None"):
             next(weighed(sampler, sampler, count=lambda batch: None))
 
 
