@@ -564,7 +564,7 @@ class TestWeighed:
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)
-        with pytest.raises(InputError, match="count\(batch\) returned None"):
+        with pytest.raises(InputError, match=r"count\(batch\) returned None"):
             next(weighed(sampler, sampler, count=lambda batch: None))
 
 
