@@ -182,8 +182,8 @@ def users_errors(what: str) -> Iterator[None]:
 
 
 _SIDE_OUTPUT = (
-    "if the loss uses a tensor that the model or a forward hook keeps, that tensor is of an earlier forward, because the "
-    "devices run replicas of the model: return it from forward(), and compute the loss from the outputs"
+    "if the loss uses a tensor that the model or a forward hook keeps, that tensor is of an earlier forward, because "
+    "the devices run replicas of the model: return it from forward(), and compute the loss from the outputs"
 )
 
 

@@ -1,10 +1,11 @@
 """Detect a loss that uses collectives: it may be normalised over the ranks already, as DETR's is.
 
-A process group numbers its collectives. Between the draw of a micro-batch and its backward, the wrapped model's forward
-may run some (buffers, BatchNorm statistics). Any others belong to the loss. Reading the number changes nothing.
+A process group numbers its collectives. Between the draw of a micro-batch and its backward, DistributedDataParallel may
+run some around the model's own forward (it broadcasts buffers). Any others belong to the loss, which the loop or the
+model itself computes. Reading the number changes nothing.
 
-    draw    sum the boxes    forward    log the loss    backward
-    17      18               19 20      21              -         found: (18 - 17) + (21 - 20) = 2
+    draw    sum the boxes    DDP: buffers    model    log the loss    backward
+    17      18               19              19       20              -         found: (18 - 17) + (20 - 19) = 2
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.errors import InputError
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.torch_versions import private
 
 
 class LossCollectives:
-    """The collectives that the ranks run for a loss, outside the forward of some models."""
+    """The collectives that the ranks run for a loss."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._found = 0
@@ -31,7 +34,11 @@ class LossCollectives:
         self._hooks = [hook for model in models for hook in self._hooks_on(model)]
 
     def _hooks_on(self, model: nn.Module) -> list[Any]:
-        return [model.register_forward_pre_hook(self._pause), model.register_forward_hook(self._go_on)]
+        hooks = [model.register_forward_pre_hook(self._pause), model.register_forward_hook(self._go_on)]
+        if isinstance(model, DistributedDataParallel) and not has_synchronised(model):
+            inner = model.module
+            hooks += [inner.register_forward_pre_hook(self._go_on), inner.register_forward_hook(self._pause)]
+        return hooks
 
     def _pause(self, *_: Any) -> None:
         number = _number()
@@ -78,9 +85,9 @@ class LossCollectives:
         if self._hooks and found > 0 and abs(weight - 1) > 1e-9 and not _gathers(loss):
             raise InputError(
                 f"The ranks ran {found} collective{'s' * (found > 1)} between the draw of a micro-batch and the "
-                f"backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
-                f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the loss is "
-                "this rank's own mean, pass loss_scope='sample'."
+                "backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
+                f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the "
+                "loss is this rank's own mean, pass loss_scope='sample'."
             )
 
 

@@ -67,7 +67,8 @@ def is_count_expression(text: str) -> bool:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return len(text) <= _LONGEST_COUNT and all(map(_is_harmless, ast.walk(tree)))
+    is_canonical = ast.unparse(tree).replace(" ", "") == text.replace(" ", "")  # without comments and line breaks
+    return is_canonical and len(text) <= _LONGEST_COUNT and all(map(_is_harmless, ast.walk(tree)))
 
 
 _LONGEST_COUNT = 400

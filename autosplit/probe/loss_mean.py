@@ -215,7 +215,8 @@ def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, l
     """Return the loss of a batch, and what the cross entropies in its graph are means over."""
     with torch.enable_grad():
         loss = loss_of(batch)
-    return float(loss), [*label_means(loss, batch)] if isinstance(loss, torch.Tensor) else []
+    number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    return number, [*label_means(loss, batch)] if isinstance(loss, torch.Tensor) else []
 
 
 def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelMean]) -> dict[Any, list[float]]:

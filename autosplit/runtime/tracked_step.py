@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autosplit.devices.transfer import HOST
 from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.side_outputs import examine_no_more
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
@@ -31,15 +32,20 @@ MOST_TO_SETTLE = 4
 def wrapper_for(
     workload: Workload, split: tuple[int, ...], devices: Sequence[torch.device] = (CPU,)
 ) -> Callable[[nn.Module], BalancedDataParallel]:
-    """Return what wraps a model so that its batch is split over devices; a lone one stands for all."""
-    return lambda module: BalancedDataParallel(
-        None,
-        module,
-        [*devices] * (len(split) // len(devices)),
-        dim=workload.batch_dim,
-        split=split,
-        reduce="sum" if workload.loss_reduction == "sum" else "samples",
-    )
+    """Return a function that wraps a model so that its batch is split over devices; a lone one stands for all."""
+
+    def wrapped(module: nn.Module) -> BalancedDataParallel:
+        examine_no_more(module)
+        return BalancedDataParallel(
+            None,
+            module,
+            [*devices] * (len(split) // len(devices)),
+            dim=workload.batch_dim,
+            split=split,
+            reduce="sum" if workload.loss_reduction == "sum" else "samples",
+        )
+
+    return wrapped
 
 
 def bucket_bytes(trainee: Trainee) -> int:

@@ -23,11 +23,11 @@ from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
-from autosplit.probe.check_result import Check
+from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Fits, MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
-from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.batch import chunk, leaves_of, map_tensors
 from autosplit.workload.workload import Workload
 
 
@@ -477,6 +477,62 @@ def test_what_is_no_tensor_of_a_batch_stays_where_it_is():
     (line,) = (line for line in paste_lines(plan) if "compute_loss(" in line)
     seen = eval(line.partition("backward(compute_loss(model, ")[2].removesuffix("))"), names)
     assert (seen["image"].is_meta, seen["name"]) == (True, ["a", "b"])
+
+
+@pytest.mark.parametrize("called_with", ["tensor", "arguments", "keywords"])
+def test_in_one_process_a_loss_of_ones_own_gets_its_batch_on_the_first_device(called_with):
+    """Nothing moved it: on a GPU, "Expected all tensors to be on the same device"."""
+    batch = {
+        "tensor": torch.zeros(2),
+        "arguments": [torch.zeros(2), "a"],
+        "keywords": {"image": torch.zeros(2), "name": ["a", "b"]},
+    }[called_with]
+    names = {"model": SimpleNamespace(output_device="meta"), "batch": batch}
+    plan = replace(made_plan(), workload={"compute_loss": "its"}, called_with=called_with)
+    (line,) = (line for line in paste_lines(plan) if "compute_loss(" in line)
+    seen = eval(line.partition("backward(compute_loss(model, ")[2].removesuffix("))"), names)
+    assert all(leaf.is_meta for leaf in leaves_of(seen) if isinstance(leaf, torch.Tensor))
+    assert len(seen) == 2
+
+
+COUNTS = [
+    "int((batch[1] != -100).sum())",
+    "int((batch['labels'][:, 1:] != 0).sum())",
+    "int(batch[0]['mask'].sum())",
+    "float(batch['weights'].sum())",
+    "float(loss_fn.weight[batch[1][batch[1] != -100]].sum())",
+    "int((batch.labels != -1).sum())",
+]
+HOSTILE_COUNTS = [
+    "__import__('os').system('touch /tmp/owned') or 1",
+    "int(batch.__class__.sum())",
+    "int(open('x').sum())",
+    "int(batch[0].sum())):\n    import os; os.abort()  #",
+    "int(batch[0].sum()) # nothing",
+    "int(\nbatch[0].sum())",
+    "int((lambda: exit())().sum())",
+    "int(batch[exec('1')].sum())",
+    "batch[0].tofile('x')",
+    "int(batch['\x1b[2J'].sum())",
+    "int(batch[" + "0][" * 200 + "0].sum())",
+    "",
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_the_check_counts_is_shown(count):
+    check = Check("loss", 0.0, 0.4, depends=True, advice="count", count=count)
+    assert f"for step in plan.steps(loader, count=lambda batch: {count}):" in paste_lines(made_plan(checks=(check,)))
+
+
+@pytest.mark.parametrize("count", HOSTILE_COUNTS)
+def test_code_that_autosplit_did_not_write_is_not_shown(count):
+    """A plan's file may come from anybody, and these lines are pasted."""
+    assert not is_count_expression(count)
+    lines = paste_lines(made_plan(checks=(Check("loss", 0.0, 0.4, depends=True, advice="", count=count),)))
+    assert "for step in plan.steps(loader):" in lines
+    assert not count or count not in "\n".join(lines)
+    assert any("autosplit did not write it" in line for line in lines) == bool(count)
 
 
 @dataclass

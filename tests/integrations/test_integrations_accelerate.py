@@ -33,9 +33,9 @@ from autosplit.integrations.accelerate import (
     CutWarning,
     NoPlanWarning,
     UnevenLossWarning,
-    _doubt_sum,
     set_arguments,
 )
+from autosplit.integrations.own_loss import doubt_sum
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.probe.check_result import Check
@@ -813,7 +813,7 @@ class TestWhatTheLossIsOver:
         loader = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         loss = model(**next(iter(loader)))["loss"]
-        says = r'mean over labels, those .*; pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
+        says = r'mean over labels, those .*\. Pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
         with pytest.raises(InputError, match=says) if returned == "labels" else contextlib.nullcontext():
             accelerator.backward(loss)
         assert (model.training, model.frozen.training) == (True, False)
@@ -882,9 +882,9 @@ def test_a_loss_that_is_a_sum_is_doubted():
     entropy = torch.nn.functional.cross_entropy
     for loss in (outputs.sum(), entropy(outputs, targets, reduction="sum")):
         with pytest.warns(UnevenLossWarning, match=r"the loss ends in a sum .*tune with loss_reduction='sum'"):
-            _doubt_sum(loss)
+            doubt_sum(loss)
     for loss in (outputs.mean(), entropy(outputs, targets), outputs.sum() / 4):  # a warning would be an error here
-        _doubt_sum(loss)
+        doubt_sum(loss)
 
 
 @pytest.mark.gpu

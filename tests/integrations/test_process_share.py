@@ -35,7 +35,7 @@ from autosplit.integrations.process_share import Share, Uncounted, find_share, s
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.plan.other_model import OtherModelWarning
-from autosplit.probe.loss_mean import TOLERANCE, count_by, fitting_rule
+from autosplit.probe.loss_mean import TOLERANCE, Samples, UnevenLossWarning, count_by, examine, warn_of_finding
 from autosplit.rng import RngState
 
 
@@ -221,7 +221,7 @@ class TestLoader:
         seen, unmarked = [], 0
         for rank in (0, 1):
             for batch in made_loader(made_share(rank, (7, 1), 12), dataset, num_workers=workers):
-                counts = not taken_mark(batch)
+                counts = taken_mark(batch) != 0
                 assert set(batch) == {"x"}
                 seen += batch["x"].tolist() if counts else []
                 unmarked += not counts
@@ -259,11 +259,11 @@ class TestLoader:
             list(loader)
 
     def test_only_a_mark_is_taken_off(self):
-        batch = {"x": 1, MARK: True}
-        assert taken_mark(batch)
-        assert not taken_mark(batch)
+        batch = {"x": 1, MARK: 0}
+        assert taken_mark(batch) == 0
+        assert taken_mark(batch) is None
         assert batch == {"x": 1}
-        assert not taken_mark(torch.ones(2))
+        assert taken_mark(torch.ones(2)) is None
 
 
 LABELS = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100], [1, -100, 2, 3]])
@@ -297,7 +297,7 @@ class TestCounting:
             each = (batch["x"] * kept).sum(1)
             return float(each.sum() / kept.sum() if rule != "samples" else (each / kept.sum(1)).mean())
 
-        found, error = fitting_rule(loss, {"x": values, "labels": labels}, otherwise="labels")
+        found, error, *_ = examine(loss, {"x": values, "labels": labels}, otherwise="labels")
         assert error < 1e-9
         assert found == rule
 
@@ -305,16 +305,16 @@ class TestCounting:
         """No label is left of one that is shifted: that rule says nothing, and the others are asked all the same."""
         batch = {"x": torch.rand(4, 3), "labels": torch.tensor([0, 1, 2, 0])}
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
-        rule, error = fitting_rule(mean, batch, otherwise="labels")
+        rule, error, *_ = examine(mean, batch, otherwise="labels")
         assert (rule, error < 1e-6) == ("labels", True)
-        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
+        _, error, *_rest = examine(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
         assert error > TOLERANCE
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
         """Whatever could be counted, nothing is."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
-        rule, error = fitting_rule(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
+        rule, error, *_ = examine(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)
 
     @pytest.mark.parametrize(
@@ -326,12 +326,93 @@ class TestCounting:
         ],
     )
     def test_where_nothing_can_be_told_it_is_as_said(self, batch):
-        rule, error = fitting_rule(lambda rows: 1.0, batch, otherwise="labels")
+        rule, error, *_ = examine(lambda rows: 1.0, batch, otherwise="labels")
         assert (rule, math.isnan(error)) == ("labels", True)
 
     def test_a_loss_that_is_no_number_tells_nothing(self):
         batch = {"x": torch.zeros(3, 4), "labels": LABELS}
-        assert fitting_rule(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
+        assert examine(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
+
+
+class TestExamining:
+    """One pair of samples was looked at, and ragged batches not at all: in both cases nothing was said."""
+
+    @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0]])
+    def test_class_weights_are_found_whichever_samples_share_a_class(self, labels):
+        weights = torch.tensor([0.3, 2.7])
+        batch = {"x": torch.randn(6, 2).requires_grad_(), "labels": torch.tensor(labels)}
+        finding = examine(
+            lambda rows: F.cross_entropy(rows["x"], rows["labels"], weight=weights), batch, otherwise="samples"
+        )
+        assert finding.rule == "cross entropy"
+        assert finding.counts(batch) == pytest.approx(float(weights[batch["labels"]].sum()))
+        assert str(finding) == "a mean over the class weights of the labels that are not -100"
+
+    @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1]])
+    def test_weights_that_are_in_no_graph_are_warned_of(self, labels):
+        """They are detached numbers; no pair of one class shows them, the others do."""
+        batch = {"x": torch.rand(6), "labels": torch.tensor(labels)}
+        weigh = lambda rows: 0.3 + 2.4 * rows["labels"]
+        finding = examine(
+            lambda rows: float((rows["x"] * weigh(rows)).sum() / weigh(rows).sum()), batch, otherwise="samples"
+        )
+        assert finding.error > TOLERANCE
+        with pytest.warns(UnevenLossWarning, match=r"The loss is a mean neither.*Pass count= to the Trainer"):
+            warn_of_finding(finding, where="the Trainer")
+
+    def test_another_ignored_label_is_counted_in_any_batch(self):
+        batch = (torch.randn(4, 3).requires_grad_(), torch.tensor([0, 255, 2, 1]))
+        finding = examine(lambda rows: F.cross_entropy(*rows, ignore_index=255), batch, otherwise="samples")
+        assert finding.counts((batch[0], torch.tensor([255, 255, 0, 1]))) == 2
+
+    def test_ragged_samples_are_collated_instead_of_cut(self):
+        data = [{"x": torch.rand(4), "boxes": torch.rand(1 + index % 3, 4)} for index in range(10)]
+
+        def collate(samples):
+            return {
+                "x": torch.stack([one["x"] for one in samples]),
+                "labels": [{"boxes": one.pop("boxes")} for one in samples],  # as some collators do
+            }
+
+        def loss(rows):
+            pairs = zip(rows["x"], rows["labels"], strict=True)
+            return sum(((x - one["boxes"]) ** 2).mean() for x, one in pairs) / len(rows["x"])
+
+        finding = examine(loss, Samples.in_data_set(data, collate), otherwise="labels")
+        assert (finding.rule, finding.error < 1e-6) == ("samples", True)
+        assert count_by("samples", collate([dict(one) for one in data[:3]]), 3) == 3
+        assert all("boxes" in one for one in data)
+
+    def test_samples_come_from_all_over_a_data_set(self):
+        data = [torch.tensor([index]) for index in range(80)]
+        batch = Samples.in_data_set(data, torch.stack).batch_of(range(8))
+        assert batch.flatten().tolist() == [*range(0, 80, 10)]
+
+    @pytest.mark.parametrize(
+        ("batch", "loss", "why"),
+        [
+            ({"x": torch.rand(1, 2)}, lambda rows: float(rows["x"].mean()), "there is only one sample"),
+            (
+                {"x": torch.rand(4, 2), "names": ["a", "b", "c", "d"]},
+                lambda rows: float(rows["x"].mean()),
+                "the batch has lists",
+            ),
+            ({"x": torch.rand(4), "y": torch.rand(3, 5)}, lambda rows: 1.0, "disagree on the batch size"),
+            ({"x": torch.rand(4)}, lambda rows: float(torch.rand(())), "not the same twice"),
+            ({"x": torch.rand(4)}, lambda rows: math.nan, "fewer than two samples have a loss"),
+            (
+                {"x": torch.rand(4)},
+                lambda rows: math.inf if len(rows["x"]) > 1 else 1.0,
+                "the loss of several samples is not finite",
+            ),
+        ],
+    )
+    def test_what_could_not_be_examined_is_warned_of(self, batch, loss, why):
+        torch.manual_seed(0)
+        finding = examine(loss, batch, otherwise="samples")
+        assert math.isnan(finding.error)
+        with pytest.warns(UnevenLossWarning, match=rf"could not be examined:.*{why}(?s:.*)Pass count= to Shares"):
+            warn_of_finding(finding, where="Shares")
 
 
 class TestWeighing:
@@ -564,7 +645,7 @@ class TestWeighed:
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)
-        with pytest.raises(InputError, match="the count of a batch is None; expected a whole number"):
+        with pytest.raises(InputError, match=r"count\(batch\) returned None"):
             next(weighed(sampler, sampler, count=lambda batch: None))
 
 

@@ -356,8 +356,8 @@ class TestCounting:
         assert third.micro_batch_sizes == (104,)
 
     def test_a_bad_count(self) -> None:
-        with pytest.raises(InputError, match=r"the count of a batch is 1\.5"):
-            next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: 1.5))
+        with pytest.raises(InputError, match=r"count\(batch\) returned -1\.5\. Expected a finite number"):
+            next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: -1.5))
         with pytest.raises(InputError, match=r"count is 5; expected a function of a batch; pass one, or leave it out"):
             steps([0], batch_size=4, effective_batch_size=8, count=5)
 

@@ -31,7 +31,7 @@ from autosplit.plan.plan import Plan
 from autosplit.probe import gradient_check as checks
 from autosplit.probe import gradient_runs as quiet
 from autosplit.probe import loss_rule as rules
-from autosplit.probe.check_result import Check, error_text
+from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
@@ -359,10 +359,81 @@ def test_a_mean_over_a_mask_is_named():
     assert "batch[1][1].sum()" in loss.advice
 
 
-def test_a_mean_over_what_nobody_knows_is_told_by_its_ratio():
+HOOKED = {}
+
+
+class Auxiliary(nn.Module):
+    """Keeps what an auxiliary loss is made of in an attribute, or lets a hook do it."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        torch.manual_seed(0)
+        self.keeps, self.first, self.second = keeps, nn.Linear(4, 8), nn.Linear(8, 3)
+        if keeps == "a forward hook on first":
+            self.first.register_forward_hook(lambda _module, _inputs, output: HOOKED.update(hidden=output))
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        if self.keeps == "the attribute kept of Auxiliary":
+            self.kept = hidden.square().mean()
+        return self.second(hidden.tanh())
+
+
+def auxiliary_loss(model, batch):
+    outputs, inner = model(batch[0]), getattr(model, "module", model)
+    penalty = inner.kept if hasattr(inner, "kept") else HOOKED["hidden"].square().mean()
+    return F.cross_entropy(outputs, batch[1]) + penalty
+
+
+@pytest.mark.parametrize("keeps", ["the attribute kept of Auxiliary", "a forward hook on first"])
+def test_a_loss_from_beside_the_outputs_is_named(keeps):
+    """The advice was to count labels that are not -100."""
+    batch = (torch.randn(8, 4), torch.randint(3, (8,)))
+    loss = by_subject(check(Workload(Auxiliary(keeps), batch, compute_loss=auxiliary_loss)))["loss"]
+    HOOKED.clear()
+    assert loss.split_error > 1e-3
+    assert loss.accumulation_error < 1e-12
+    assert f"the loss may use a tensor that {keeps} keeps. Each device overwrites it" in loss.advice
+    assert "-100" not in loss.advice
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_the_loss_are_named_with_what_adds_them_up(smoothing):
+    weights = torch.tensor([1.0, 5.0, 2.0])
+    workload = classified(nn.Linear(4, 3), 6, loss_fn=nn.CrossEntropyLoss(weights.double(), label_smoothing=smoothing))
+    loss = by_subject(check(workload))["loss"]
+    assert loss.count == "float(loss_fn.weight[batch[1][batch[1] != -100]].sum())"
+    assert is_count_expression(loss.count)
+    count = eval(f"lambda batch: {loss.count}", {"loss_fn": workload.loss_fn})
+    torch.testing.assert_close(*accumulated(workload, count))
+
+
+def test_class_weights_inside_a_function_are_named():
     def weighted(outputs, targets):
         weights = torch.tensor([1.0, 5.0, 2.0], dtype=outputs.dtype)
-        return F.cross_entropy(outputs, targets, weights)
+        return F.cross_entropy(outputs, targets, weights, ignore_index=7)
+
+    loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
+    assert loss.count == "float(class_weights[batch[1][batch[1] != 7]].sum())"
+    assert "a mean over the class weights of the labels that are not 7" in loss.advice
+
+
+def test_weights_of_samples_are_added_up_as_real_numbers():
+    def weighted(outputs, targets):
+        labels, weights = targets
+        return (F.cross_entropy(outputs, labels, reduction="none") * weights).sum() / weights.sum()
+
+    targets = torch.randint(3, (8,)), torch.rand(8, dtype=torch.float64)
+    workload = Workload(nn.Linear(4, 3), (torch.randn(8, 4), targets), loss_fn=weighted)
+    loss = by_subject(check(workload))["loss"]
+    assert loss.count == "float(batch[1][1].sum())"
+    assert "a mean over the weights in batch[1][1]" in loss.advice
+
+
+def test_a_mean_over_what_nobody_knows_is_told_by_its_ratio():
+    def weighted(outputs, targets):
+        weights = torch.tensor([1.0, 5.0, 2.0], dtype=outputs.dtype)[targets]
+        return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
 
     loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
     assert "a mean, but not over samples" in loss.advice
@@ -851,6 +922,7 @@ def test_the_loss_and_the_batch_are_left_as_they_were():
 # ------------------------------------------------------------------------------------------------ against the real
 
 
+@pytest.mark.filterwarnings("ignore:The loss is a mean over the labels")  # which it is
 def test_figures_are_those_of_the_wrapper_and_of_steps():
     """The two errors, computed once more by hand, with what a user would call."""
     workload = Workload(TokenModel().eval().double(), padded(-100), loss_fn=token_loss)

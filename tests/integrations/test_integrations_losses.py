@@ -1,0 +1,333 @@
+"""Real losses in the Trainer, accelerate and Lightning, on two unequal ranks: exact, or refused.
+
+The situations come from bug reports: class weights, vision-language batches with ragged tensors, DETR's labels and its
+normaliser, weights of samples.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
+pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
+pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
+
+import lightning.pytorch as pl
+import shared_training as shared
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from ranks import found_by, run_ranks_once
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from autosplit.errors import InputError
+from autosplit.integrations.accelerate import Accelerator
+from autosplit.integrations.lightning import Shares
+from autosplit.integrations.transformers import Trainer
+from autosplit.probe.loss_mean import UnevenLossWarning
+
+EXACT = 1e-12
+pytestmark = pytest.mark.slow
+
+SIZES, EFFECTIVE, NUM_SAMPLES, LR = (5, 3), 16, 40, 0.1
+CLASS_WEIGHTS = torch.tensor([0.3, 2.7, 1.1], dtype=torch.float64)
+
+
+def make_sample(index: int) -> dict[str, Any]:
+    """A sample of everything; the first ones share a class, as those of a sorted data set do."""
+    draw = torch.Generator().manual_seed(index)
+    ids = torch.randint(1, 50, (6 + index % 9,), generator=draw)
+    ids[: 2 + index % 3] = 0
+    labels = ids.clone()
+    labels[: 2 + index % 3 + index % 4] = -100
+    return {
+        "x": torch.randn(4, dtype=torch.float64, generator=draw),
+        "kind": torch.tensor(index // 15),
+        "weight": torch.rand((), dtype=torch.float64, generator=draw) + 0.1,
+        "boxes": torch.rand(1 + index % 3, 4, dtype=torch.float64, generator=draw),
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": torch.randn(2 + index % 3, 6, dtype=torch.float64, generator=draw),
+    }
+
+
+SAMPLES = [make_sample(index) for index in range(NUM_SAMPLES)]
+
+
+def classes(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": torch.stack([one["x"] for one in samples]), "labels": torch.stack([one["kind"] for one in samples])}
+
+
+def weighted(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**classes(samples), "weights": torch.stack([one["weight"] for one in samples])}
+
+
+def detections(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """DETR's batch: its labels are a list of dicts."""
+    return {
+        "x": torch.stack([one["x"] for one in samples]),
+        "labels": [{"boxes": one["boxes"]} for one in samples],
+    }
+
+
+def vision(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Qwen-VL's batch: as many patches as all of its images have, beside padded texts."""
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {
+        "input_ids": padded([one["input_ids"] for one in samples], padding_value=1),
+        "labels": padded([one["labels"] for one in samples], padding_value=-100),
+        "pixel_values": torch.cat([one["pixel_values"] for one in samples]),
+    }
+
+
+class Classifier(nn.Module):
+    """Returns a loss with class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, weights: Any = None) -> dict[str, Any]:
+        logits = self.layer(x)
+        if labels is None:
+            return {"logits": logits}
+        if weights is None:
+            return {"loss": F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS), "logits": logits}
+        each = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": (each * weights).sum() / weights.sum(), "logits": logits}
+
+
+class Detector(nn.Module):
+    """Takes the mean over its images, or divides by the boxes of all ranks."""
+
+    def __init__(self, over: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.over = over
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor, labels: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        outputs = self.layer(x)
+        squares = [(output - one["boxes"]) ** 2 for output, one in zip(outputs, labels, strict=True)]
+        if self.over == "images":
+            return {"loss": sum(one.mean() for one in squares) / len(labels), "logits": outputs}
+        boxes = torch.tensor(float(sum(map(len, squares))), dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(boxes)
+            boxes /= dist.get_world_size()
+        return {"loss": sum(one.sum() for one in squares) / boxes, "logits": outputs}
+
+
+class VisionLanguage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding, self.head = nn.Embedding(50, 8).double(), nn.Linear(8, 50).double()
+        self.patches = nn.Linear(6, 8).double()
+
+    def forward(self, input_ids: Any, labels: Any, pixel_values: Any) -> dict[str, Any]:
+        hidden = self.embedding(input_ids)
+        hidden = hidden.masked_scatter((input_ids == 0)[..., None], self.patches(pixel_values))
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]]]] = {
+    "class weights": (Classifier, classes),
+    "sample weights": (Classifier, weighted),
+    "images": (partial(Detector, "images"), detections),
+    "boxes": (partial(Detector, "boxes"), detections),
+    "vision": (VisionLanguage, vision),
+}
+
+
+def next_tokens(batch: dict[str, Any]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def class_weights(batch: dict[str, Any]) -> torch.Tensor:
+    return CLASS_WEIGHTS[batch["labels"]].sum()
+
+
+def sample_weights(batch: dict[str, Any]) -> float:
+    return float(batch["weights"].sum())
+
+
+def boxes(batch: dict[str, Any]) -> int:
+    return sum(len(one["boxes"]) for one in batch["labels"])
+
+
+COUNTS = {"class weights": class_weights, "sample weights": sample_weights, "boxes": boxes, "vision": next_tokens}
+
+
+def in_one_process(name: str) -> torch.Tensor:
+    make, collate = MODELS[name]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for first in range(0, NUM_SAMPLES, EFFECTIVE):
+        model(**collate(SAMPLES[first : first + EFFECTIVE]))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shared.weights_of(model)
+
+
+def plan() -> Any:
+    return shared.shares_plan(SIZES, EFFECTIVE)
+
+
+def by_trainer(name: str, **options: Any) -> torch.Tensor:
+    make, collate = MODELS[name]
+    args = TrainingArguments(
+        "unused",
+        num_train_epochs=1,
+        learning_rate=LR,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    model = make()
+    Trainer(model, args, train_dataset=SAMPLES, data_collator=collate, plan=plan(), **options).train()
+    return shared.weights_of(model)
+
+
+def by_accelerate(name: str, *, outside: bool = False, **options: Any) -> torch.Tensor:
+    """Train an epoch; `outside` computes the loss in the loop, where no model can be run again."""
+    make, collate = MODELS[name]
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, plan=plan(), **options)
+    loader = accelerator.shares_of(DataLoader(SAMPLES, batch_size=7, collate_fn=collate))
+    plain = make()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=LR))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            if outside:
+                loss = F.cross_entropy(model(batch["x"])["logits"], batch["labels"], weight=CLASS_WEIGHTS)
+            else:
+                loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return shared.weights_of(plain)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        del batch_idx
+        return self.net(**batch)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def by_lightning(name: str, **options: Any) -> torch.Tensor:
+    make, collate = MODELS[name]
+    module = Module(make())
+    shares = Shares(plan(), **options)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(max_epochs=1, devices=2, accelerator="cpu", callbacks=[shares], **quiet)
+    trainer.fit(module, shares.loader(DataLoader(SAMPLES, batch_size=7, collate_fn=collate)))
+    return shared.weights_of(module.net)
+
+
+EXACT_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any]]] = {
+    "trainer, class weights": (by_trainer, "class weights", {}),
+    "trainer, sample weights": (by_trainer, "sample weights", {"count": sample_weights}),
+    "trainer, lists of labels": (by_trainer, "images", {}),
+    "trainer, boxes of all ranks": (by_trainer, "boxes", {"loss_scope": "ranks", "count": boxes}),
+    "trainer, vision": (by_trainer, "vision", {}),
+    "accelerate, class weights": (by_accelerate, "class weights", {"count": class_weights}),
+    "accelerate, class weights outside": (by_accelerate, "class weights", {"count": class_weights, "outside": True}),
+    "accelerate, sample weights": (by_accelerate, "sample weights", {"count": sample_weights}),
+    "accelerate, lists of labels": (by_accelerate, "images", {}),
+    "accelerate, boxes of all ranks": (by_accelerate, "boxes", {"loss_scope": "ranks", "count": boxes}),
+    "accelerate, vision": (by_accelerate, "vision", {"count": next_tokens}),
+    "lightning, class weights": (by_lightning, "class weights", {}),
+    "lightning, sample weights": (by_lightning, "sample weights", {"count": sample_weights}),
+    "lightning, lists of labels": (by_lightning, "images", {}),
+    "lightning, boxes of all ranks": (by_lightning, "boxes", {"loss_scope": "ranks", "count": boxes}),
+    "lightning, vision": (by_lightning, "vision", {}),
+}
+
+REFUSED_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any], str]] = {
+    "accelerate, class weights": (by_accelerate, "class weights", {}, "float(class_weights[labels].sum())"),
+    "accelerate, outside": (by_accelerate, "class weights", {"outside": True}, "a cross entropy with class weights"),
+    "accelerate, vision": (by_accelerate, "vision", {}, 'int((batch["labels"][:, 1:] != -100).sum())'),
+    "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "pass loss_scope='ranks' to the Accelerator"),
+    "trainer, boxes": (by_trainer, "boxes", {"count": boxes}, "pass loss_scope='ranks' to the Trainer"),
+    "trainer, uncounted": (by_trainer, "boxes", {"loss_scope": "ranks"}, "in a step of 2 micro-batches"),
+    "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "pass loss_scope='ranks' to Shares"),
+}
+
+WARNED_RUNS = {
+    "trainer": (by_trainer, "Pass count= to the Trainer"),
+    "accelerate": (by_accelerate, "Pass count= to the Accelerator"),
+    "lightning": (by_lightning, "Pass count= to Shares"),
+}
+"""The weights of samples, which nobody counts, and which are in no graph."""
+
+
+def refused(run: Callable[..., torch.Tensor], name: str, options: dict[str, Any]) -> str:
+    try:
+        run(name, **options)
+    except InputError as refusal:
+        return str(refusal)
+    return "not refused"
+
+
+def warned(run: Callable[..., torch.Tensor]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run("sample weights")
+    return [str(one.message) for one in caught if issubclass(one.category, UnevenLossWarning)]
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    **{name: partial(run, model, **options) for name, (run, model, options) in EXACT_RUNS.items()},
+    **{f"refused: {n}": partial(refused, run, name, options) for n, (run, name, options, _) in REFUSED_RUNS.items()},
+    **{f"warned: {name}": partial(warned, run) for name, (run, _) in WARNED_RUNS.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    return run_ranks_once(tmp_path_factory, __name__, "SCENARIOS", 2, limit_s=400)
+
+
+@pytest.mark.parametrize("name", EXACT_RUNS)
+def test_two_unequal_ranks_train_as_one_process(ranks, name):
+    expected = in_one_process(EXACT_RUNS[name][1])
+    for found in found_by(ranks, name):
+        assert float((found - expected).abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("name", REFUSED_RUNS)
+def test_what_is_weighted_wrongly_is_refused_on_every_rank(ranks, name):
+    for found in found_by(ranks, f"refused: {name}"):
+        assert REFUSED_RUNS[name][-1] in found or "In another process the loss is no mean over samples" in found
+
+
+@pytest.mark.parametrize("name", WARNED_RUNS)
+def test_what_fits_no_rule_is_warned_of(ranks, name):
+    first, *_ = found_by(ranks, f"warned: {name}")
+    assert any("mean neither over labels nor over samples" in said for said in first)
+    assert any(WARNED_RUNS[name][1] in said for said in first)
