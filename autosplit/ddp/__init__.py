@@ -6,6 +6,7 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.ddp.context import Context
 from autosplit.ddp.failure import UnwatchedWarning
 from autosplit.ddp.loader_steps import LeftOverWarning
+from autosplit.ddp.rank_gather import Gathered
 from autosplit.ddp.setup import setup
 from autosplit.errors import RankFailedError
 from autosplit.plan.other_model import OtherModelWarning
@@ -13,6 +14,7 @@ from autosplit.plan.other_model import OtherModelWarning
 __all__ = [
     "BatchNormWarning",
     "Context",
+    "Gathered",
     "LeftOverWarning",
     "OtherModelWarning",
     "RankFailedError",

@@ -37,6 +37,13 @@ class Plan(PlanRecord):
     Its attributes are those of `record.PlanRecord`.
     """
 
+    def __hash__(self) -> int:
+        """Hash the numbers of the plan, so that it may be a key: equal plans have equal hashes.
+
+        Some of the other fields are dicts, which have no hash.
+        """
+        return hash((self.split, self.accumulation_steps, self.effective_batch_size, self.samples_per_s))
+
     def _repr_html_(self) -> str:
         """Return the plan as a table, which notebooks show in its place."""
         from autosplit.text import rate_text, size_text, table_html
