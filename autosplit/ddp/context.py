@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
+from autosplit.ddp.bypassed_wrappers import watch_for_bypass
 from autosplit.ddp.checkpoint_methods import CheckpointMethods
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
@@ -25,6 +26,7 @@ from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
+from autosplit.parallel.effective_batch import compared
 from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
@@ -66,6 +68,7 @@ class Context(CheckpointMethods):
         self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._meets_always = False
         self._loop: object = None
+        self._has_watched = False
         self._step: weakref.ref[OptimizerStep] | None = None
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
@@ -278,6 +281,7 @@ class Context(CheckpointMethods):
 
         Warns:
             CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
+            EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's effective batch.
         """
         cuts = cuts_for(
             loader,
@@ -320,6 +324,8 @@ class Context(CheckpointMethods):
                 count=count,
                 has_share=self.settings.batch_size > 0,
             )
+            if count is None:
+                made = compared(made, self.effective_batch_size, stacklevel=3)
             return self._synchronised(checked(made, cuts, **estimate), settings)
         if sampler.rank_slice != self._slice:
             raise InputError(
@@ -399,6 +405,9 @@ class Context(CheckpointMethods):
                     step.on_draw, step.on_end = self._part_ways, partial(self._meet_afterwards, step.on_end)
                 step.silenced = partial(silenced, self._wrapped)
                 self._step = weakref.ref(step)
+                if step.cuts is None and self.world_size > 1 and not self._has_watched:
+                    self._has_watched = True
+                    watch_for_bypass(step, self._wrapped)
                 yield step
         finally:
             # A loop that is collected late must not touch the flag within one that began after it.

@@ -344,7 +344,7 @@ def steps(
         raise InputError(f"count is {count!r}; expected a function of a batch; pass one, or leave it out")
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
-        _check_sizes(sampler, batch_size, effective_batch_size)
+        sampler.check_sizes(batch_size, effective_batch_size)
         sampler.check_dataset(getattr(loader, "dataset", None))
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
@@ -446,15 +446,3 @@ def _let_go(held: list[Any]) -> Iterator[Any]:
     held.reverse()
     while held:
         yield held.pop()
-
-
-def _check_sizes(sampler: ScheduledBatchSampler, batch_size: int, effective_batch_size: int) -> None:
-    for name, wanted, has in (
-        ("batch_size", batch_size, sampler.batch_size),
-        ("effective_batch_size", effective_batch_size, sampler.effective_batch_size),
-    ):
-        if wanted != has:
-            raise InputError(
-                f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make both "
-                "from one plan"
-            )
