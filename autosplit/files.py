@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -20,18 +21,47 @@ class LargeFileError(OSError):
     """A file is larger than whatever we write."""
 
 
+class IrregularFileError(OSError):
+    """A path names a pipe, a device or a socket instead of a regular file."""
+
+
 def read_bounded(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Read a file that may be anybody's.
+    """Read a file that another user or program may have written.
 
     Raises:
         LargeFileError: It has more than `most_bytes`.
-        OSError: It can't be read, or is not there.
+        IrregularFileError: It is not a regular file: a pipe would block, and /dev/zero never ends.
+        OSError: It can't be read, or does not exist.
     """
-    with Path(path).open("rb") as file:
+    with open(path, "rb", opener=_open_regular) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise LargeFileError(f"it is larger than {size_text(most_bytes)}")
     return content
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe waits for a writer
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise IrregularFileError(errno.EINVAL, f"it is {_kind_of(mode)}, not a regular file", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _kind_of(mode: int) -> str:
+    kinds = (
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a special file")
 
 
 def what_stands_at(path: str | os.PathLike[str]) -> str | None:

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,13 +58,12 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # loud about what the processes say themselves
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = Path(folder) / "outcome"
+    with _outcome_file() as outcome:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
         os.environ |= {OUTCOME_VARIABLE: str(outcome), STARTER_VARIABLE: str(os.getpid())}
         lost: ChildFailedError | None = None
         signalled: SignalException | None = None
-        options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", folder]
+        options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", os.devnull]
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             torchrun([*options, "-m", "autosplit", *arguments])
@@ -75,7 +75,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
             del os.environ[OUTCOME_VARIABLE], os.environ[STARTER_VARIABLE]
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # torchrun leaves its own: a later Ctrl-C would be a `SignalException`
-        text = outcome.read_text() if outcome.exists() else ""
+        text = outcome.read_text()
     if text.isdigit():
         return int(text)
     if signalled is not None:
@@ -91,6 +91,27 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
         "end; see what stands above, or whether the system ran out of memory (dmesg)"
     )
+
+
+@contextmanager
+def _outcome_file() -> Iterator[Path]:
+    """Yield an empty file for rank 0's exit code.
+
+    On Linux it is in memory: a process that is killed leaves no file behind.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("autosplit-outcome")
+        try:
+            in_memory = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            if os.access(in_memory, os.R_OK | os.W_OK):  # False if /proc is not mounted
+                yield in_memory
+                return
+        finally:
+            os.close(descriptor)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcome"
+        path.touch()
+        yield path
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

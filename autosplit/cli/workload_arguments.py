@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, shown, user_frames
+from autosplit.files import read_bounded
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
@@ -49,12 +50,16 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         ) from None
 
 
+_MOST_BYTES_OF_LENGTHS = 2**30
+"""About 200 million samples."""
+
+
 def lengths_in(path: str) -> list[int]:
     """Read the lengths of samples from a file, a number a line; raise InputError where it holds anything else."""
     from autosplit.solve.padded_length import checked_lengths
 
     try:
-        words = Path(path).read_text(encoding="utf-8-sig").split()
+        words = read_bounded(path, _MOST_BYTES_OF_LENGTHS).decode("utf-8-sig").split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--lengths {path} can't be read ({reason}); expected a text file; check the path") from error

@@ -6,13 +6,17 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.ddp.context import Context
 from autosplit.ddp.failure import UnwatchedWarning
 from autosplit.ddp.loader_steps import LeftOverWarning
+from autosplit.ddp.rank_gather import Gathered
 from autosplit.ddp.setup import setup
 from autosplit.errors import RankFailedError
+from autosplit.parallel.effective_batch import EffectiveBatchWarning
 from autosplit.plan.other_model import OtherModelWarning
 
 __all__ = [
     "BatchNormWarning",
     "Context",
+    "EffectiveBatchWarning",
+    "Gathered",
     "LeftOverWarning",
     "OtherModelWarning",
     "RankFailedError",

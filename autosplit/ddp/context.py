@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -17,16 +16,19 @@ from torch.utils.data import DataLoader
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
-from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
+from autosplit.ddp.bypassed_wrappers import watch_for_bypass
+from autosplit.ddp.checkpoint_methods import CheckpointMethods
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, has_graph_to_learn, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_hook, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
+from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
+from autosplit.parallel.effective_batch import compared
 from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
@@ -38,7 +40,7 @@ from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
 
 
-class Context:
+class Context(CheckpointMethods):
     """A rank's side of a plan; `autosplit.ddp.setup` makes it. Its arguments are attributes, too.
 
     Args:
@@ -68,6 +70,8 @@ class Context:
         self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._meets_always = False
         self._loop: object = None
+        self._has_watched = False
+        self._step: weakref.ref[OptimizerStep] | None = None
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
         """Move a model to this rank's device and wrap it.
@@ -285,6 +289,7 @@ class Context:
 
         Warns:
             CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
+            EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's effective batch.
         """
         cuts = cuts_for(
             loader,
@@ -332,6 +337,8 @@ class Context:
                 has_share=self.settings.batch_size > 0,
                 spans_ranks=spans_ranks,
             )
+            if count is None:
+                made = compared(made, self.effective_batch_size, stacklevel=3)
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
             return self._synchronised(made, settings, watches=loss_scope is None)
         if sampler.rank_slice != self._slice:
@@ -346,88 +353,40 @@ class Context:
         made = steps(loader, **sizes, count=count, **given)
         return self._synchronised(made, settings, watches=loss_scope is None)
 
-    def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
-        """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
+    def all_gather(self, tensor: torch.Tensor) -> Gathered:
+        """Gather the rows of a tensor from all ranks, with gradients, for a loss that compares samples across ranks.
 
-            ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+            for step in ctx.steps(loader):
+                for (images,) in step:
+                    z = F.normalize(model(images), dim=1)
+                    everyone = ctx.all_gather(z)
+                    own = everyone.offset + torch.arange(len(z), device=z.device)
+                    step.backward(F.cross_entropy(z @ everyone.tensor.T / 0.1, own))
 
-        Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
-        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The parts
-        of a model that `shard` has shared out are gathered in rank 0's host memory, so every rank must call this
-        method. If they do not fit there, use `save_sharded`.
+        Every rank must call it equally often, and use the result in its loss. Ranks may have unequal numbers of rows.
+        The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on every
+        rank. The gradient is then that of one process with the whole micro-batch. Each micro-batch is compared with
+        itself alone: with accumulation, one process computes the same from the same micro-batches.
 
-        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
-        the steps before: a resumed run computes that step again.
+        A rank without samples in a micro-batch runs other ranks' samples, which count for nothing. Its rows are not
+        sent. On that rank alone, they are at the end of `Gathered.tensor`, where `offset` points.
 
-        Args:
-            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
-                numbers, strings, tensors, lists and dicts, which are saved unchanged.
-
-        Raises:
-            CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
-                ranks if the parts include a model that is shared out.
-        """
-        save_checkpoint(path, parts, rank=self.rank)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
-        """Load a checkpoint on every rank, or on none; call it on every rank.
-
-            rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
-
-        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
-        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
-        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
-        `BalancedDataParallel` saved fit as well. A model that is shared out takes its own parts of them.
-
-        Args:
-            **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
-                such as a number, must be in the file and is returned: the caller's variable can't be changed.
-
-        Returns:
-            The values in the file that were not loaded into a part.
+        Without ``ctx.steps``, or under `torch.no_grad`, it gathers the rows of every rank.
 
         Raises:
-            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
-                0's. Nothing was changed on any rank.
+            InputError: The tensor has no dimension, or the ranks' rows have unequal shapes or dtypes. Or `steps` has
+                ``on_oom="cut"``: ranks then run unequal numbers of forwards.
         """
-        return load_checkpoint(path, parts, rank=self.rank)
-
-    def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
-        """Let every rank write its own part of a checkpoint into a folder; call it on every rank.
-
-            ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
-
-        Nothing comes together in one place, and any number of ranks can load it, into models that are shared out,
-        wrapped or plain. An earlier checkpoint is replaced, all of it at once, when the new one is whole. The folder is
-        one of torch.distributed.checkpoint's.
-
-        Args:
-            path: The folder, which all ranks see and in which nothing else is; it is made where it is not there.
-            **parts: As for `save_checkpoint`.
-
-        Raises:
-            CheckpointError: It was not written, on any rank; an earlier one is as it was.
-        """
-        save_sharded(path, parts, rank=self.rank)
-
-    def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
-        """Load what `save_sharded` wrote on every rank, or on none; call it on every rank.
-
-            rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
-
-        Each rank reads its own part into host memory. Load only what you wrote: torch.distributed.checkpoint keeps the
-        list of the tensors as a pickle, and whatever is in it runs.
-
-        Args:
-            **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
-
-        Returns:
-            What else it holds, apart from the states of models and the like.
-
-        Raises:
-            CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
-        """
-        return load_sharded(path, parts, rank=self.rank)
+        step = self._step() if self._step is not None else None
+        if step is not None and step.cuts is not None and step.is_open:
+            raise InputError(
+                "all_gather was called under on_oom='cut', and each rank runs as many forwards as it needs. Expected "
+                "equally many on all ranks. Leave on_oom out."
+            )
+        found = gather_rows(tensor, counts=step is None or step.counts_here)
+        if step is not None and found.tensor.requires_grad:
+            step.expect_gather()
+        return found
 
     def part_from_group(self) -> None:
         """Let go of the process group; `autosplit.ddp.setup` does so on leaving.
@@ -467,6 +426,10 @@ class Context:
                 if watches:
                     watches = False
                     watched.watch(step)
+                self._step = weakref.ref(step)
+                if step.cuts is None and self.world_size > 1 and not self._has_watched:
+                    self._has_watched = True
+                    watch_for_bypass(step, self._wrapped)
                 yield step
                 watched.end()
         finally:

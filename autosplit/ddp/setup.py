@@ -21,6 +21,7 @@ from autosplit.ddp.rendezvous import (
     meeting_place,
     place_here,
 )
+from autosplit.ddp.unequal_gathers import unequal_gathers_refused
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE
@@ -53,8 +54,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             AUTOSPLIT_PROFILE names, or else the only remembered plan that this machine and this job can use.
 
     Yields:
-        The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `save_checkpoint`, `load_checkpoint`,
-        `save_sharded`, `load_sharded`.
+        The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `all_gather`, `save_checkpoint`,
+        `load_checkpoint`, `save_sharded`, `load_sharded`.
 
     Raises:
         PlanError: There is no plan, it can't be read, it has no rank for each process, or the ranks have different
@@ -83,7 +84,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     try:
         with _process_group(place, watch, ctx) as sockets:
             watch.begin(sockets)
-            with watch.telling():
+            with watch.telling(), unequal_gathers_refused():
                 agree_on(plan, place.rank)
                 yield ctx
     finally:

@@ -176,6 +176,18 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                     "pass drop_last=True, or take another number of samples"
                 )
 
+    def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
+        """Raise InputError if the sampler was made for other sizes; `steps` calls it."""
+        for name, wanted, has in (
+            ("batch_size", batch_size, self.batch_size),
+            ("effective_batch_size", effective_batch_size, self.effective_batch_size),
+        ):
+            if wanted != has:
+                raise InputError(
+                    f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make "
+                    "both from one plan"
+                )
+
     def check_dataset(self, dataset: Any) -> None:
         """Compare the samples that are handed out with those that there are; `steps` does it.
 

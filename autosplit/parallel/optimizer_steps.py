@@ -67,6 +67,7 @@ class OptimizerStep:
         norms: Takes the norms of the gradients, for the noise scale; None where that is not wanted.
         on_loss: Called once each with the step's first loss, before its backward, and with its samples.
         awaited: The update that should follow the last backward.
+        is_open: Whether a micro-batch is running.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class OptimizerStep:
         self._had_backward = True
         self._iterated = False
         self._meets = False
+        self.is_open = self._gathers = False
         self._loss: torch.Tensor | None = None
         self._watched: WatchedParameter | None = None
         self.awaited = AwaitedUpdate()
@@ -136,6 +138,18 @@ class OptimizerStep:
         if not self.num_samples:
             return 0.0
         return self._size * self.num_ranks / self.num_samples
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether the samples that run now count: False in a micro-batch for which this rank runs other ranks' samples.
+
+        True outside of the micro-batches.
+        """
+        return not self.is_open or self._samples[self._drawn - 1] > 0
+
+    def expect_gather(self) -> None:
+        """Run the backward of this micro-batch whatever it counts for: all ranks gather gradients in it."""
+        self._gathers = self.is_open
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -182,13 +196,14 @@ class OptimizerStep:
             )
         # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
         self._had_backward = True
-        if not weight and not (self._meets and self.num_ranks > 1):
+        if not weight and not ((self._meets or self._gathers) and self.num_ranks > 1):
             if scaler is not None:
                 scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
             return
         watched = WatchedParameter.of(loss)
         weighted, before = loss * weight, updates_so_far()
-        with nullcontext() if weight else self.silenced():
+        # Other ranks' losses may have gradients for the samples of a rank whose own loss counts for nothing.
+        with nullcontext() if weight or (self._gathers and self.counts_here) else self.silenced():
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
@@ -291,7 +306,9 @@ class OptimizerStep:
                 gives_up = self.cuts is not None or self.norms is not None
                 with accumulation.running(is_last=is_last or gives_up), apart:
                     self._part = part if self.cuts is not None else None
+                    self.is_open, self._gathers = True, False
                     yield part.batch
+                self.is_open = False
                 failed, self._failed = self._failed, None
                 if failed is not None:
                     parts[:0] = failed.halves()
@@ -358,7 +375,7 @@ def steps(
         raise InputError(f"count is {count!r}; expected a function of a batch; pass one, or leave it out")
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
-        _check_sizes(sampler, batch_size, effective_batch_size)
+        sampler.check_sizes(batch_size, effective_batch_size)
         sampler.check_dataset(getattr(loader, "dataset", None))
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
@@ -487,15 +504,3 @@ def _let_go(held: list[Any]) -> Iterator[Any]:
     held.reverse()
     while held:
         yield held.pop()
-
-
-def _check_sizes(sampler: ScheduledBatchSampler, batch_size: int, effective_batch_size: int) -> None:
-    for name, wanted, has in (
-        ("batch_size", batch_size, sampler.batch_size),
-        ("effective_batch_size", effective_batch_size, sampler.effective_batch_size),
-    ):
-        if wanted != has:
-            raise InputError(
-                f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make both "
-                "from one plan"
-            )

@@ -37,6 +37,13 @@ class Plan(PlanRecord):
     Its attributes are those of `record.PlanRecord`.
     """
 
+    def __hash__(self) -> int:
+        """Hash the numbers of the plan, so that it may be a key: equal plans have equal hashes.
+
+        Some of the other fields are dicts, which have no hash.
+        """
+        return hash((self.split, self.accumulation_steps, self.effective_batch_size, self.samples_per_s))
+
     def _repr_html_(self) -> str:
         """Return the plan as a table, which notebooks show in its place."""
         from autosplit.text import rate_text, size_text, table_html
@@ -368,14 +375,16 @@ class Plan(PlanRecord):
 
         Warns:
             CutWarning: The first time that a micro-batch is cut: why, and what to change.
+            EffectiveBatchWarning: The loader's batches add up to steps of another size than the plan's effective batch.
         """
+        from autosplit.parallel.effective_batch import compared
         from autosplit.parallel.noise_scale import noise_scale_for
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
         least = 1 if self.region is None else self.region.least_share
         cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least, count=count, note=self.note)
-        return steps(
+        made = steps(
             loader,
             batch_size=self.batch_size,
             effective_batch_size=self.effective_batch_size,
@@ -383,6 +392,8 @@ class Plan(PlanRecord):
             cuts=cuts,
             noise_scale=noise_scale_for(loader, noise_scale),
         )
+        # A count is in other units, and the sizes of a plan's own sampler fit.
+        return made if count is not None else compared(made, self.effective_batch_size, stacklevel=1)
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:

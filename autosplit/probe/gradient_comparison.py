@@ -366,7 +366,8 @@ def _accumulation_advice(rule: Rule | None) -> str:
     if rule is None:
         return (
             'it needs the whole batch, and no weights of micro-batches can replace that: pass loss_scope="batch" to '
-            "the Workload, so that nothing is accumulated; under DDP gather from all ranks what the loss compares"
+            "the Workload, so that nothing is accumulated; under DDP gather the tensors that the loss compares with "
+            "ctx.all_gather(tensor)"
         )
     if rule.count is None:
         return (

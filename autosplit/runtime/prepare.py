@@ -33,6 +33,7 @@ from autosplit.runtime.simulated import SimulatedRuntime, Traces
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
+from autosplit.torch_versions import FakeTensor
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload
 
@@ -118,6 +119,11 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
         described: The other keywords of a workload, with a model; None where one was not given. `precision`,
             `checkpointing` and `fits` replace a Workload's own, and `length` is what samples are to have.
     """
+    if isinstance(torch.empty(0), FakeTensor):
+        raise InputError(
+            "A FakeTensorMode is active, so tensors have no values. Expected a call outside of it: autosplit runs the "
+            "workload, and makes its own fake tensors where it needs them."
+        )
     options = {name: value for name, value in described.items() if value is not None}
     changes: dict[str, Any] = {
         name: options.pop(name) for name in ("precision", "checkpointing", "fits", "length") if name in options

@@ -12,6 +12,7 @@ from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
 from autosplit.cli.pasted_code import Origin
+from autosplit.cli.stop_signals import stop_like_ctrl_c
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
@@ -52,8 +53,9 @@ def tune(
         from autosplit.cli.torchrun_job import run_together
 
         asked = {**keywords, **model_options, **({} if output is None else {"output": output})}
-        return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
-    with progress(manner) as tell:
+        with stop_like_ctrl_c():  # torchrun replaces it while the ranks run
+            return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
+    with progress(manner) as tell, stop_like_ctrl_c():
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         workload, source = loaded(spec, model_options, together=together, isolate=isolate)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}

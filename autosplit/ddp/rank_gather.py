@@ -1,0 +1,122 @@
+"""Gather a tensor from all ranks, for losses that compare samples of different ranks (contrastive losses).
+
+# Note [Gradients of a gather]
+
+Rank r has n_r of the N samples of a micro-batch, and its loss l_r is a mean over them. `step.backward` multiplies l_r
+by n_r W / N, and DDP averages the gradients of the W ranks. So the gradient is that of
+
+    L = sum over ranks of (n_r / N) l_r        the mean over all N samples
+
+Each l_r depends on the tensors of all ranks. The backward of the gather adds up, over the ranks, the gradients with
+respect to one rank's rows. They carry the weights n_r W / N already, so the sum needs no other factor.
+
+    rank 0   rows z0 (5)  --gather--> [z0 z1]   l_0 * 5 W / 8      gradient of z0: 5 W / 8 dl_0/dz0 + 3 W / 8 dl_1/dz0
+    rank 1   rows z1 (3)  --gather--> [z0 z1]   l_1 * 3 W / 8      gradient of z1: 5 W / 8 dl_0/dz1 + 3 W / 8 dl_1/dz1
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from autosplit.ddp.device import exchange_device
+from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
+from autosplit.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """The rows of a tensor on all ranks.
+
+    Attributes:
+        tensor: All rows, in the order of the ranks.
+        offset: The place of this rank's first row in `tensor`.
+        sizes: The number of rows of each rank; 0 for a rank that only runs samples that count for nothing.
+    """
+
+    tensor: Tensor
+    offset: int
+    sizes: tuple[int, ...]
+
+
+def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
+    """Gather the rows of all ranks; as `Context.all_gather`.
+
+    Args:
+        counts: Whether this rank's rows count. If they do not, no other rank receives them. This rank finds them at
+            the end of `tensor`, so that its own loss has valid indices.
+    """
+    if not isinstance(own, Tensor) or not own.dim():
+        found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
+        raise InputError(f"all_gather received {found}. Expected a tensor whose first dimension is the rows.")
+    if dist.get_world_size() == 1:
+        return Gathered(own, 0, (len(own),))
+    rows = own if counts else own[:0]
+    sizes = _sizes_of_all(rows)
+    rank = dist.get_rank()
+    gathered: Tensor = _AllGatherRows.apply(rows, sizes, rank)  # type: ignore[no-untyped-call]
+    if counts:
+        return Gathered(gathered, sum(sizes[:rank]), sizes)
+    return Gathered(torch.cat([gathered, own]), sum(sizes), sizes)
+
+
+def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
+    """Return the rows of each rank; raise InputError on all ranks if their tensors do not fit together."""
+    needs_gradient = rows.requires_grad and torch.is_grad_enabled()
+    facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
+    own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    with _told("all_gather"):
+        dist.all_gather(found, own)
+    numbers = torch.stack(found).tolist()
+    if len({code for _, code in numbers}) > 1:
+        everyones = [""] * len(numbers)
+        dist.all_gather_object(everyones, facts)
+        held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))
+        raise InputError(f"all_gather received rows of unequal kinds: {held}. Expected equal ones on all ranks.")
+    return tuple(size for size, _ in numbers)
+
+
+class _AllGatherRows(torch.autograd.Function):
+    """Gather unequal numbers of rows. The backward adds up the gradients of all ranks; see the note above."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        most, bytes_per_row = max(sizes), math.prod(rows.shape[1:]) * rows.element_size()
+        # As bytes, because a back end need not know every dtype. Padded, because gloo aborts on unequal sizes.
+        own = torch.zeros(most * bytes_per_row, dtype=torch.uint8, device=exchange_device(rows.device))
+        if rows.numel():
+            own[: len(rows) * bytes_per_row] = rows.detach().contiguous().view(-1).view(torch.uint8).to(own.device)
+        found = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(found, own)
+        parts = [part[: size * bytes_per_row] for part, size in zip(found, sizes, strict=True)]
+        return torch.cat(parts).to(rows.device).view(rows.dtype).view(sum(sizes), *rows.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Half precision would round the sum, and not every back end adds it up.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(exchange_device(gradient.device), wide, memory_format=torch.contiguous_format, copy=True)
+        if not ctx.sizes[ctx.rank]:
+            total.zero_()  # the loss of samples that count for nothing may be NaN
+        with _told("the backward of all_gather (expected its result in the loss of every rank)"):
+            dist.all_reduce(total)
+        begin = sum(ctx.sizes[: ctx.rank])
+        return total[begin : begin + ctx.sizes[ctx.rank]].to(gradient.device, gradient.dtype), None, None
+
+
+def _told(what: str) -> Any:
+    return told_if_long(
+        f"rank {dist.get_rank()} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to "
+        "call it in the same order"
+    )

@@ -1,0 +1,48 @@
+"""Compare the optimizer steps of a loader without a plan's batch sampler with the plan's effective batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+
+class _HasSamples(Protocol):
+    num_samples: int
+
+
+_Step = TypeVar("_Step", bound=_HasSamples)
+
+
+class EffectiveBatchWarning(UserWarning):
+    """The loader's batches add up to optimizer steps of another size than the plan's effective batch."""
+
+
+def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: int) -> Iterator[_Step]:
+    """Yield the steps, and warn once if a step has more samples than the plan, or a step before the last has fewer.
+
+    The last step of an epoch may be smaller.
+
+    Args:
+        stacklevel: The number of generators between this one and the loop to which the warning belongs.
+    """
+    before: int | None = None
+    for step in made:
+        found = step.num_samples if step.num_samples > effective_batch_size else before
+        if found is not None and found != effective_batch_size:
+            _warn(found, effective_batch_size, stacklevel + 1)
+            yield step
+            break
+        before = step.num_samples
+        yield step
+    yield from made
+
+
+def _warn(found: int, expected: int, stacklevel: int) -> None:
+    warnings.warn(
+        f"The optimizer steps have {found} samples, and the plan's have {expected}. Expected a loader whose batches "
+        f"add up to {expected}: use plan.loader(dataset) or ctx.loader(dataset), or choose another batch size. To "
+        f"train with {found}, tune with effective_batch_size={found}.",
+        EffectiveBatchWarning,
+        stacklevel=stacklevel + 1,
+    )

@@ -1,0 +1,76 @@
+"""Pipes, devices and folders in the place of files: a clear error at once, where reading blocked or never ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autosplit.errors import InputError
+from autosplit.files import read_bounded
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+
+
+@pytest.fixture(params=["it is a pipe, not a regular file", "it is a device, not a regular file", "Is a directory"])
+def irregular(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    path = tmp_path / "irregular"
+    if "pipe" in request.param:
+        os.mkfifo(path)
+    elif "directory" in request.param:
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    return request.param, path
+
+
+def test_it_is_named(irregular: tuple[str, Path]) -> None:
+    what, path = irregular
+    with pytest.raises(OSError, match=f"{what}"):
+        read_bounded(path, 10)
+
+
+def test_as_a_plan(irregular: tuple[str, Path]) -> None:
+    from autosplit import Plan
+
+    what, path = irregular
+    with pytest.raises(InputError, match=f"can't be read \\({what}\\)"):
+        Plan.load(path)
+
+
+def test_as_lengths(irregular: tuple[str, Path]) -> None:
+    from autosplit.cli.workload_arguments import lengths_in
+
+    what, path = irregular
+    with pytest.raises(InputError, match=f"--lengths .* can't be read \\({what}\\)"):
+        lengths_in(str(path))
+
+
+def test_as_the_catalog_of_gpus(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from autosplit.devices.catalog import gpu_catalog
+
+    what, path = irregular
+    monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
+    with pytest.raises(InputError, match=f"can't be used \\({what}\\)"):
+        gpu_catalog()
+
+
+def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The profile is ignored with a note, and stays."""
+    from autosplit.profiles import store
+
+    what, path = irregular
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "profiles"
+    folder.mkdir(parents=True)
+    (folder / "ab.json").symlink_to(path)
+    found = store.find("ab", machine={"devices": []}, workload={})
+    assert found.plan is None
+    assert f"{what}" in found.notes[0]
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_bounded(tmp_path / "link", 10) == b"abc"
