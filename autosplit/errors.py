@@ -147,6 +147,21 @@ def advise(error: BaseException, advice: str) -> None:
             error.add_note(f"autosplit: {advice}")
 
 
+_ABSENT_DEVICE = ("not compiled with CUDA", "No CUDA GPUs are available", "Found no NVIDIA driver")
+
+
+def _absent_device_advice(error: BaseException) -> str:
+    """Return which call needs a GPU that is not there; empty for other errors."""
+    if not any(text in str(error) for text in _ABSENT_DEVICE):
+        return ""
+    frames = user_frames(error.__traceback__)
+    place, _, source = frames[-1].partition(": ") if frames else ("the code", "", "a call of .cuda()")
+    return (
+        f"{place} calls CUDA ({source}), but this step runs on the CPU; create tensors where the inputs are, with "
+        "device=x.device, instead of .cuda() or device='cuda'"
+    )
+
+
 def _layer_text(trace: TracebackType | None) -> str:
     """Name the innermost layer or loss that a traceback passes: torch's own have no frame of a user's."""
     layers: list[Any] = []
@@ -188,14 +203,17 @@ _SIDE_OUTPUT = (
 
 
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
-    """Turn what the user's own code raised into an error that shows where.
+    """Return an error that shows where the user's own code raised an exception.
 
     Args:
-        error: What was raised; it becomes the cause.
-        what: What was being run.
+        error: The exception. It becomes the cause.
+        what: The code that was running.
     """
-    usual = _SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "mend it and run again"
-    advice = getattr(error, "autosplit_advice", usual)
+    advice = (
+        getattr(error, "autosplit_advice", None)
+        or _absent_device_advice(error)
+        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "fix it and run again")
+    )
     message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))
     wrapped.__cause__ = error

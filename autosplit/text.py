@@ -19,6 +19,7 @@ LONGEST = 4000
 """Characters of one text that are shown; of a longer one the middle is left out."""
 
 _TAIL = 500
+_GAP = "..."
 
 _USERINFO = re.compile(r"://([^\s/?#:@'\"]*):([^\s'\"]*)@")
 _SECRET_OPTION = re.compile(
@@ -42,8 +43,12 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Leave out the middle of a text of more than `longest` characters (itself more than 500)."""
-    return text if len(text) <= longest else f"{text[: longest - _TAIL - 3]}...{text[-_TAIL:]}"
+    """Leave out the middle of a text of more than `longest` characters. The result has `longest` characters."""
+    if len(text) <= longest:
+        return text
+    kept = max(0, longest - len(_GAP))
+    tail = min(_TAIL, kept // 2)
+    return f"{text[: kept - tail]}{_GAP}{text[len(text) - tail :]}"[:longest]
 
 
 def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str = " ") -> str:

@@ -450,7 +450,7 @@ class PlanRecord:
             ) from None
         unsound = unsound_part(plan)
         if unsound is not None:
-            raise PlanError(f"{source} is not a sound plan: {unsound}; tune again")
+            raise PlanError(f"{source} is not a sound plan: {printable(unsound, longest=300)}; tune again")
         return plan
 
 
