@@ -212,7 +212,7 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
     advice = (
         getattr(error, "autosplit_advice", None)
         or _absent_device_advice(error)
-        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "fix it and run again")
+        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "mend it and run again")
     )
     message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autosplit.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,12 +89,23 @@ class WatchedParameter:
         """Return whether the parameter was changed in place."""
         return self.parameter._version != self.version  # noqa: SLF001
 
-    def note_gradient(self) -> None:
-        """Remember whether the parameter has a gradient, after the backward."""
+    def end_backward(self, place: str, *, may_update: bool) -> None:
+        """Remember whether the parameter has a gradient now, and refuse an update within the backward.
+
+        Args:
+            place: The micro-batch, for the message.
+            may_update: It is the last micro-batch of the step, so the update is that of the whole step.
+        """
+        if self.is_changed() and not may_update:
+            raise InputError(
+                f"Parameters were changed in the backward of {place}, for example by an optimizer that steps in a "
+                "gradient hook. Each micro-batch would be an update of its own. Step after the inner loop, or train "
+                "with accumulation_steps=1."
+            )
         self.has_gradient = self.parameter.grad is not None
 
     def change(self) -> str:
-        """Describe what happened since `note_gradient`; empty for nothing."""
+        """Describe what happened since `end_backward`; empty for nothing."""
         if self.is_changed():
             return "parameters were changed"
         return "gradients were thrown away" if self.has_gradient and self.parameter.grad is None else ""

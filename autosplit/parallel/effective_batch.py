@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 
 
 class _HasSamples(Protocol):
-    num_samples: int
+    @property
+    def num_samples(self) -> float: ...
 
 
 _Step = TypeVar("_Step", bound=_HasSamples)
@@ -26,7 +27,7 @@ def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: in
     Args:
         stacklevel: The number of generators between this one and the loop to which the warning belongs.
     """
-    before: int | None = None
+    before: float | None = None
     for step in made:
         found = step.num_samples if step.num_samples > effective_batch_size else before
         if found is not None and found != effective_batch_size:
@@ -38,7 +39,7 @@ def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: in
     yield from made
 
 
-def _warn(found: int, expected: int, stacklevel: int) -> None:
+def _warn(found: float, expected: int, stacklevel: int) -> None:
     warnings.warn(
         f"The optimizer steps have {found} samples, and the plan's have {expected}. Expected a loader whose batches "
         f"add up to {expected}: use plan.loader(dataset) or ctx.loader(dataset), or choose another batch size. To "

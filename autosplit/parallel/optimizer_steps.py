@@ -207,26 +207,15 @@ class OptimizerStep:
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
-        self._watch(watched)
+        is_last = self._drawn == len(self)
+        self._watched = None if is_last else watched
+        if watched is not None:
+            watched.end_backward(self._place(), may_update=is_last)
         self.awaited.expect(before, watched)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
             self._loss = own if self._loss is None else self._loss.add_(own)
-
-    def _watch(self, watched: WatchedParameter | None) -> None:
-        """Refuse an update within the backward, and watch the parameter until the next micro-batch."""
-        is_last = self._drawn == len(self)
-        self._watched = None if is_last else watched
-        if watched is None:
-            return
-        if not is_last and watched.is_changed():
-            raise InputError(
-                f"Parameters were changed in the backward of {self._place()}, for example by an optimizer that steps "
-                "in a gradient hook. Each micro-batch would be an update of its own. Step after the inner loop, or "
-                "train with accumulation_steps=1."
-            )
-        watched.note_gradient()
 
     def _recorded(
         self, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None
