@@ -1,4 +1,4 @@
-"""Refuse torch's own all_gather of unequal sizes: gloo aborts the process, and the other ranks learn no reason.
+"""Refuse torch's own collectives of unequal sizes: gloo aborts the process, and the other ranks learn no reason.
 
 The ranks of a plan have unequal numbers of samples, so code that was written for equal ranks meets this at once.
 """
@@ -19,33 +19,52 @@ from autosplit.errors import InputError
 
 @contextmanager
 def unequal_gathers_refused() -> Iterator[None]:
-    """Compare the sizes of the ranks before each `torch.distributed.all_gather` of the user's code."""
-    original = dist.all_gather
+    """Compare the ranks' sizes before each collective of torch.distributed that the user's code calls with gloo.
 
-    @functools.wraps(original)
-    def compared(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        # autosplit's own exchanges have equal sizes.
-        caller = getattr(inspect.currentframe(), "f_back", None)
-        is_own = caller is not None and str(caller.f_globals.get("__name__")).startswith("autosplit.")
-        if not is_own and not torch.compiler.is_compiling() and dist.get_rank(group) >= 0:
-            _require_expected_sizes(original, tensor_list, tensor, group)
-        return original(tensor_list, tensor, group=group, async_op=async_op)
-
-    dist.all_gather = compared
+    `all_gather` is compared with every back end: NCCL would wait forever, or return another rank's memory.
+    """
+    originals = {name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor", "all_reduce")}
+    replaced = {name: _compared(name, original, originals["all_gather"]) for name, original in originals.items()}
+    for name, compared in replaced.items():
+        setattr(dist, name, compared)
     try:
         yield
     finally:
-        if dist.all_gather is compared:
-            dist.all_gather = original
+        for name, compared in replaced.items():
+            if getattr(dist, name) is compared:
+                setattr(dist, name, originals[name])
 
 
-def _require_expected_sizes(all_gather: Any, tensor_list: Any, tensor: Any, group: Any) -> None:
+def _compared(name: str, original: Any, all_gather: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _is_users(inspect.currentframe()):
+            given = signature.bind(*args, **kwargs).arguments
+            group = given.get("group")
+            if dist.get_rank(group) >= 0 and (name == "all_gather" or dist.get_backend(group) == "gloo"):
+                _require_expected_sizes(name, given, group, all_gather)
+        return original(*args, **kwargs)
+
+    return compared
+
+
+def _is_users(frame: Any) -> bool:
+    """Return whether the caller of a frame's function may be of the user: torch and autosplit send equal sizes."""
+    caller = str(frame.f_back.f_globals.get("__name__")) if frame is not None and frame.f_back is not None else ""
+    return caller.startswith("torch.distributed.nn.") or not caller.startswith(("torch.", "autosplit."))
+
+
+def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) -> None:
     """Raise InputError on all ranks if any of them sends another size than any other expects."""
     count = dist.get_world_size(group)
-    if count == 1 or len(tensor_list) != count:  # torch reports a list of the wrong length
+    tensor = given["input_tensor" if name == "all_gather_into_tensor" else "tensor"]
+    room = given["tensor_list"] if name == "all_gather" else [tensor] * count
+    if count == 1 or len(room) != count:  # torch reports a list of the wrong length
         return
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
-    own = torch.tensor([tensor.numel(), *(one.numel() for one in tensor_list)], device=device)
+    own = torch.tensor([tensor.numel(), *(one.numel() for one in room)], device=device)
     found = [torch.empty_like(own) for _ in range(count)]
     all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
@@ -54,7 +73,7 @@ def _require_expected_sizes(all_gather: Any, tensor_list: Any, tensor: Any, grou
         return
     held = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sent))
     raise InputError(
-        f"all_gather received tensors of unequal sizes: {held} (elements). Expected each rank to allocate the sizes "
+        f"{name} received tensors of unequal sizes: {held} (elements). Expected each rank to allocate the sizes "
         "of the others: the plan gives ranks unequal numbers of samples. Call ctx.all_gather(tensor), which gathers "
         "unequal numbers of rows, with gradients."
     )
