@@ -334,7 +334,7 @@ class Accelerator(accelerate.Accelerator):
                 self._collectives.end()
             if self._weighs_samples:
                 doubt_sum(loss)
-                self._examine(asked, loss, one.size)
+                self._examine(asked, loss, min(one.size, 1) if self._cut is not None else one.size)
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)

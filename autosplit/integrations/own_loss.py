@@ -23,7 +23,7 @@ from autosplit.workload.batch import map_tensors
 
 
 class OwnLoss:
-    """Watches a model's forwards until the first backward."""
+    """Watch a model's forwards until the first backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None
@@ -46,10 +46,10 @@ class OwnLoss:
             )
 
     def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
-        """Return why a loss can't be weighted by samples, in sentences; empty if it can, or if nobody knows.
+        """Return why a loss can't be weighted by samples, in sentences; empty if it can, or if this is unknown.
 
         Args:
-            loader: The one that the batch is of.
+            loader: The loader of the batch.
             samples: Of the batch; 0 if it counts nothing.
 
         Warns:
@@ -78,7 +78,7 @@ class OwnLoss:
         """Find what the loss is a mean over, by running the model, without its wrapper, on samples of its last batch.
 
         Args:
-            loader: The one that the batch is of. If the batch can't be cut, its collator makes smaller ones.
+            loader: The loader of the batch. If the batch can't be cut, its collator makes smaller batches.
 
         Returns:
             None if the model did not compute the loss.
@@ -130,7 +130,7 @@ def _cure(finding: Finding) -> str:
 
 
 def doubt_sum(loss: torch.Tensor) -> None:
-    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split."""
+    """Warn of a loss whose graph ends in a sum. Weighted as a mean, its gradient depends on the split."""
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
         warnings.warn(

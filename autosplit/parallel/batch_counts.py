@@ -20,7 +20,7 @@ from autosplit.workload.batch import children_of
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what has no batches: a data set's items are samples, whose first dimension would be counted."""
+    """Raise InputError for a data set: its items are samples, so their first dimension is no batch size."""
     is_data_set = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if is_data_set or not isinstance(loader, Iterable):
         raise InputError(

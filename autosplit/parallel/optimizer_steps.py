@@ -188,7 +188,7 @@ class OptimizerStep:
         self._check_parameters()
         _require_one_number(loss)
         while self.on_loss and weight:
-            self.on_loss.pop(0)(loss, int(self._samples[self._drawn - 1]))
+            self.on_loss.pop(0)(loss, self._part_samples())
         if self.cuts is not None and self._attempt is None:
             raise InputError(
                 f"backward was called outside of an attempt for {self._place()}; expected one, since on_oom is 'cut'; "
@@ -216,6 +216,12 @@ class OptimizerStep:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
             self._loss = own if self._loss is None else self._loss.add_(own)
+
+    def _part_samples(self) -> int:
+        """Return the samples of the current micro-batch, or of the part of it that an attempt runs."""
+        if self.cuts is not None and self._attempt is not None:
+            return self.cuts.samples_of(self._attempt.part)
+        return int(self._samples[self._drawn - 1])
 
     def _recorded(
         self, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None

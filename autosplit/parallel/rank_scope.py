@@ -25,7 +25,7 @@ def checked_scope(scope: LossScope | None) -> bool:
 
 
 def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, sums: bool = False) -> None:
-    """Refuse what a loss that is normalised over the ranks can't be combined with; raise InputError."""
+    """Raise InputError for options that exclude a loss that is normalised over the ranks."""
     for given, why in (
         ("on_oom='cut'" if on_oom == "cut" else "", "the ranks would run unequal numbers of collectives"),
         ("noise_scale=True" if noise_scale else "", "no rank has the mean gradient of its own samples"),
@@ -36,7 +36,7 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
 
 
 def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list[float], float]:
-    """Return what micro-batches count for on each rank, and in all, if their losses are normalised over the ranks.
+    """Return the counts of micro-batches, and their total, for losses that are normalised over the ranks.
 
     DETR's loss of rank r in micro-batch m divides a sum S(r, m) by the boxes of all W ranks over W:
 
@@ -62,7 +62,7 @@ def refuse_ranks_without_samples(without: float) -> None:
 
 
 def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
-    """Refuse to accumulate losses that are normalised over the ranks, if nobody counts what they divide by."""
+    """Refuse to accumulate losses that are normalised over the ranks without a count of their divisor."""
     if micro_steps > 1 and count is None:
         raise InputError(
             f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each must be weighted by what its loss "

@@ -47,7 +47,7 @@ MOST_SAMPLES = 8
 """Samples that a loss is run on."""
 
 TOLERANCE = 1e-2
-"""Relative tolerance: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
+"""Relative tolerance: bf16 keeps eight bits. A wrong rule is off by more, or does no harm."""
 
 NOISE = 1e-6
 """Relative difference of two rules that fit equally well."""
@@ -199,6 +199,8 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     usable = [i for i in range(number) if math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0]
     if len(usable) < 2:
         raise _UnexaminedError("fewer than two samples have a loss, or labels that are not ignored")
+    if any(not math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0 for i in range(number)):
+        raise _UnexaminedError("a sample alone has no finite loss, so the loss divides by something that it lacks")
     errors: dict[Any, float] = dict.fromkeys([SUM, *counts], 0.0)
     for group in _groups(usable, losses, counts):
         with torch.no_grad():
@@ -253,7 +255,7 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     labels that are in none of the samples, so its rule comes first.
     """
     if errors[SUM] > TOLERANCE:
-        del errors[SUM]  # what is no mean over samples either is warned of as that
+        del errors[SUM]  # so that a loss that fits no rule is reported by its distance from a mean
 
     def rank(rule: Any) -> tuple[float, int]:
         is_cross_entropy = isinstance(rule, LabelMean)
@@ -266,10 +268,10 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
 
 
 def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
-    """Find the rule of a loss as `examine` does, also if the code of others that computes it raises."""
+    """Find the rule of a loss as `examine` does. If the user's code raises, the result has its error as the reason."""
     try:
         return examine(loss_of, samples, otherwise=otherwise)
-    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
+    except Exception as failure:  # noqa: BLE001 - training goes on, with a warning
         text = f"{type(failure).__name__}: {printable(failure, longest=200)}"
         return Finding(otherwise, math.nan, reason=f"a few samples alone raised {text}")
 

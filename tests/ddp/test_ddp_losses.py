@@ -115,7 +115,7 @@ def of_page(containing: str, effective: int, *columns: torch.Tensor) -> torch.Te
 
 
 def refused(effective: int, **options: Any) -> str:
-    """Return what refuses DETR's loss."""
+    """Train with DETR's loss, and return the message of the error."""
     with prepared(effective, INPUTS, BOXES) as (ctx, model, _, loader):
         try:
             for step in ctx.steps(loader, **options):
@@ -166,7 +166,7 @@ def with_buffers() -> torch.Tensor:
 
 
 def uncounted() -> list[str]:
-    """Class weights that nobody counts are warned of, once."""
+    """Return the warnings of a loop with class weights and without a count."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with prepared(16, INPUTS, LABELS) as (ctx, model, _, loader):
@@ -177,7 +177,7 @@ def uncounted() -> list[str]:
 
 
 def foreign_loader() -> torch.Tensor:
-    """Every rank has its own batches, of which no sampler knows."""
+    """Every rank has its own batches, without a sampler."""
     with ddp.setup(make_plan(SIZES, 16)) as ctx:
         own = ((slice(0, 5), slice(8, 13)), (slice(5, 8), slice(13, 16)))[ctx.rank]
         batches = [(INPUTS[part], BOXES[part]) for part in own]
@@ -306,7 +306,7 @@ def test_a_loss_over_the_ranks_is_refused_on_every_rank(ranks, name, says):
         assert says in found
 
 
-def test_class_weights_that_nobody_counts_are_warned_of_once(ranks):
+def test_class_weights_without_a_count_are_warned_of_once(ranks):
     for found in found_by(ranks, "uncounted"):
         (said,) = found
         assert "a cross entropy with class weights" in said

@@ -283,7 +283,7 @@ WARNED_RUNS = {
     "accelerate": (by_accelerate, "Pass count= to the Accelerator"),
     "lightning": (by_lightning, "Pass count= to Shares"),
 }
-"""The weights of samples, which nobody counts, and which are in no graph."""
+"""Runs with sample weights and without a count; no graph shows these weights."""
 
 
 def refused(run: Callable[..., torch.Tensor], name: str, options: dict[str, Any]) -> str:

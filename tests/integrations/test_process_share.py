@@ -399,6 +399,11 @@ class TestExamining:
             ),
             ({"x": torch.rand(4), "y": torch.rand(3, 5)}, lambda rows: 1.0, "disagree on the batch size"),
             ({"x": torch.rand(4)}, lambda rows: float(torch.rand(())), "not the same twice"),
+            (
+                {"x": torch.rand(4), "positive": torch.tensor([1.0, 0.0, 1.0, 1.0])},
+                lambda rows: float(rows["x"].sum() / rows["positive"].sum()),
+                "a sample alone has no finite loss",
+            ),
             ({"x": torch.rand(4)}, lambda rows: math.nan, "fewer than two samples have a loss"),
             (
                 {"x": torch.rand(4)},
