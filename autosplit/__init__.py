@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autosplit.tuning.compare import compare as compare
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
-    from autosplit.workload.batch import Whole as Whole
+    from autosplit.workload.tree import Whole as Whole
     from autosplit.workload.workload import Workload as Workload
 
     __version__: str
@@ -34,7 +34,7 @@ _HOMES = {
     "BalancedDataParallel": "parallel.balanced",
     "OutOfMemoryError": "oom",
     "Plan": "plan.plan",
-    "Whole": "workload.batch",
+    "Whole": "workload.tree",
     "Workload": "workload.workload",
     "check": "probe.gradient_check",
     "compare": "tuning.compare",
