@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import from_user_code, is_installed
+from autosplit.errors import UserCodeError, from_user_code, is_installed, users_errors
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,15 @@ def test_a_loss_of_torchs_own_is_named():
     with pytest.raises(RuntimeError) as caught:
         nn.NLLLoss()(torch.zeros(3, 4), torch.zeros(3, 4))
     assert str(from_user_code(caught.value, "the workload")).endswith(" (in a NLLLoss); mend it and run again")
+
+
+@pytest.mark.parametrize("text", ["Torch not compiled with CUDA enabled", "No CUDA GPUs are available"])
+def test_a_call_of_cuda_is_shown_with_the_way_to_do_without(text):
+    def forward():
+        raise AssertionError(text)
+
+    with (
+        pytest.raises(UserCodeError, match=r"test_errors.py:\d+ in forward calls CUDA .*device=x.device"),
+        users_errors("the model"),
+    ):
+        forward()

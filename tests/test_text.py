@@ -22,7 +22,7 @@ from autosplit.ddp.find_plan import plan_for_job
 from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
 from autosplit.probe.check_result import Check
-from autosplit.text import LONGEST, listed, printable, printable_json, without_passwords
+from autosplit.text import LONGEST, listed, printable, printable_json, shortened, without_passwords
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.progress import Progress
 
@@ -215,3 +215,16 @@ class TestCommands:
 @pytest.mark.parametrize("text", ["://:" * 30_000, "?" + "pass" * 30_000, "aaaa://" * 20_000])
 def test_a_text_made_to_take_long_takes_no_time(text):
     assert len(without_passwords(text)) <= LONGEST
+
+
+@pytest.mark.parametrize("longest", [0, 1, 3, 4, 40, 300, 502, 503, 504, 4000])
+def test_a_shortened_text_is_never_longer(longest):
+    """Below 503 characters a negative slice kept nearly all of a text of 100,000."""
+    text = "".join(map(str, range(30_000)))
+    short = shortened(text, longest)
+    assert len(short) == longest
+    if longest > 4:
+        kept = short.split("...")
+        assert text.startswith(kept[0])
+        assert text.endswith(kept[1])
+    assert shortened("short", 5) == "short"

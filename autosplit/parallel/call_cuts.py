@@ -12,6 +12,7 @@ from torch import Tensor
 from autosplit.errors import WorkloadError
 from autosplit.parallel.arguments import refuse_packed
 from autosplit.parallel.gather import AmbiguousBatchWarning
+from autosplit.text import listed
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import AmbiguousBatchError, Layout, batch_size_of, is_plain_sequence, uncuttable
 from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, with_children
@@ -50,6 +51,20 @@ class CallCuts:
         except AmbiguousBatchError as error:
             warnings.warn(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning, stacklevel=4)
             return error.rows
+        except WorkloadError as error:
+            raise WorkloadError(
+                f"{self._rows_text(call)}: {error}. A batch that cannot be cut trains on one device or with DDP "
+                "(strategy='ddp')"
+            ) from error
+
+    def _rows_text(self, call: Any) -> str:
+        """Name one tensor of each size at the batch dimension."""
+        named = {
+            part.size(self.dim): f"{place} has {part.size(self.dim)} rows"
+            for place, part in reversed([*named_call(call)])
+            if isinstance(part, Tensor) and part.dim() > self.dim
+        }
+        return listed([*reversed(named.values())], 3)
 
     def _structure(self, call: Any) -> frozenset[int]:
         """Return the ids of lists of tensors that did not grow with the batch."""

@@ -14,7 +14,7 @@ Two devices ran 2 samples each. Their outputs are joined as follows.
     tensor of shape (6, 5)                       refused: it has neither 2 rows nor one value
 
 A list of 2 items holds one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
-the lengths show which: `SeenOutputs` remembers it. Otherwise a list whose tensors have 2 rows each is a container.
+the lengths show which: `SeenOutputs` remembers it. Otherwise the items decide, and doubts are warned of or refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
-from autosplit.workload.samples import is_plain_sequence, is_records
+from autosplit.workload.samples import are_similar, is_plain_sequence, is_records
 from autosplit.workload.tree import children_of, leaves_of, map_tensors, with_children
 
 
@@ -202,27 +202,52 @@ class Gathering:
 
     def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
         """Return how lists are joined if their lengths do not show whether they hold samples."""
-        kinds = {tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(output)) for output in outputs}
+        first, size = outputs[0], len(outputs[0])
         tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
-        length, is_list = len(outputs[0]), isinstance(outputs[0], list)
-        if len(kinds) > 1 or any(leaf.dim() > 0 and _rows(leaf, self.dim) != length for leaf in tensors):
-            return True  # items that can't be joined with each other
-        holds = not tensors and (is_list or any(output != outputs[0] for output in outputs))
-        if is_list and tensors and self.cuts_lists and is_records(outputs[0]):
-            raise WorkloadError(
-                f"the output{place} is a list of {length} items on each device, whose tensors have {length} rows; "
-                f"expected either one item for each of the {length} samples, or tensors with the batch first; return a "
-                "tuple for such tensors, or give the devices different numbers of samples in the first batch"
-            )
-        if tensors if is_list else not tensors and not holds:
-            warnings.warn(
-                f"the output{place} is a {type(outputs[0]).__name__} of {length} items on each device, and each device "
-                f"has {length} samples: it was joined item by item. If it holds one item for each sample, return one "
-                "tensor, or give the devices different numbers of samples in the first batch",
-                AmbiguousBatchWarning,
-                stacklevel=2,
-            )
-        return holds
+        if not tensors:
+            constant = all(output == first for output in outputs)
+            # A tuple may be a constant, such as the size of an image, or counts: `return correct, total`.
+            single = isinstance(first, tuple) and (constant or all(isinstance(item, numbers.Number) for item in first))
+            if constant or single:
+                self._warn_of_list(first, place, "values of the whole batch" if single else "samples")
+            return not single
+        if not are_similar(first) and not is_records(first):
+            return False
+        if all(leaf.dim() == 0 for leaf in tensors):
+            return self._are_scalars_of_samples(first, place)
+        rows = [_rows(leaf, self.dim) for leaf in tensors if leaf.dim() > 0]
+        if any(row != size for row in rows):  # these tensors can't be joined with each other
+            return self.cuts_lists or not any(size in leaf.shape for leaf in tensors)
+        if isinstance(first, tuple):
+            return False
+        if self.cuts_lists:
+            raise self._ambiguous(f"a list of {size} items, whose tensors have {size} rows,", place, "a tuple")
+        self._warn_of_list(first, place, "a container of tensors with the batch first")
+        return False
+
+    def _are_scalars_of_samples(self, first: Any, place: str) -> bool:
+        if isinstance(first, tuple):
+            return False
+        if not self.cuts_lists:
+            raise self._ambiguous(f"a list of {len(first)} scalars", place, "a tuple or dict of losses")
+        self._warn_of_list(first, place, "samples")
+        return True
+
+    def _ambiguous(self, what: str, place: str, container: str) -> WorkloadError:
+        return WorkloadError(
+            f"the output{place} is {what} on each device, and each device has as many samples; expected to know "
+            f"whether the items are samples; return {container} if they are not, torch.stack(items) if they are, or "
+            "give the devices different numbers of samples in the first batch"
+        )
+
+    def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
+        warnings.warn(
+            f"the output{place} is a {type(first).__name__} of {len(first)} items on each device, and each device has "
+            f"as many samples. It was taken as {taken}. If that is wrong, return a tensor or a dict, or give the "
+            "devices different numbers of samples in the first batch",
+            AmbiguousBatchWarning,
+            stacklevel=2,
+        )
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:

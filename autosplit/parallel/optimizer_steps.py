@@ -207,10 +207,9 @@ class OptimizerStep:
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
-        is_last = self._drawn == len(self)
-        self._watched = None if is_last else watched
+        self._watched = watched if (goes_on := self._drawn < len(self)) else None
         if watched is not None:
-            watched.end_backward(self._place(), may_update=is_last)
+            watched.end_backward(self._place(), may_update=not goes_on)
         self.awaited.expect(before, watched)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.

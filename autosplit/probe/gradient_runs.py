@@ -27,7 +27,7 @@ from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk, map_leaves, map_tensors
+from autosplit.workload.batch import chunk, in_reverse, map_tensors
 from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload, on_first_device
 
@@ -157,14 +157,9 @@ class QuietCopy:
 
         Its samples are in reverse, and the loss is scaled as those of micro-batches are, which its gradient is not.
         """
-        size, dim = sum(self.shares), self.workload.batch_dim
-
-        def flipped(leaf: Any) -> Any:
-            holds_samples = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.size(dim) == size
-            return leaf.flip(dim) if holds_samples else leaf
-
+        flipped = in_reverse(self.batch, sum(self.shares), self.workload.batch_dim)
         with self._alike():
-            found = self._run(self.trainee.models, map_leaves(flipped, self.batch), scale=_SCALE)
+            found = self._run(self.trainee.models, flipped, scale=_SCALE)
         return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:

@@ -312,8 +312,8 @@ def named_steps(shape: StepShape) -> Iterator[None]:
         advise(
             error,
             "mend it and run again; if only the sample batch's own size runs, its batch_dim does not count samples (a "
-            "single sample is made a batch by sample.unsqueeze(0)), or a list of numbers in it stays as long as it is "
-            "(make it a tensor, or pass make_batch=)",
+            "single sample is made a batch by sample.unsqueeze(0)), or values other than tensors and lists in it "
+            "stay as they are (make them tensors, or pass make_batch=)",
         )
         what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
         raise from_user_code(error, what) from error

@@ -85,7 +85,7 @@ class Layout:
         tensors = [leaf for leaf in leaves_of(node) if isinstance(leaf, Tensor)]
         if not tensors or is_records(node):
             return True
-        return _are_similar(node) and (self.lists_hold or not all(map(self.is_cut, tensors)))
+        return are_similar(node) and (self.lists_hold or not all(map(self.is_cut, tensors)))
 
     def lists(self, tree: Any) -> Iterator[Any]:
         """Yield the outermost lists and tuples with one item for each sample."""
@@ -124,7 +124,7 @@ def is_records(items: Any) -> bool:
     return len(kinds) == 1 and None not in kinds
 
 
-def _are_similar(items: Any) -> bool:
+def are_similar(items: Any) -> bool:
     """Return whether the items have the same types and numbers of dimensions, as samples of one data set have."""
     return len({tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(item)) for item in items}) == 1
 
@@ -237,7 +237,7 @@ def is_list_of_samples(batch: Any) -> bool:
     """Return whether a batch looks like a list of samples of a data set, which nothing has collated."""
     if type(batch) is not list or len(batch) < 2 or any(isinstance(sample, Tensor) for sample in batch):
         return False
-    return _are_similar(batch)
+    return are_similar(batch)
 
 
 def uncuttable(tree: Any, name: str, layout: Layout) -> str:

@@ -116,3 +116,13 @@ def test_simulated_and_real_devices_do_not_mix():
 def test_a_number_that_no_plan_has_is_refused(name, value, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps({**PLAN.to_dict(), name: value}))
+
+
+def test_escape_sequences_of_a_file_do_not_reach_the_terminal():
+    """The kind of a device was printed as it was, through the traceback."""
+    plan = json.loads(PLAN.to_json())
+    plan["simulated"] = True
+    plan["devices"][0]["kind"], plan["devices"][1]["kind"] = "sim", "\x1b[31mcpu\x1b[0m\u202e"
+    with pytest.raises(PlanError, match=r"\\x1b\[31mcpu") as caught:
+        Plan.from_json(json.dumps(plan))
+    assert str(caught.value).isprintable()

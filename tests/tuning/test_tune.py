@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from marks import slow
@@ -1050,10 +1051,12 @@ BAD = {
         r"mend it and run again; .*\(a single sample is made a batch by sample.unsqueeze\(0\)\)",
         lambda: quick(lambda: Workload(nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)), SIM),
     ),
-    "a list of targets": (
+    "an array of targets": (
         UserCodeError,
-        r"batch_size \(8\).*a list of numbers in it stays as long as it is \(make it a tensor, or pass make_batch=\)",
-        lambda: quick(Workload(nn.Linear(4, 3), (torch.zeros(4, 4), [0] * 4), loss_fn=listed_cross_entropy), SIM),
+        r"batch_size \(8\).*values other than tensors and lists in it stay as they are \(make them tensors",
+        lambda: quick(
+            Workload(nn.Linear(4, 3), (torch.zeros(4, 4), np.zeros(4, np.int64)), loss_fn=listed_cross_entropy), SIM
+        ),
     ),
     "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
