@@ -37,9 +37,9 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
     if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
-            f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them {shown(plan.checkpointed[0])}, "
-            f"and {shown(to)} has no setting that does; expected a plan without; train with autosplit or its "
-            "integrations, or tune without checkpointing"
+            f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them "
+            f"{printable(plan.checkpointed[0])}, and {shown(to)} has no setting that does; "
+            "expected a plan without; train with autosplit or its integrations, or tune without checkpointing"
         )
     return make(plan, path)
 
