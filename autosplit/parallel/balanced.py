@@ -244,7 +244,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
         seen = self._seen[self.module.training]
-        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, self._cuts.cuts_lists)
+        lists, lengths = self._cuts.cuts_lists, self._cuts.lengths(call)
+        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, lists, lengths)
         joined = self._joined(gathering, outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)

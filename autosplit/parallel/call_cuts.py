@@ -43,6 +43,12 @@ class CallCuts:
         Args:
             expected: The samples of a full batch. See `batch_size_of`.
         """
+        for place, leaf in named_call(call):
+            if isinstance(leaf, Tensor) and leaf.is_nested:
+                raise WorkloadError(
+                    f"{place} is a nested tensor. autosplit cuts tensors with the batch in one dimension, and lists of "
+                    "tensors: pass leaf.unbind() as a list, or a padded tensor with its lengths."
+                )
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             return None
         structure = self._structure(call)
@@ -56,6 +62,13 @@ class CallCuts:
                 f"{self._rows_text(call)}: {error}. A batch that cannot be cut trains on one device or with DDP "
                 "(strategy='ddp')"
             ) from error
+
+    def lengths(self, call: Any) -> frozenset[int]:
+        """Return the sizes of the dimension after the batch, of all tensors: the tokens of each sample."""
+        after = self.dim + 1
+        return frozenset(
+            leaf.size(after) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim() > after
+        )
 
     def _rows_text(self, call: Any) -> str:
         """Name one tensor of each size at the batch dimension."""

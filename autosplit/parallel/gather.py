@@ -11,7 +11,8 @@ Two devices ran 2 samples each. Their outputs are joined as follows.
     (logits, hidden), each of shape (2, 5)       (logits, hidden), each of shape (4, 5)
     dict, dataclass, list of other length        the same container, its items joined
     None, texts, flags outside lists             the same value, if all devices return it
-    tensor of shape (6, 5)                       refused: it has neither 2 rows nor one value
+    tensor of shape (6, 5)                       (12, 5) if each sample has 3 tokens, as a router's logits
+    another tensor                               refused: it has neither rows for its samples nor one value
 
 A list of 2 items holds one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
 the lengths show which: `SeenOutputs` remembers it. Otherwise the items decide, and doubts are warned of or refused.
@@ -36,7 +37,7 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.samples import are_similar, is_plain_sequence, is_records
-from autosplit.workload.tree import children_of, leaves_of, map_tensors, with_children
+from autosplit.workload.tree import children_of, is_cache, leaves_of, map_tensors, with_children
 
 
 class AmbiguousBatchWarning(UserWarning):
@@ -141,6 +142,7 @@ class Gathering:
         shares: Samples of each replica. Without them, rows and lengths are not compared with them.
         seen: Facts from earlier batches.
         cuts_lists: Lists in the call were cut, so lists in the outputs may hold samples, too.
+        lengths: Sizes of the inputs' dimensions after the batch, such as the tokens of each sample.
     """
 
     dim: int
@@ -149,6 +151,7 @@ class Gathering:
     shares: tuple[int, ...] = ()
     seen: SeenOutputs = dataclasses.field(default_factory=SeenOutputs)
     cuts_lists: bool = False
+    lengths: frozenset[int] = frozenset()
 
     def join(self, outputs: list[Any], place: str = "") -> Any:
         """Join outputs of one structure, one for each active device.
@@ -161,7 +164,7 @@ class Gathering:
             raise _cannot_join("types", [type(output).__name__ for output in outputs], place)
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, place)
-        if _is_cache(type(first)):
+        if is_cache(type(first)):
             return self._join_caches(outputs)
         if children_of(first) is None:
             return self._join_plain(outputs, place)
@@ -296,7 +299,8 @@ class Gathering:
             return
         each = (rows[0] or 0) // self.shares[0]
         if rows == tuple(each * share for share in self.shares):
-            if len(set(self.shares)) > 1:
+            others = [size for dim, size in enumerate(tensors[0].shape) if dim != self.dim]
+            if len(set(self.shares)) > 1 or (each in self.lengths and self.shares[0] not in others):
                 self.seen.flat.add(place)  # `each` rows for each sample, for example one for each token
             if place in self.seen.flat:
                 return
@@ -395,8 +399,3 @@ def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError
         f"the replicas' outputs{place} have different {what}: {shown}; expected the same from each; "
         "return per-sample tensors of one shape, or combine them inside the module"
     )
-
-
-def _is_cache(kind: type) -> bool:
-    """Tell whether a class is one of transformers' caches, without importing it."""
-    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)

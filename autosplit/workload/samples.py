@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, WorkloadError, advise
-from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, tensors_of
+from autosplit.workload.tree import Whole, children_of, has_tensors, is_cache, leaves_of, tensors_of
 
 
 class AmbiguousBatchError(WorkloadError):
@@ -243,6 +243,13 @@ def is_list_of_samples(batch: Any) -> bool:
 def uncuttable(tree: Any, name: str, layout: Layout) -> str:
     """Return why a batch cannot be cut, with the place of the part; empty if it can be cut."""
     for place, part, is_list in layout.parts(tree, name):
+        if isinstance(part, Tensor) and part.layout is not torch.strided and layout.is_cut(part):
+            return (
+                f"{place} is a sparse tensor of {layout.size} rows, as many as the batch has samples. Pass a dense "
+                "tensor to cut it, or autosplit.Whole(tensor) to give each device all of it."
+            )
+        if is_cache(type(part)) and part.get_seq_length():
+            return f"{place} is a {type(part).__name__} with entries, which autosplit cannot cut. Pass an empty cache."
         if is_list or isinstance(part, (Tensor, Whole, str, bytes, nn.Module, torch.Size)):
             continue
         advice = "pass tensors, lists or tuples; mark a value without samples with autosplit.Whole(value)"

@@ -139,3 +139,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any, *, keeps_marks: bo
         return function(value) if isinstance(value, Tensor) else value
 
     return map_leaves(leaf, tree)
+
+
+def is_cache(kind: type) -> bool:
+    """Return whether a class is a cache of transformers, without importing it."""
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)
