@@ -133,6 +133,15 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def run_early(node: Any) -> None:
+    """Let a backward run this node as soon as its gradient is complete. Otherwise nodes that are newer run first.
+
+    A torch without the function keeps the order, so that gradients which wait for this node take memory.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(2**62)  # torch runs the node with the largest number first
+
+
 # ----------------------------------------------------------------------------------------------------------- tensors
 
 

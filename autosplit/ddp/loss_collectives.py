@@ -84,7 +84,7 @@ class LossCollectives:
         found = self._found
         if self._hooks and found > 0 and abs(weight - 1) > 1e-9 and not _gathers(loss):
             raise InputError(
-                f"The ranks ran {found} collective{'s' * (found > 1)} between the draw of a micro-batch and the "
+                "The ranks ran a collective between the draw of a micro-batch and the "
                 "backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
                 f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the "
                 "loss is this rank's own mean, pass loss_scope='sample'."

@@ -43,7 +43,7 @@ class Reading:
 
 
 _SAMPLES = Reading("samples")
-_MOST_NODES = 64
+_MOST_NODES, _FEW_NODES = 64, 8
 _TRANSPARENT = ("View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
 _SUM, _MEAN = 2, 1
 """Values of `reduction` in torch's losses."""
@@ -80,6 +80,8 @@ _KINDS: tuple[Kind, ...] = ("weights", "labels", "unknown")
 
 def _read_reduction(node: Any, name: str, samples: int) -> Reading:
     reduction = _saved(node, "reduction")
+    if name == "Sum" and not _sums_samples(node, samples):
+        return Reading("unknown", "a sum")
     if name == "Sum" or reduction == _SUM:
         return Reading("sum", f"a sum ({name})")
     if name == "Mean":
@@ -97,6 +99,13 @@ def _read_reduction(node: Any, name: str, samples: int) -> Reading:
     if target is not None and bool((target == ignored).any()):
         return Reading("labels", f"a mean over the labels that are not {ignored}")
     return _SAMPLES
+
+
+def _sums_samples(node: Any, samples: int) -> bool:
+    """Return whether a sum adds up the samples. `losses.mean(0).sum()` does not."""
+    sizes = _saved(node, "self_sym_sizes")
+    nearest = itertools.islice(_nodes_below(node), _FEW_NODES)
+    return bool(sizes) and int(sizes[0]) == samples and all(_name(one) != "Mean" for one in nearest)
 
 
 def warn_of_reading(reading: Reading, *, where: str, stacklevel: int) -> None:
@@ -185,10 +194,14 @@ def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
 
 def _nodes(loss: Tensor) -> Iterable[Any]:
     """Yield the nodes of a graph that are nearest to the loss."""
-    nodes: list[Any] = [loss.grad_fn]
-    for node in itertools.islice(nodes, _MOST_NODES):  # the list grows while it is read: breadth first
-        yield node
-        nodes += [other for other, _ in getattr(node, "next_functions", ()) if other is not None]
+    return itertools.islice(_nodes_below(loss.grad_fn), _MOST_NODES)
+
+
+def _nodes_below(node: Any) -> Iterator[Any]:
+    nodes: list[Any] = [node]
+    for one in nodes:  # the list grows while it is read: breadth first
+        yield one
+        nodes += [other for other, _ in getattr(one, "next_functions", ()) if other is not None]
 
 
 def _name(node: Any) -> str:

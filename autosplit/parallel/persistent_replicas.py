@@ -33,7 +33,7 @@ from autosplit.devices.transfer import transfer_into
 from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
-from autosplit.torch_versions import storage_key, will_run
+from autosplit.torch_versions import run_early, storage_key, will_run
 
 
 @dataclass
@@ -318,6 +318,8 @@ class KeptReplicas:
         if not tensor.requires_grad:
             return leaf.detach()
         copied: Tensor = _Copy.apply(self._copies, device, tensor, leaf)  # type: ignore[no-untyped-call]
+        # This node is older than those of the forward: the gradients of all parameters would wait for it.
+        run_early(copied.grad_fn)
         return copied
 
     def _bring_from(self, copies: GpuCopies, device: int) -> None:

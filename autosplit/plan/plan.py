@@ -377,6 +377,7 @@ class Plan(PlanRecord):
             CutWarning: The first time that a micro-batch is cut: why, and what to change.
             EffectiveBatchWarning: The loader's batches add up to steps of another size than the plan's effective batch.
         """
+        from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
         from autosplit.parallel.noise_scale import noise_scale_for
         from autosplit.parallel.oom_cuts import cuts_for
@@ -392,8 +393,10 @@ class Plan(PlanRecord):
             cuts=cuts,
             noise_scale=noise_scale_for(loader, noise_scale),
         )
-        # A count is in other units, and the sizes of a plan's own sampler fit.
-        return made if count is not None else compared(made, self.effective_batch_size, stacklevel=1)
+        # A count is in other units, and `steps` has compared the sizes of a plan's own sampler.
+        if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
+            return made
+        return compared(made, self.effective_batch_size, stacklevel=1)
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:

@@ -219,7 +219,8 @@ def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[i
     for length in by_lists:
         if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
             return length
-    if by_rows in by_lists:
+    # A list of one tensor is a container: nobody splits a batch of one sample.
+    if by_rows in by_lists or by_lists == [1]:
         return by_rows
     raise AmbiguousBatchError(
         f"the batch has a list of {by_lists[0]} tensors, each with {by_rows} rows: {shapes_text(tree)}; expected "

@@ -293,7 +293,7 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("undeclared", "The ranks ran 1 collective between the draw of a micro-batch and the backward of its loss"),
+        ("undeclared", "The ranks ran a collective between the draw of a micro-batch and the backward of its loss"),
         ("not counted", "loss_scope is 'ranks' in a step of 2 micro-batches"),
         ("no samples", "some rank has no samples in a micro-batch"),
         ("noise scale", "loss_scope is 'ranks' and noise_scale=True"),

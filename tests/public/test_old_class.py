@@ -181,9 +181,9 @@ class TestFourteenDefects:
     def test_12_a_flag_beside_a_short_batch_called_replicas_without_their_input(self, batch):
         """Every GPU got the flag, only some got samples: the others were called with the flag alone."""
         module = Echo()
-        old_call(1, module, 4)(torch.zeros(batch, 2), training=True, names=["a", "b"])
+        old_call(1, module, 4)(torch.zeros(batch, 2), training=True, names=["a", "b", "c"])
         assert sum(len(args[0]) for args, _ in module.calls) == batch
-        assert all(kwargs == {"training": True, "names": ["a", "b"]} for _, kwargs in module.calls)
+        assert all(kwargs == {"training": True, "names": ["a", "b", "c"]} for _, kwargs in module.calls)
 
     @pytest.mark.parametrize("batch", [1, 8])
     def test_13_each_forward_printed_eight_lines(self, batch, capsys):

@@ -13,28 +13,35 @@ import autosplit
 from autosplit import Workload
 from autosplit.errors import WorkloadError
 
-LOOPS = [pytest.param(name, marks=slow) for name in ("detector", "detr")]
-"""Models that run a loop over the samples: a trace of some hundred samples has as many operators."""
-
 FEW = {"max_batch_size": 8, "n_trials": 2, "profile": "off"}
 
 
-@pytest.mark.parametrize("devices", ["sim:1xA100-40GB", pytest.param("cpu:256MiB", marks=slow)])
-@pytest.mark.parametrize("name", ["graphs", "vision-language", *LOOPS])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("graphs", "sim:1xA100-40GB"),
+        ("vision-language", "sim:1xA100-40GB"),
+        # These loop over the samples, and so does each trace, of some hundred samples.
+        slow("detector", "sim:1xA100-40GB"),
+        slow("detr", "cpu:256MiB"),
+        slow("graphs", "cpu:256MiB"),
+        slow("vision-language", "cpu:256MiB"),
+    ],
+)
 def test_one_device(name, devices):
     plan = autosplit.tune(RAGGED[name].workload(), devices=devices, **FEW)
     assert 1 <= plan.batch_size <= 8
     assert plan.sample_batch_size == 4
 
 
-@pytest.mark.parametrize("name", ["graphs", pytest.param("vision-language", marks=slow), *LOOPS])
+@pytest.mark.parametrize("name", ["graphs", slow("vision-language"), slow("detr")])
 def test_ddp(name):
     plan = autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", strategy="ddp", **FEW)
     assert [rank.batch_size for rank in plan.ddp.ranks] == [*plan.split]
     assert min(plan.split) >= 1
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [slow("detector"), slow("detr")])
 def test_two_devices(name):
     plan = autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", **FEW)
     assert 1 <= plan.batch_size <= 16
@@ -69,7 +76,7 @@ def sequences(n: int):
     return {"packed": pack_sequence([torch.randn(5 - index % 3, 3) for index in range(n)], enforce_sorted=False)}
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["sim:1xA100-40GB", "cpu:256MiB"])
 def test_packed_sequences(devices):
     workload = Workload(Packed(), sequences(4), make_batch=sequences)
