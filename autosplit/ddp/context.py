@@ -66,8 +66,9 @@ class Context(CheckpointMethods):
         self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
-        self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()
+        # In the order of creation, as on all ranks: the ranks average the gradients of one model after another.
+        self._wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._meets_always = False
         self._loop: object = None
         self._has_watched = False
@@ -114,7 +115,7 @@ class Context(CheckpointMethods):
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = DistributedDataParallel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
-        self._wrapped.add(wrapped)
+        self._wrapped[wrapped] = None
         self._meets_always |= has_synchronised(model)
         return wrapped
 
@@ -158,7 +159,7 @@ class Context(CheckpointMethods):
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
-        self._sharded.add(model)
+        self._sharded[model] = None
         self._meets_always = True  # parameters come together in every forward and every backward
         return model
 
