@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from autosplit.ddp.device import exchange_device
+from autosplit.ddp.device import exchange_device, keep_for_gloo
 from autosplit.errors import InputError, shown
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
@@ -43,6 +43,7 @@ def require_equal_settings(settings: Mapping[str, Any], device: torch.device) ->
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(exchange_device(device))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
+    keep_for_gloo([own, *found])
     if len({bytes(each.tolist()) for each in found}) == 1:
         return
     everyones: list[dict[str, Any]] = [{}] * dist.get_world_size()

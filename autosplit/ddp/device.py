@@ -6,6 +6,7 @@ context: a rank has one on its own card alone.
 
 from __future__ import annotations
 
+import collections
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -114,3 +115,15 @@ def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
 def exchange_device(device: torch.device) -> torch.device:
     """Return where a rank's tensors have to be for the ranks to exchange them: gloo takes them from the host."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
+_exchanged: collections.deque[Sequence[torch.Tensor]] = collections.deque(maxlen=8)
+
+
+def keep_for_gloo(tensors: Sequence[torch.Tensor]) -> None:
+    """Keep the tensors of a collective until some later ones have run.
+
+    A thread of gloo drops its own references after the collective. If it drops the last one, it needs Python's lock.
+    The main thread holds that lock in destroy_process_group and waits for the thread: a deadlock (torch 2.6).
+    """
+    _exchanged.append(tensors)

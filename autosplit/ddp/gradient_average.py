@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
-from autosplit.ddp.device import exchange_device
+from autosplit.ddp.device import exchange_device, keep_for_gloo
 from autosplit.errors import InputError
 from autosplit.torch_versions import buckets, private
 
@@ -55,6 +55,7 @@ def average_gradients(wrapped: DistributedDataParallel) -> None:
     device = parameters[0].device
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
     dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)
+    keep_for_gloo([used])
     grads = [_gradient_of(p) for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
     for bucket in buckets(grads, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(dist.get_world_size(wrapped.process_group))

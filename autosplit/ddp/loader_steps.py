@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from autosplit.ddp.device import exchange_device
+from autosplit.ddp.device import exchange_device, keep_for_gloo
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
 from autosplit.parallel.noise_scale import Sums
@@ -38,6 +38,7 @@ def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
     own = bits.to(exchange_device(device))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
+    keep_for_gloo([own, *found])
     return torch.stack(found).cpu().view(torch.float64)
 
 
