@@ -414,7 +414,8 @@ class Context(CheckpointMethods):
         """
         require_equal_settings(settings(), self.device)
         self._loop = loop = object()
-        watched = LossCollectives(self._wrapped if watches else ())
+        # FSDP2 gathers parameters in the forward: its collectives are not those of the loss.
+        watched = LossCollectives(self._wrapped if watches and not self._sharded else ())
         try:
             for step in made:
                 self._synchronise(True)

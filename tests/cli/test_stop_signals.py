@@ -80,13 +80,20 @@ def test_another_thread_changes_no_handler(number: signal.Signals) -> None:
 
 
 WORK = """
-import time, torch, autosplit
+import logging, time, torch, autosplit
 class Net(torch.nn.Linear):
+    waits = False
     def forward(self, x):
-        time.sleep(0.1)
+        while Net.waits:  # until the signal
+            time.sleep(0.05)
         return super().forward(x)
+class Waits(logging.Handler):
+    def emit(self, record):
+        Net.waits = Net.waits or record.getMessage().startswith("trial 0")
+logging.getLogger("autosplit.solve.optuna_search").addHandler(Waits())
 workload = autosplit.Workload(Net(3, 1), torch.randn(4, 3))
 """
+"""After the first trial, the second one waits for the signal."""
 FLAGS = ["--devices", "cpu:8MiB,cpu:4MiB", "--effective-batch-size", "64", "--no-isolate", "--verbose"]
 
 
