@@ -176,17 +176,22 @@ class _Search:
                 asked.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
                 study.tell(asked, state=_state("PRUNED"))
                 return
-        if configuration not in self.done:
+        is_new = configuration not in self.done
+        if is_new:
             try:
-                trial = self.done[configuration] = self.evaluate(len(self.done), configuration)
+                self.done[configuration] = self.evaluate(len(self.done), configuration)
             except BaseException:
                 with contextlib.suppress(Exception):
                     study.tell(asked, state=_state("FAIL"))
                 raise
-            _log_trial(trial, why)
-            self.on_trial(trial)
-        with _talking_to_optuna():
-            _tell(study, asked, self.done[configuration])
+        trial = self.done[configuration]
+        try:
+            with _talking_to_optuna():
+                _tell(study, asked, trial)
+        finally:  # after the study has the trial, because the caller may raise KeyboardInterrupt
+            if is_new:
+                _log_trial(trial, why)
+                self.on_trial(trial)
 
     def _prepare(self, study: Any) -> str:
         """Enqueue the proposal, or set the sampler. Return the reason for a trial that the sampler draws."""
