@@ -226,7 +226,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         call = (inputs, kwargs)
         sizes, batch_size = self._sizes_of(call)
         active, chunks = self._cuts.cut(call, sizes, batch_size)
-        leaves = named_call(call) if len(active) > 1 else ()  # nothing is cut for one device
+        leaves = [*named_call(call)] if len(active) > 1 else []  # nothing is cut for one device
         if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
             warnings.warn(f"the batch is cut to single rows; {doubt}", AmbiguousBatchWarning, stacklevel=2)
         shares = [sizes[index] for index in active]
