@@ -300,25 +300,13 @@ class Context(CheckpointMethods):
             count=count,
             note=self.plan.note,
         )
-        if cuts is not None:
-            self._refuse(
-                refuse_meeting,
-                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
-                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
-                "on_oom out",
-            )
-        if noise_scale:
-            self._refuse(
-                refuse_hook,
-                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
-                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
-            )
+        self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale)
         estimate: Any = {
             "noise_scale": noise_scale_for(loader, noise_scale),
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
         }
         options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": bool(noise_scale)}
-        settings = partial(settings_of, loader, **options)
+        settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
         if spans_ranks:
@@ -353,6 +341,22 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         made = steps(loader, **sizes, count=count, **given)
         return self._synchronised(made, settings, watches=loss_scope is None)
+
+    def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
+        """Refuse models that do not support the options of a loop."""
+        if cuts:
+            self._refuse(
+                refuse_meeting,
+                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
+                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
+                "on_oom out",
+            )
+        if noise_scale:
+            self._refuse(
+                refuse_hook,
+                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
+                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
+            )
 
     def all_gather(self, tensor: torch.Tensor) -> Gathered:
         """Gather the rows of a tensor from all ranks, with gradients, for a loss that compares samples across ranks.
