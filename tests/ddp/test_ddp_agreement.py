@@ -57,6 +57,11 @@ def counting(ctx: ddp.Context) -> Any:
     return ctx.steps(loader, count=len if ctx.rank else None)
 
 
+def scoped(ctx: ddp.Context) -> Any:
+    loader = DataLoader(range(NUM_SAMPLES), batch_sampler=ctx.batch_sampler(NUM_SAMPLES))
+    return ctx.steps(loader, count=len, loss_scope="ranks" if ctx.rank else "sample")
+
+
 DISAGREEMENTS: dict[str, tuple[Callable[[ddp.Context], Any], str]] = {
     "seed": (lambda ctx: of_sampler(ctx, shuffle=True, seed=7 + ctx.rank), "seed is 7 on rank 0, 8 on rank 1;"),
     "shuffle": (lambda ctx: of_sampler(ctx, shuffle=not ctx.rank), "shuffle is True on rank 0, False on rank 1;"),
@@ -66,6 +71,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[ddp.Context], Any], str]] = {
     "position": (resumed, "samples_consumed is 0 on rank 0, 16 on rank 1;"),
     "kind of loader": (of_own_loader, "a loader without ctx.batch_sampler' on rank 1;"),
     "count": (counting, "count= is False on rank 0, True on rank 1;"),
+    "loss_scope": (scoped, "loss_scope= is 'sample' on rank 0, 'ranks' on rank 1;"),
 }
 
 
