@@ -179,7 +179,7 @@ def test_the_python_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> N
         pytest.importorskip("matplotlib")
     (tmp_path / "page.py").write_text(python_of(page), encoding="utf-8")
     shares_plan((6, 2), 24).save(tmp_path / "plan.json")
-    of_ranks = page.stem == "ddp"
+    of_ranks = page.stem in {"ddp", "same-training"}
     start = "python -m autosplit launch --plan plan.json page.py" if of_ranks else "python page.py"
     done = run(start, tmp_path / "cache", tmp_path)
     assert done.returncode == 0, done.stderr
