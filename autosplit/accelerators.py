@@ -96,7 +96,8 @@ def checked_module(module: Any) -> nn.Module:
     if isinstance(module, type) or not hasattr(module, "named_parameters"):
         raise InputError(
             f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for, of several each by "
-            "itself"
+            "itself",
+            code="model-type",
         )
     found: nn.Module = module
     return found
@@ -123,7 +124,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
         raise InputError(
             f"moving the {type(module).__name__} to {device} gave it new parameters, and the old {held!r} is still in "
             "use; expected an optimizer of the new ones, it would train what nothing uses; wrap the model first, then "
-            "make the optimizer"
+            "make the optimizer",
+            code="model-moved-after-optimizer",
         )
     return module
 

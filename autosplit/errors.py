@@ -14,11 +14,22 @@ from typing import Any
 class AutosplitError(Exception):
     """The base of every error that autosplit raises on purpose.
 
+    Args:
+        message: The value, what was expected, and the next step.
+        code: A name for the kind of error. Default: the class's own.
+
     Attributes:
+        code: A stable name for the kind of error, such as ``"batch-empty"``. docs/errors.md lists all codes.
         exit_code: What the command line exits with (2 bad input, 3 does not fit, 5 the user's own code raised).
     """
 
+    code = "error"
     exit_code = 2
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
 
 
 class InputError(AutosplitError, ValueError):
@@ -52,6 +63,7 @@ class UserCodeError(AutosplitError):
         frames: The user's own frames, innermost last, as ``"file:line in function: source"``.
     """
 
+    code = "user-code"
     exit_code = 5
 
     def __init__(self, message: str, frames: tuple[str, ...] = ()) -> None:
@@ -67,6 +79,8 @@ class RankFailedError(AutosplitError):
         cause: What of, on one line: an exception's type and message, or how it ended.
         frames: The user's own frames on that rank, where it was the user's code and they are known.
     """
+
+    code = "rank-failed"
 
     def __init__(
         self,

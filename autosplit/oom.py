@@ -26,19 +26,21 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
         capacity_bytes: What the device may hold; 0 where unknown.
     """
 
+    code = "out-of-memory"
     exit_code = 3
 
     def __init__(
         self,
         message: str,
         *,
+        code: str | None = None,
         device: str | None = None,
         device_index: int | None = None,
         requested_bytes: int = 0,
         live_bytes: int = 0,
         capacity_bytes: int = 0,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.device = device
         self.device_index = device_index
         self.requested_bytes = requested_bytes
@@ -48,6 +50,8 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
 
 class DoesNotFitError(OutOfMemoryError):
     """The workload does not fit at the smallest batch that it can run; the message has the bytes."""
+
+    code = "does-not-fit"
 
 
 def _any_of(*patterns: str) -> re.Pattern[str]:

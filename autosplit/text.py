@@ -131,7 +131,8 @@ def parse_bytes(text: str) -> int:
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
     if match is None or unit_bytes is None:
         raise InputError(
-            f"size {shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB"
+            f"size {shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB",
+            code="size-text",
         )
     return int(Fraction(match[1]) * unit_bytes)
 

@@ -14,7 +14,10 @@ from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder,
 def plan_file(which: str) -> Path:
     """Return the file of a plan that somebody named; see `named_or_newest`. A file goes before a key."""
     if which.endswith(".py") or ".py:" in which:
-        raise InputError(f"{which} is a Python file; expected a plan; make one with autosplit tune {which}")
+        raise InputError(
+            f"{which} is a Python file; expected a plan; make one with autosplit tune {which}",
+            code="plan-is-python-file",
+        )
     return Path(which) if _is_file(which) else profile_path(which)
 
 
@@ -37,7 +40,8 @@ def profile_path(key: str) -> Path:
     found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5]) or "none"
     raise InputError(
         f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
-        f"{'these begin so' if matches else 'the newest keys are'}: {found}"
+        f"{'these begin so' if matches else 'the newest keys are'}: {found}",
+        code="plan-not-found",
     )
 
 
@@ -48,7 +52,10 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
         return path, Plan.load(path) if _is_file(which) else read_profile(path)
     found = _newest_profile()
     if found is None:
-        raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")
+        raise InputError(
+            "no plan is remembered; expected one; make one with autosplit tune FILE, or name its file",
+            code="no-profile",
+        )
     count = len(profile_paths())
     note(f"plan: {_told(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)
     return found

@@ -144,7 +144,7 @@ def _whole(flag: str, text: str) -> int:
     """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
     # Bounded: int() refuses thousands of digits with an error of its own.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
-        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
+        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64", code="flag-whole-number")
     return int(text)
 
 
@@ -154,7 +154,9 @@ def _whole_or_range(flag: str, text: str) -> int | str:
         return _whole(flag, text)
     ends = text.split(":")
     if len(ends) != 2:
-        raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
+        raise InputError(
+            f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024", code="flag-range"
+        )
     return ":".join(str(_whole(flag, end)) for end in ends)
 
 
@@ -162,7 +164,9 @@ def _seconds(flag: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
+        raise InputError(
+            f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60", code="flag-seconds"
+        ) from None
 
 
 def _split(flag: str, text: str) -> tuple[int, ...]:
@@ -170,7 +174,8 @@ def _split(flag: str, text: str) -> tuple[int, ...]:
         return tuple(_whole(flag, share) for share in text.split(","))
     except InputError:
         raise InputError(
-            f"{flag} {shown(text)}: expected a whole number for each device; write it as {flag} 4,8"
+            f"{flag} {shown(text)}: expected a whole number for each device; write it as {flag} 4,8",
+            code="flag-split",
         ) from None
 
 
@@ -206,5 +211,6 @@ def price_given(text: str) -> tuple[str, float]:
             return machine, float(money)
     raise InputError(
         f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it as "
-        "--price 2xL4=1.2"
+        "--price 2xL4=1.2",
+        code="price-format",
     )

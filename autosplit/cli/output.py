@@ -38,9 +38,15 @@ class Manner:
     def __post_init__(self) -> None:
         given = [flag for flag in self.flags() if flag not in ("--quiet", "--verbose")]
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} are given together; expected one of them at most; choose one")
+            raise InputError(
+                f"{' and '.join(given)} are given together; expected one of them at most; choose one",
+                code="output-flags-together",
+            )
         if self.quiet and self.verbose:
-            raise InputError("--quiet and --verbose are both given; expected one of them at most; leave one out")
+            raise InputError(
+                "--quiet and --verbose are both given; expected one of them at most; leave one out",
+                code="quiet-and-verbose",
+            )
 
     def flags(self) -> list[str]:
         """Return it as it was given on the command line."""

@@ -51,10 +51,13 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     stands = what_stands_at(target)
     if stands is not None:
         raise InputError(
-            f"{target} is {stands}; expected a new file, or a report to replace; choose another by -o PATH"
+            f"{target} is {stands}; expected a new file, or a report to replace; choose another by -o PATH",
+            code="report-not-a-file",
         )
     if not target.parent.is_dir():
-        raise InputError(f"{target}: expected a folder that exists; make {target.parent}, or choose another")
+        raise InputError(
+            f"{target}: expected a folder that exists; make {target.parent}, or choose another", code="report-folder"
+        )
     if force or not target.exists():
         return
     with suppress(OSError), target.open("rb") as file:
@@ -62,7 +65,8 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
             return
     raise InputError(
         f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose another "
-        "by -o PATH, or replace it with --force"
+        "by -o PATH, or replace it with --force",
+        code="report-exists",
     )
 
 

@@ -33,11 +33,15 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     if output is None or not Path(output).exists():
         return
     if Path(output).is_dir():
-        raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
+        raise InputError(
+            f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}",
+            code="output-is-folder",
+        )
     if not Path(output).is_file():
         raise InputError(
             f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
-            "have the plan on stdout (--json)"
+            "have the plan on stdout (--json)",
+            code="output-not-replaceable",
         )
     from autosplit.plan.plan import Plan
 
@@ -46,7 +50,8 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     except PlanError:
         raise InputError(
             f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; choose another "
-            "name"
+            "name",
+            code="output-is-no-plan",
         ) from None
 
 
@@ -62,11 +67,15 @@ def lengths_in(path: str) -> list[int]:
         words = read_bounded(path, _MOST_BYTES_OF_LENGTHS).decode("utf-8-sig").split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--lengths {path} can't be read ({reason}); expected a text file; check the path") from error
+        raise InputError(
+            f"--lengths {path} can't be read ({reason}); expected a text file; check the path",
+            code="lengths-file-unreadable",
+        ) from error
     wrong = next((word for word in words if not word.isdecimal()), None)
     if wrong is not None:
         raise InputError(
-            f"--lengths {path} has {shown(wrong)} in it; expected whole numbers; write the length of one sample a line"
+            f"--lengths {path} has {shown(wrong)} in it; expected whole numbers; write the length of one sample a line",
+            code="lengths-file-values",
         )
     return checked_lengths([*map(int, words)], f"the lengths in {path}")
 
@@ -87,7 +96,8 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     if keywords.get("strategy", "auto") == "balanced":
         raise InputError(
             "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
-            "leave torchrun out"
+            "leave torchrun out",
+            code="balanced-in-several-processes",
         )
     return True, {**keywords, "strategy": "ddp"}
 

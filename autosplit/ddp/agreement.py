@@ -53,7 +53,8 @@ def require_equal_settings(settings: Mapping[str, Any], device: torch.device) ->
     held = "; ".join(f"{name} is {_by_rank([one.get(name) for one in everyones])}" for name in names)
     advice = next((_ADVICE[name] for name in names if name in _ADVICE), "call ctx.steps the same way on every rank")
     raise InputError(
-        f"the ranks disagree on the samples of an epoch: {held}; expected the same on every rank; {advice}"
+        f"the ranks disagree on the samples of an epoch: {held}; expected the same on every rank; {advice}",
+        code="ranks-disagree",
     )
 
 

@@ -42,7 +42,10 @@ def doubt_batchnorms(
         "rank 0 alone, which has"
     )
     if not batch_sizes[0] and any(part.training for _, part in kept):
-        raise InputError(f"{said} no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a share")
+        raise InputError(
+            f"{said} no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a share",
+            code="batchnorm-rank-without-samples",
+        )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
         said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the device first that "
         warnings.warn(f"{said}takes the most", BatchNormWarning, stacklevel=3)

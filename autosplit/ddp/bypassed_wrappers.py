@@ -56,5 +56,6 @@ def _refuse(model: DistributedDataParallel) -> None:
     raise InputError(
         f"The ranks did not synchronise the gradients of {name}: the loss of the last micro-batch does not come from "
         "the wrapper's forward, so the ranks' weights would drift apart. Call the wrapper that ctx.wrap returned, not "
-        f"wrapper.module or its methods. To train with a method of {name}, call it from {name}.forward."
+        f"wrapper.module or its methods. To train with a method of {name}, call it from {name}.forward.",
+        code="wrapper-bypassed",
     )

@@ -58,11 +58,11 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
             write_file(Path(path), state)
         except Exception as error:
             if not shared:
-                raise CheckpointError(_not_written(path, reason_of(error))) from error
+                raise CheckpointError(_not_written(path, reason_of(error)), code="checkpoint-not-written") from error
             reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
     told = _told_by_rank_0(reason) if shared else None
     if told is not None:
-        raise CheckpointError(_not_written(path, told))
+        raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
 
 
 def _meet(rank: int, what: str) -> None:
@@ -85,7 +85,10 @@ def _kept_of(name: str, part: Any) -> Any:
     try:
         return state_of(part)
     except Exception as error:
-        raise CheckpointError(f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out") from error
+        raise CheckpointError(
+            f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out",
+            code="checkpoint-part-without-state",
+        ) from error
 
 
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
@@ -150,7 +153,8 @@ def _compare_contents(
     raise CheckpointError(
         f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank 0's"
         f"{'; ' + ', '.join(steps) if steps else ''}; expected one checkpoint on all ranks; save to a disk that all "
-        "machines share, or copy rank 0's file to each machine; nothing was changed on any rank"
+        "machines share, or copy rank 0's file to each machine; nothing was changed on any rank",
+        code="checkpoint-differs-between-ranks",
     )
 
 
@@ -211,7 +215,8 @@ def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int)
     first = rank if rank in failed else min(failed)
     place = f" by rank {first}" if len(reasons) > 1 else ""
     raise CheckpointError(
-        f"checkpoint {str(path)!r} was not loaded{place}: {failed[first]}; nothing was changed on any rank"
+        f"checkpoint {str(path)!r} was not loaded{place}: {failed[first]}; nothing was changed on any rank",
+        code="checkpoint-failed-on-rank",
     )
 
 
@@ -239,7 +244,8 @@ def _refuse_shards(state: Mapping[str, Any]) -> None:
         if is_shard(tensor):
             raise CheckpointError(
                 f"{place[0]!r} keeps a part of a tensor that the ranks share; expected that of models and optimizers "
-                "only; write it with save_sharded"
+                "only; write it with save_sharded",
+                code="checkpoint-part-is-sharded",
             )
 
 
@@ -247,7 +253,8 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
     if value.is_meta:
         raise CheckpointError(
             f"it holds a tensor {tuple(value.shape)} on the meta device, which has no values; expected none; save the "
-            "model once it is on a device"
+            "model once it is on a device",
+            code="checkpoint-meta-tensor",
         )
     return value if own is None else part_of(value, own)
 
@@ -280,7 +287,8 @@ def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
     if told is not None:
         raise CheckpointError(
             f"checkpoint {str(path)!r} was not written: {told}; expected a folder of its own that all ranks write to; "
-            "nothing was replaced"
+            "nothing was replaced",
+            code="checkpoint-sharded-not-written",
         )
 
 
@@ -296,7 +304,8 @@ def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
         raise CheckpointError(
             f"checkpoint {str(path)!r} was not loaded: the folder of rank {', '.join(others)} holds another checkpoint "
             "than rank 0's; expected one checkpoint on all ranks; save to a disk that all machines share; nothing was "
-            "changed on any rank"
+            "changed on any rank",
+            code="checkpoint-folder-differs",
         )
     _raise_together(path, _damaged_share(folder, rank), rank)
     _raise_together(path, _failure_to_read(folder, values), rank)
@@ -356,7 +365,10 @@ def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
     def take(place: tuple[Any, ...], tensor: Tensor) -> Tensor:
         name = _name_of(place)
         if name in apart:
-            raise CheckpointError(f"two tensors are called {name!r}; expected one; rename a key that leads to it")
+            raise CheckpointError(
+                f"two tensors are called {name!r}; expected one; rename a key that leads to it",
+                code="checkpoint-name-twice",
+            )
         apart[name] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -372,7 +384,7 @@ def _refuse_other_files(folder: Path) -> None:
     held = [each.name for each in folder.iterdir()] if folder.exists() else []
     others = [name for name in held if name != ".metadata" and not name.endswith(".distcp")]
     if others:
-        raise CheckpointError(f"it holds {others[0]!r}, which would be lost")
+        raise CheckpointError(f"it holds {others[0]!r}, which would be lost", code="checkpoint-other-files")
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:

@@ -58,10 +58,10 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         except Exception as error:
             failure = error if isinstance(error, OSError) else file.failure
             if failure is not None and failure.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CheckpointError(_full_disk(target.parent, state, failure)) from error
+                raise CheckpointError(_full_disk(target.parent, state, failure), code="checkpoint-disk-full") from error
             if failure is not None:
                 raise failure from None
-            raise CheckpointError(_unkept(state, error)) from error
+            raise CheckpointError(_unkept(state, error), code="checkpoint-value-not-kept") from error
 
 
 class _PartFile(io.BufferedWriter):
@@ -176,13 +176,18 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     """
     if not path.is_file():
         folder = "; load_sharded reads folders" if path.is_dir() else ""
-        raise CheckpointError(f"{str(path)!r} is no file; expected a file of save_checkpoint or torch.save{folder}")
+        raise CheckpointError(
+            f"{str(path)!r} is no file; expected a file of save_checkpoint or torch.save{folder}",
+            code="checkpoint-missing",
+        )
     damaged = damage_of(path)
     state = _loaded(path, damaged)
     if damaged is not None:
-        raise CheckpointError(_says_damaged(path, damaged, state))
+        raise CheckpointError(_says_damaged(path, damaged, state), code="checkpoint-damaged")
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds a {type(state).__name__}; expected a dict by name")
+        raise CheckpointError(
+            f"it holds a {type(state).__name__}; expected a dict by name", code="checkpoint-not-a-dict"
+        )
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
     return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
 
@@ -192,15 +197,17 @@ def _loaded(path: Path, damaged: str | None) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
         if damaged is not None and zipfile.is_zipfile(path):
-            raise CheckpointError(_says_damaged(path, damaged, None)) from error
+            raise CheckpointError(_says_damaged(path, damaged, None), code="checkpoint-damaged") from error
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, "
-                "tensors, and lists and dicts of them; save other objects in another file"
+                "tensors, and lists and dicts of them; save other objects in another file",
+                code="checkpoint-unsafe-values",
             ) from error
         raise CheckpointError(
             f"it is cut short or no checkpoint at all ({_first_line(error)}); expected what save_checkpoint or "
-            "torch.save wrote; take an earlier one"
+            "torch.save wrote; take an earlier one",
+            code="checkpoint-cut-short",
         ) from error
 
 

@@ -56,7 +56,8 @@ def is_loadable(name: str, part: Any) -> bool:
     if hasattr(part, "state_dict"):
         raise CheckpointError(
             f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(); expected both; "
-            f"leave {name}= out, and load its state from the returned dict; nothing was changed on any rank"
+            f"leave {name}= out, and load its state from the returned dict; nothing was changed on any rank",
+            code="checkpoint-part-not-loadable",
         )
     return False
 
@@ -71,7 +72,8 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     if name not in found:
         raise CheckpointError(
             f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "
-            "load the file that has it"
+            "load the file that has it",
+            code="checkpoint-part-missing",
         )
     state = found[name]
     if isinstance(part, nn.Module):
@@ -103,7 +105,8 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
         if keys:
             raise CheckpointError(
                 f"{name!r} is of another model: it {says} {listed(keys, _SHOWN)}; expected the very names "
-                "and shapes; build the model as it was when it was saved"
+                "and shapes; build the model as it was when it was saved",
+                code="checkpoint-other-model",
             )
 
 
@@ -114,7 +117,8 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
     if groups is None or own != theirs:
         raise CheckpointError(
             f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
-            "optimizer of the same parameters as when it was saved"
+            "optimizer of the same parameters as when it was saved",
+            code="checkpoint-optimizer-groups",
         )
     lacks = missing_in_groups(optimizer, groups)
     for number, group in enumerate(groups):
@@ -126,7 +130,8 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
         if found:
             raise CheckpointError(
                 f"{name!r} is of another optimizer: its group {number} {found}; expected the state of a "
-                f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out"
+                f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out",
+                code="checkpoint-optimizer-class",
             )
 
 
@@ -155,7 +160,8 @@ def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping
                 raise CheckpointError(
                     f"{name!r} is of another optimizer: {what} of parameter {key} has the shape {tuple(value.shape)} "
                     f"for {tuple(parameter.shape)}; expected what this {type(optimizer).__name__} keeps of its "
-                    "parameters; make the optimizer of the same parameters as when it was saved"
+                    "parameters; make the optimizer of the same parameters as when it was saved",
+                    code="checkpoint-optimizer-state",
                 )
 
 
@@ -164,7 +170,8 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
     if lacks:
         raise CheckpointError(
             f"{name!r} is of no enabled GradScaler: it lacks {', '.join(lacks)}; expected these; leave {name}= out, or "
-            "load the file that has them"
+            "load the file that has them",
+            code="checkpoint-scaler",
         )
 
 
@@ -177,7 +184,8 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
         found = f"it lacks {', '.join(lacks)}" if lacks else f"it has {theirs} base_lrs for {rates}"
         raise CheckpointError(
             f"{name!r} is of another scheduler: {found}; expected the state of a {type(scheduler).__name__}; make a "
-            f"scheduler of the class that was saved, or leave {name}= out"
+            f"scheduler of the class that was saved, or leave {name}= out",
+            code="checkpoint-scheduler",
         )
 
 

@@ -105,7 +105,8 @@ class Context(CheckpointMethods):
             if not is_accelerator(self.device.type):
                 raise InputError(
                     f"sync_batchnorm is True on {self.device}; expected a GPU, SyncBatchNorm runs nowhere else; leave "
-                    "it out"
+                    "it out",
+                    code="sync-batchnorm-needs-gpu",
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         checkpoint_layers(model, self.plan.checkpointed)
@@ -316,7 +317,8 @@ class Context(CheckpointMethods):
             if self.world_size > 1 and draws_everything(loader):
                 raise InputError(
                     f"the loader draws the whole data set on each of {self.world_size} ranks; expected rank "
-                    f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))"
+                    f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))",
+                    code="loader-not-cut-by-rank",
                 )
             made = foreign_steps(
                 loader,
@@ -334,7 +336,8 @@ class Context(CheckpointMethods):
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
                 f"{self.rank}'s own, so that all ranks take equally many micro-batches; make the loader with "
-                "batch_sampler=ctx.batch_sampler(len(dataset))"
+                "batch_sampler=ctx.batch_sampler(len(dataset))",
+                code="batch-sampler-of-other-rank",
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         over_ranks = partial(totals_over_ranks, device=self.device)
@@ -386,7 +389,8 @@ class Context(CheckpointMethods):
         if step is not None and step.cuts is not None and step.is_open:
             raise InputError(
                 "all_gather was called under on_oom='cut', and each rank runs as many forwards as it needs. Expected "
-                "equally many on all ranks. Leave on_oom out."
+                "equally many on all ranks. Leave on_oom out.",
+                code="gather-with-oom-cuts",
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:
@@ -458,7 +462,7 @@ class Context(CheckpointMethods):
 
     def _refuse(self, refuse: Callable[[DistributedDataParallel], None], says: str) -> None:
         if self._sharded:
-            raise InputError(says)
+            raise InputError(says, code="sharded-model-option")
         for wrapped in self._wrapped:
             refuse(wrapped)
 

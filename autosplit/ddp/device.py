@@ -37,7 +37,10 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     except RuntimeError:  # of another torch, or nonsense
         known = False
     if not known:
-        raise PlanError(f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again")
+        raise PlanError(
+            f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again",
+            code="rank-device-unknown",
+        )
     gpus = visible_devices(kind) if visible is None else visible
     own = _planned(plan, place.rank)
     # Ranks that share a card have one label.
@@ -52,7 +55,8 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     raise DeviceError(
         f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, "
         "or one of the same name on another machine of this kind; set CUDA_VISIBLE_DEVICES as it was when the plan was "
-        "made, or tune here"
+        "made, or tune here",
+        code="rank-device-absent",
     )
 
 
@@ -63,7 +67,8 @@ def _planned(plan: Plan, rank: int) -> PlanDevice:
     found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
     if found is None:
         raise PlanError(
-            f"rank {rank} of the plan is on {label}, which is none of its devices; expected one of them; tune again"
+            f"rank {rank} of the plan is on {label}, which is none of its devices; expected one of them; tune again",
+            code="rank-device-not-in-plan",
         )
     return found
 
@@ -102,7 +107,8 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
         _, one, other = told.split()
         raise DeviceError(
             f"ranks {one} and {other} have one card, the only one that each of them sees; expected a card for each "
-            "rank, as the plan has; let each process see its own (srun --gpus-per-task=1), or all of them see all"
+            "rank, as the plan has; let each process see its own (srun --gpus-per-task=1), or all of them see all",
+            code="ranks-share-gpu",
         )
     return told
 

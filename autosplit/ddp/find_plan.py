@@ -45,13 +45,15 @@ def _remembered_plan(world_size: int | None) -> tuple[Plan, Path]:
     if not usable:
         raise PlanError(
             f"no plan is named, and none that is remembered is for this machine{job}; expected a plan, or the file of "
-            f"one; make one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
+            f"one; make one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote",
+            code="no-profile-matches",
         )
     keys = [f"{path.stem[:KEY_DIGITS]} ({described(plan)})" for plan, path in usable]
     raise PlanError(
         f"no plan is named, and {len(usable)} that are remembered are for this machine{job}: "
         f"{listed(keys, _SHOWN, separator='; ', last='; ')}; expected one; name it by its key, as in autosplit launch "
-        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file"
+        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file",
+        code="several-profiles-match",
     )
 
 

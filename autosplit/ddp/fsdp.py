@@ -52,7 +52,8 @@ def shard(
     if options["mesh"].size() != dist.get_world_size():
         raise InputError(
             f"mesh has {options['mesh'].size()} ranks; expected all {dist.get_world_size()}, because each of them has "
-            "samples of the step; leave mesh out, or make one of all ranks"
+            "samples of the step; leave mesh out, or make one of all ranks",
+            code="mesh-size",
         )
     for part in (*chosen, model):
         fully_shard(part, **options)
@@ -66,7 +67,8 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
     if unknown:
         raise InputError(
             f"{', '.join(unknown)} is given; expected options that {call.__name__} of torch {torch.__version__} has: "
-            f"{', '.join(known)}; leave it out"
+            f"{', '.join(known)}; leave it out",
+            code="fsdp-option-unknown",
         )
 
 
@@ -137,7 +139,8 @@ def _refuse_model(model: nn.Module) -> None:
         if names:
             raise InputError(
                 f"the model {says} {names[0] or 'itself'}; expected a plain one, whose parameters have one dimension "
-                "or more; share the plain model out, once"
+                "or more; share the plain model out, once",
+                code="fsdp-model",
             )
 
 
@@ -152,7 +155,8 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
         kinds = sorted({type(part).__name__ for part in model.modules() if part is not model})
         raise InputError(
             f"layers is {layers!r}, and no module of the model is meant by it; expected a class, a tuple of classes, "
-            f"or a function that is true of some; the model has {', '.join(kinds) or 'no modules inside'}"
+            f"or a function that is true of some; the model has {', '.join(kinds) or 'no modules inside'}",
+            code="fsdp-layers",
         )
     return chosen[::-1]
 
@@ -168,7 +172,8 @@ def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
         if group is not owner:
             raise InputError(
                 f"{name} is the same parameter as {known}, and they are in different layers; expected one "
-                "parameter in one of them; let layers leave both out, so that they stay with the model itself"
+                "parameter in one of them; let layers leave both out, so that they stay with the model itself",
+                code="fsdp-tied-parameters",
             )
 
 
@@ -185,7 +190,8 @@ def _compare(model: nn.Module) -> None:
     if others:
         raise InputError(
             f"the model of rank {', '.join(others)} is not that of rank 0; expected the same names, shapes and dtypes; "
-            "build one model on all ranks"
+            "build one model on all ranks",
+            code="ranks-models-differ",
         )
 
 

@@ -31,7 +31,8 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
     if found is not None:
         raise InputError(
             f"on_oom is 'cut', and the wrapped model has {found}; expected none, because each rank runs as many "
-            "forwards as it needs, and the gradients are averaged after the last backward; leave it out, or on_oom"
+            "forwards as it needs, and the gradients are averaged after the last backward; leave it out, or on_oom",
+            code="oom-cuts-model",
         )
 
 

@@ -58,7 +58,8 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
         raise InputError(
             "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
             "where the ranks' gradients meet; train inside the block, call it in eval() or torch.no_grad(), or use "
-            "wrapper.module"
+            "wrapper.module",
+            code="forward-after-setup",
         )
     if not wrapped.device_ids:
         return None

@@ -59,7 +59,8 @@ def refuse_hook(wrapped: DistributedDataParallel) -> None:
     if private(wrapped, "_comm_hooks"):
         raise InputError(
             "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
-            "gradient has to be the average of the ranks'; leave either out"
+            "gradient has to be the average of the ranks'; leave either out",
+            code="noise-scale-hook",
         )
 
 

@@ -87,7 +87,8 @@ class LossCollectives:
                 "The ranks ran a collective between the draw of a micro-batch and the "
                 "backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
                 f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the "
-                "loss is this rank's own mean, pass loss_scope='sample'."
+                "loss is this rank's own mean, pass loss_scope='sample'.",
+                code="loss-collective",
             )
 
 

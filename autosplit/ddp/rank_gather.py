@@ -56,7 +56,9 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
     """
     if not isinstance(own, Tensor) or not own.dim():
         found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
-        raise InputError(f"all_gather received {found}. Expected a tensor whose first dimension is the rows.")
+        raise InputError(
+            f"all_gather received {found}. Expected a tensor whose first dimension is the rows.", code="gather-value"
+        )
     if dist.get_world_size() == 1:
         return Gathered(own, 0, (len(own),))
     rows = own if counts else own[:0]
@@ -81,7 +83,10 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
         everyones = [""] * len(numbers)
         dist.all_gather_object(everyones, facts)
         held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))
-        raise InputError(f"all_gather received rows of unequal kinds: {held}. Expected equal ones on all ranks.")
+        raise InputError(
+            f"all_gather received rows of unequal kinds: {held}. Expected equal ones on all ranks.",
+            code="gather-unequal-kinds",
+        )
     return tuple(size for size, _ in numbers)
 
 

@@ -71,13 +71,15 @@ def place_here() -> Place:
     if rank is None or world_size is None or rank >= world_size:
         raise InputError(
             f"RANK is {os.environ.get('RANK')} and WORLD_SIZE is {os.environ.get('WORLD_SIZE')}; expected both, "
-            "RANK the smaller; start the job with torchrun, or unset both for a single process"
+            "RANK the smaller; start the job with torchrun, or unset both for a single process",
+            code="rank-environment",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and world_size > 1:
         raise InputError(
             f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}; expected where rank 0 listens; "
-            "start the job with torchrun, or set it"
+            "start the job with torchrun, or set it",
+            code="rendezvous-address-missing",
         )
     return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))
 
@@ -88,7 +90,8 @@ def _place_in_slurm() -> Place:
     if rank is None or rank >= world_size:
         raise InputError(
             f"SLURM_PROCID is {os.environ.get('SLURM_PROCID')} and SLURM_STEP_NUM_TASKS is {world_size}; expected "
-            "both, SLURM_PROCID the smaller; start the job with srun or torchrun"
+            "both, SLURM_PROCID the smaller; start the job with srun or torchrun",
+            code="slurm-environment",
         )
     if world_size == 1:
         return Place(0, 1, 0, 1)
@@ -97,7 +100,8 @@ def _place_in_slurm() -> Place:
     if host is None:
         raise InputError(
             f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes; expected the first node's "
-            'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            code="slurm-address-missing",
         )
     job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
     # One that all ranks of a job step agree on, and other jobs of the same machine seldom.
@@ -115,7 +119,8 @@ def _tasks_of_node() -> int | None:
     if None in pieces or not counts:
         raise InputError(
             f"{name} is {os.environ[name]!r}; expected the processes of each node, such as '4(x2),3'; start the job "
-            "with srun"
+            "with srun",
+            code="slurm-tasks",
         )
     if len(set(counts)) == 1:
         return counts[0]
@@ -130,7 +135,10 @@ def _number_in(name: str) -> int | None:
         return None
     if not (text.isascii() and text.isdigit()):
         starter = "srun" if name.startswith("SLURM_") else "torchrun"
-        raise InputError(f"{name} is {text!r}; expected a whole number, 0 or more; start the job with {starter}")
+        raise InputError(
+            f"{name} is {text!r}; expected a whole number, 0 or more; start the job with {starter}",
+            code="environment-number",
+        )
     return int(text)
 
 
@@ -172,7 +180,8 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         if time.monotonic() > deadline:
             raise InputError(
                 f"rank {place.rank} of {place.world_size} has waited for {limit_s:.0f} s, and rank 0 does not answer; "
-                "expected all ranks; look for the error of the one that is missing, and start the job again"
+                "expected all ranks; look for the error of the one that is missing, and start the job again",
+                code="rendezvous-timeout",
             )
         found = store.get("round").decode()
         if found != name:
@@ -193,7 +202,8 @@ def _refuse_other_job(store: Any, place: Place, name: str, word: str) -> None:
     if store.get("closed").decode() == name and not store.check([f"{name}/{word}"]):
         raise InputError(
             f"rank {place.rank} of {place.world_size} found another job at {_address_of(place)}, whose ranks are all "
-            "there; expected this job's rank 0; give each job on a machine a MASTER_PORT of its own"
+            "there; expected this job's rank 0; give each job on a machine a MASTER_PORT of its own",
+            code="rendezvous-other-job",
         )
 
 
@@ -206,7 +216,8 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
     if place.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         raise InputError(
             f"rank 0 can't listen at {_address_of(place)}, where another program does; expected a free port; give each "
-            "job on a machine a MASTER_PORT of its own"
+            "job on a machine a MASTER_PORT of its own",
+            code="rendezvous-port-taken",
         ) from error
 
 
@@ -222,5 +233,6 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
         f"rank {place.rank} of {place.world_size}, on {socket.gethostname()}, was told to reach another rank at "
         f"{found[1]}, where no other machine is; expected addresses on the network between the machines, but the name "
         "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
-        "that network (`ip -br address` lists them)"
+        "that network (`ip -br address` lists them)",
+        code="rendezvous-loopback",
     ) from error

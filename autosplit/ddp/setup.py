@@ -74,7 +74,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         count = len(plan.ddp.ranks)
         raise PlanError(
             f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process for "
-            f"each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
+            f"each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job",
+            code="world-size",
         )
     device = device_for(plan, place)
     if is_accelerator(device.type):
@@ -135,5 +136,6 @@ def agree_on(plan: Plan, rank: int) -> None:
     if others:
         raise PlanError(
             f"rank {rank} of {len(digests)} stops: the plan of rank {', '.join(others)} is not that of rank 0; "
-            f"expected one plan for the whole job; give every rank the same file ({PLAN_VARIABLE})"
+            f"expected one plan for the whole job; give every rank the same file ({PLAN_VARIABLE})",
+            code="ranks-plans-differ",
         )

@@ -75,5 +75,6 @@ def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) 
     raise InputError(
         f"{name} received tensors of unequal sizes: {held} (elements). Expected each rank to allocate the sizes "
         "of the others: the plan gives ranks unequal numbers of samples. Call ctx.all_gather(tensor), which gathers "
-        "unequal numbers of rows, with gradients."
+        "unequal numbers of rows, with gradients.",
+        code="gather-unequal-sizes",
     )

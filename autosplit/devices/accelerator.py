@@ -64,7 +64,10 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
         except RuntimeError as error:
             problems.append(f"device '{found.kind}:{index}' cannot be asked for its memory ({first_line(error)})")
     if problems and not (all_of and devices):
-        raise DeviceError(f"{problems[0]}: expected a working GPU; look at `autosplit devices`, or choose another")
+        raise DeviceError(
+            f"{problems[0]}: expected a working GPU; look at `autosplit devices`, or choose another",
+            code="gpu-not-working",
+        )
     for problem in problems:
         warnings.warn(f"{problem}, and is left out; look at `autosplit devices`", DeviceWarning, stacklevel=4)
     return tuple(devices)
@@ -135,7 +138,8 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
     if count > 1:
         raise DeviceError(
             f"{count} MIG instances are visible: expected one, CUDA lets a process use no more; "
-            "set CUDA_VISIBLE_DEVICES to one of them"
+            "set CUDA_VISIBLE_DEVICES to one of them",
+            code="mig-several",
         )
 
 
@@ -147,7 +151,7 @@ def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int
         name = str(cuda.get_device_properties(bad[0]).name)
         good = ",".join(str(index) for index, problem in problems.items() if problem is None)
         other = f", or use 'cuda:{good}'" if good else ", or use 'cpu' or 'sim:' with a card"
-        raise DeviceError(f"device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}")
+        raise DeviceError(f"device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}", code="gpu-unsupported")
 
 
 def why_unsupported(cuda: Any, index: int) -> str | None:

@@ -169,7 +169,8 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         raise DeviceError(
             f"the cards of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}); expected a file "
             "of the form of autosplit/devices/gpus.toml, or what autosplit doctor --json printed; correct it, or unset "
-            "the variable"
+            "the variable",
+            code="gpu-catalog-file",
         ) from error
     replaced = {_normal(name) for name in others}
     return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
@@ -246,10 +247,12 @@ def find_card(name: str) -> GpuSpec:
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:
         raise DeviceError(
-            f"card {shown(name)} may be any of {', '.join(variants)}: expected one of these; name it in full"
+            f"card {shown(name)} may be any of {', '.join(variants)}: expected one of these; name it in full",
+            code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     raise DeviceError(
         f"card {shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
-        f"{', '.join(near)}; correct the name, or describe the card in a file that {GPUS_VARIABLE} names"
+        f"{', '.join(near)}; correct the name, or describe the card in a file that {GPUS_VARIABLE} names",
+        code="gpu-name-unknown",
     )

@@ -163,7 +163,10 @@ def cards_table(examination: Examination) -> dict[str, Any]:
     that a card has not run as float32.
     """
     if not is_accelerator(examination.kind):
-        raise DeviceError("the machine has no accelerator; expected one whose rates can be kept; examine one that has")
+        raise DeviceError(
+            "the machine has no accelerator; expected one whose rates can be kept; examine one that has",
+            code="no-accelerator",
+        )
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)
     driver = f", driver {examination.driver}" if examination.driver else ""
     cards, links = {}, {}

@@ -44,7 +44,7 @@ def _check_way(source: torch.device, destination: torch.device) -> None:
     at_source = _copied(sent, source)
     arrived = _copied(_copied(at_source, destination), _HOST)
     if not torch.equal(arrived, sent):
-        raise DeviceError(_broken(source, destination, sent, arrived))
+        raise DeviceError(_broken(source, destination, sent, arrived), code="peer-copy-broken")
     _sound.add((source, destination))
 
 

@@ -79,7 +79,8 @@ def _spec_text(part: object) -> str:
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
-        f"device {shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device"
+        f"device {shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device",
+        code="device-type",
     )
 
 
@@ -103,7 +104,9 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
             found = accelerator_at(kind)._replace(ask_memory=ask_memory)
             devices.extend(_accelerator_piece(found, tail if colon else None))
         else:
-            raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
+            raise DeviceError(
+                _unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""), code="device-unknown"
+            )
         if len(devices) > MAX_DEVICES:
             break
     return devices
@@ -133,22 +136,30 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     """Return the whole spec's devices, checked against each other and numbered."""
     if not devices:
-        raise DeviceError(f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one")
+        raise DeviceError(
+            f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one", code="devices-empty"
+        )
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
-        raise DeviceError(f"device spec {shown(spec)} mixes {mixed}: expected one kind; make a plan for each")
+        raise DeviceError(
+            f"device spec {shown(spec)} mixes {mixed}: expected one kind; make a plan for each", code="devices-mixed"
+        )
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
-            raise DeviceError(f"device spec {shown(spec)} names {twice} twice: expected each GPU once; remove one")
+            raise DeviceError(
+                f"device spec {shown(spec)} names {twice} twice: expected each GPU once; remove one",
+                code="device-twice",
+            )
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
             f"device spec {shown(spec)} names 'cpu' beside others: expected it alone, or a budget for each; "
-            "write 'cpu:2GiB,cpu:1GiB'"
+            "write 'cpu:2GiB,cpu:1GiB'",
+            code="devices-cpu-beside-others",
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
 
@@ -156,7 +167,8 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
 def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
         raise DeviceError(
-            f"device spec {shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count"
+            f"device spec {shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count",
+            code="devices-too-many",
         )
 
 
@@ -170,19 +182,22 @@ def _budget(item: str, text: str) -> int:
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it") from error
+        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it", code="budget") from error
     if re.fullmatch(r"[0-9.]+", text):
         hint = "write 'cpu:2GiB,cpu:2GiB' for two devices" if item.startswith("cpu") else "add the unit"
-        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; {hint}")
+        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; {hint}", code="budget-without-unit")
     if n_bytes < 1:
-        raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB")
+        raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB", code="budget-zero")
     return n_bytes
 
 
 def _sim_piece(tail: str) -> tuple[Device, ...]:
     """Read ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
-        raise DeviceError(f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two")
+        raise DeviceError(
+            f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two",
+            code="sim-without-gpu",
+        )
     devices: list[Device] = []
     for item in tail.split("+"):
         count, device = _sim_item(item.strip(), f"sim:{tail}")
@@ -199,21 +214,29 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     assert match is not None
     count_text, name = match[1] or "1", match[2]
     if not name:
-        raise DeviceError(f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card")
+        raise DeviceError(
+            f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card",
+            code="sim-item-without-gpu",
+        )
     askew = None if match[1] else re.fullmatch(r"([0-9]+)([A-Za-z].*)|(.*)[xX*]([0-9]+)", name)
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
-        raise DeviceError(f"card {shown(name)} holds a count: expected it in front, with an x; write 'sim:{meant}'")
+        raise DeviceError(
+            f"card {shown(name)} holds a count: expected it in front, with an x; write 'sim:{meant}'",
+            code="sim-count-order",
+        )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
-            f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it"
+            f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it",
+            code="sim-count",
         )
     gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
             f"memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
-            f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card"
+            f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card",
+            code="sim-memory",
         )
     # Longer texts than the bound's own are over it, and int() refuses very long ones.
     count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
@@ -226,7 +249,8 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     if found.module is None:
         raise DeviceError(
             f"device {shown(spec)} is not here ({found.why_not}): expected a visible GPU; use 'cpu', or 'sim:' with a "
-            "card"
+            "card",
+            code="gpu-absent",
         )
     visible = range(found.module.device_count())
     if tail is None:
@@ -234,7 +258,8 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
         known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
         raise DeviceError(
-            f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again"
+            f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again",
+            code="gpu-not-visible",
         )
     return devices_of(found, [int(tail)])
 

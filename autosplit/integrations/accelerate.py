@@ -83,7 +83,8 @@ class SharesLoader(DataLoaderShard):
         if num_batches not in ends:
             raise InputError(
                 f"num_batches is {num_batches}; expected the end of an optimizer step, of "
-                f"{self.share.accumulation_steps} micro-batches each, and {ends[-1]} in an epoch; resume from one"
+                f"{self.share.accumulation_steps} micro-batches each, and {ends[-1]} in an epoch; resume from one",
+                code="skipped-batches",
             )
         self._consumed = sum(step.num_samples for step in schedule[: ends.index(num_batches)])
         return self
@@ -279,7 +280,10 @@ class Accelerator(accelerate.Accelerator):
             InputError: There is no plan, or the data set is iterable, or a sampler chooses the samples.
         """
         if self.share is None:
-            raise InputError("there is no plan; expected one whose shares are meant; pass plan= to the Accelerator")
+            raise InputError(
+                "there is no plan; expected one whose shares are meant; pass plan= to the Accelerator",
+                code="no-plan-given",
+            )
         if self._weighs_samples:
             _tell_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
@@ -383,7 +387,7 @@ class Accelerator(accelerate.Accelerator):
         is_other = torch.tensor([int(bool(reason))], device=self.device)
         if int(super().gather(is_other).max()):
             text = reason or "In another process the loss is no mean over samples. Pass count= to the Accelerator."
-            raise InputError(f"{text} Without it, micro-batches are weighted by their samples.")
+            raise InputError(f"{text} Without it, micro-batches are weighted by their samples.", code="loss-not-a-mean")
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -438,7 +442,8 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     if not plugin.sync_with_dataloader:
         raise InputError(
             "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
-            "optimizer step ends with the epoch; leave it out"
+            "optimizer step ends with the epoch; leave it out",
+            code="accelerate-sync-with-dataloader",
         )
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
     given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
@@ -473,9 +478,11 @@ def _refuse_without_shares(loader: Any) -> None:
     if isinstance(inner, MarkingBatchSampler):
         raise InputError(
             "the loader was made by accelerate.skip_first_batches, which knows no shares; expected the Accelerator's "
-            "own; write accelerator.skip_first_batches(loader, n)"
+            "own; write accelerator.skip_first_batches(loader, n)",
+            code="accelerate-skip-first-batches",
         )
     raise InputError(
         "the loss is of a loader that does not shuffle, of which accelerate gives every process as much; expected one "
-        "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare"
+        "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare",
+        code="loader-without-split",
     )

@@ -74,7 +74,8 @@ def find_executable_batch_size(
             if whole_number("the next batch size", smaller) >= batch_size:
                 raise InputError(
                     f"reduce_batch_size_fn returned {smaller}, and {batch_size} ran out of memory; expected a smaller "
-                    "one, or 0 to give up; let it keep count, it is called once for each size that failed"
+                    "one, or 0 to give up; let it keep count, it is called once for each size that failed",
+                    code="executable-reduce",
                 )
             if not smaller:
                 raise OutOfMemoryError(
@@ -93,5 +94,6 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...], 
     except TypeError as error:
         raise InputError(
             f"{name} was called with {len(args)} arguments and the keywords {sorted(kwargs)} ({error}); expected all "
-            "that it takes but the first, the batch size, which is passed for you; leave that out"
+            "that it takes but the first, the batch size, which is passed for you; leave that out",
+            code="executable-arguments",
         ) from None

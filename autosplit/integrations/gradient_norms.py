@@ -80,5 +80,6 @@ def refuse_sum(is_sum: bool) -> None:
     if is_sum:
         raise InputError(
             "noise_scale is True, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "
-            "and train with one, or leave noise_scale out"
+            "and train with one, or leave noise_scale out",
+            code="noise-scale-sum",
         )

@@ -139,7 +139,8 @@ class SharesLoader:
             raise InputError(
                 f"Lightning goes on after {begin} micro-batches of the epoch, and the loader after {first}: the "
                 "checkpoint was made without this plan; expected one of the same plan, or of an epoch's end; resume "
-                "from such a one, or load the weights alone"
+                "from such a one, or load the weights alone",
+                code="lightning-position",
             )
         return begin
 
@@ -210,7 +211,8 @@ class Shares(lightning.pytorch.Callback):
             raise PlanError(
                 f"the plan splits a batch over {len(self.share.plan.devices)} devices of one process, which Lightning "
                 "has no strategy for; expected a plan for one device, or a process for each; tune with strategy='ddp' "
-                "and start the script with autosplit launch"
+                "and start the script with autosplit launch",
+                code="lightning-several-devices",
             )
 
     def loader(self, loader: Any, *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None) -> Any:
@@ -265,7 +267,8 @@ class Shares(lightning.pytorch.Callback):
         if not pl_module.automatic_optimization:
             raise InputError(
                 "automatic_optimization is False; expected it True, because Lightning says nowhere else when an "
-                "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours"
+                "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours",
+                code="lightning-manual-optimization",
             )
         let_go_of_group_last(trainer.strategy.model)
         self._find_loader(trainer)
@@ -298,7 +301,8 @@ class Shares(lightning.pytorch.Callback):
             raise InputError(
                 f"accumulate_grad_batches was set to {trainer.accumulate_grad_batches}; expected the plan's "
                 f"{self.share.accumulation_steps} in every epoch; leave out what sets it, such as a "
-                "GradientAccumulationScheduler"
+                "GradientAccumulationScheduler",
+                code="lightning-accumulation",
             )
         self._at = self._loader.walked[batch_idx]
         if self._collectives is not None:
@@ -328,7 +332,8 @@ class Shares(lightning.pytorch.Callback):
         if not isinstance(loader, SharesLoader):
             raise InputError(
                 f"the training loader is a {type(loader).__name__}; expected one that hands out the plan's shares; "
-                "pass shares.loader(loader), or shares.data(datamodule)"
+                "pass shares.loader(loader), or shares.data(datamodule)",
+                code="lightning-loader",
             )
         loader.follow(trainer)
         if self._finding is not None:

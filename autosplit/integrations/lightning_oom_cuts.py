@@ -89,7 +89,8 @@ def _loss_of(outputs: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(
             f"training_step returned a {type(outputs).__name__}; expected its loss, or a dict with it: on_oom='cut' "
-            "runs every micro-batch; return one, or leave on_oom out"
+            "runs every micro-batch; return one, or leave on_oom out",
+            code="lightning-training-step",
         )
     return loss
 
@@ -118,5 +119,6 @@ def refuse_no_mixin(module: Any) -> None:
         name = type(module).__name__
         raise InputError(
             f"on_oom is 'cut', and the module is a {name}; expected one whose training step runs in parts; derive it "
-            f"as class {name}(CutMixin, lightning.LightningModule), or leave on_oom out"
+            f"as class {name}(CutMixin, lightning.LightningModule), or leave on_oom out",
+            code="lightning-cut-mixin",
         )

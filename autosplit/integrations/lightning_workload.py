@@ -78,7 +78,8 @@ def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tens
     if not isinstance(loss, Tensor):
         raise InputError(
             f"training_step returned a {type(loss).__name__} for its loss; expected a tensor, or a mapping with "
-            "one under 'loss'; a step that is skipped can't be measured"
+            "one under 'loss'; a step that is skipped can't be measured",
+            code="lightning-step-loss",
         )
     return loss
 
@@ -143,19 +144,25 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
     if not isinstance(module, lightning.pytorch.LightningModule):
         raise InputError(
             f"module is a {type(module).__name__}; expected a lightning.pytorch.LightningModule; of another module "
-            "make a Workload(model, sample_batch)"
+            "make a Workload(model, sample_batch)",
+            code="lightning-module",
         )
     if not module.automatic_optimization:
         raise InputError(
             "automatic_optimization is False; expected it True, because an optimizer step is then the module's own "
-            "secret; write it as Workload(models, batch, step=...)"
+            "secret; write it as Workload(models, batch, step=...)",
+            code="lightning-workload-manual-optimization",
         )
     if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
-        raise InputError(f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none")
+        raise InputError(
+            f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none",
+            code="lightning-trainer",
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InputError(
             "training_step takes the iterator of its loader; expected a batch, of which other sizes can be made; take "
-            "training_step(self, batch, batch_idx)"
+            "training_step(self, batch, batch_idx)",
+            code="lightning-iterator",
         )
 
 
@@ -173,7 +180,8 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
         if loader is None or isinstance(loader, (Mapping, list, tuple, CombinedLoader)):
             raise InputError(
                 f"the training loader is a {type(loader).__name__}; expected one loader, of whose batches other sizes "
-                "can be made; pass the loader that the memory depends on"
+                "can be made; pass the loader that the memory depends on",
+                code="lightning-several-loaders",
             )
         batch = largest_batch(loader, batches, batch_dim)
         hooks = owner if is_overridden("on_before_batch_transfer", owner) else module
@@ -207,7 +215,8 @@ def _optimizer_of(configured: Any) -> Optimizer:
         kinds = ", ".join(type(one).__name__ for one in optimizers) or "nothing"
         raise InputError(
             f"configure_optimizers returned {kinds}; expected one torch.optim.Optimizer, with or without its "
-            "scheduler; pass optimizer= for another"
+            "scheduler; pass optimizer= for another",
+            code="lightning-optimizers",
         )
     return optimizers[0]
 
@@ -217,7 +226,8 @@ def _precision_of(trainer: Any) -> str:
     if named not in PRECISIONS:
         raise InputError(
             f"the Trainer's precision is {named!r}; expected one of {', '.join(map(repr, PRECISIONS))}; convert the "
-            "module itself and pass precision='none'"
+            "module itself and pass precision='none'",
+            code="lightning-precision",
         )
     return PRECISIONS[named]
 
@@ -229,7 +239,8 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
         if "is not attached to a `Trainer`" not in str(error):
             raise
         raise InputError(
-            f"{name} asks for self.trainer; expected one to be given; pass trainer= of the Trainer that is to train it"
+            f"{name} asks for self.trainer; expected one to be given; pass trainer= of the Trainer that is to train it",
+            code="lightning-needs-trainer",
         ) from error
 
 

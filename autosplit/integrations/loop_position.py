@@ -93,14 +93,16 @@ class LoopPosition:
         elif iteration != self._iteration:
             raise InputError(
                 f"batch {one.position + 1} of an optimizer step was drawn after one of another loader; expected the "
-                f"{one.length} of a step after each other; finish a loader's step before another is drawn from"
+                f"{one.length} of a step after each other; finish a loader's step before another is drawn from",
+                code="loaders-interleaved",
             )
         if self._is_ahead and self._drawn:
             raise InputError(
                 f"a batch was drawn while {len(self._drawn)} of the optimizer step's {self._drawn[0].length} are yet "
                 "to run; expected all of a step before its first backward, or one before each; draw "
                 "accelerator.gradient_accumulation_steps of them at once, and skip none (to resume: "
-                "accelerator.skip_first_batches)"
+                "accelerator.skip_first_batches)",
+                code="batches-drawn-early",
             )
         self._is_ahead = False
         self._drawn.append(one)
@@ -128,7 +130,8 @@ class LoopPosition:
             elif self._is_ahead and self._has_run:
                 raise InputError(
                     "there were more backwards than batches drawn for this optimizer step; expected one for each; add "
-                    "up the losses of a batch before accelerator.backward"
+                    "up the losses of a batch before accelerator.backward",
+                    code="too-many-backwards",
                 )
         self._has_run = True
         return self.at
@@ -145,14 +148,16 @@ class LoopPosition:
         if not runs and (behind or not self._has_run):
             raise InputError(
                 "optimizer.step() was called after a batch that accelerator.backward has not run; expected it, because "
-                "it weights the loss by the plan's shares; write accelerator.backward(loss) for loss.backward()"
+                "it weights the loss by the plan's shares; write accelerator.backward(loss) for loss.backward()",
+                code="step-before-backward",
             )
         assert self._at is not None, "it has run"
         if self._steps_seldom and not self._was_entered and not self._at.ends_step:
             raise InputError(
                 f"optimizer.step() was called after {self._at.position + 1} micro-batches, and the plan's step has "
                 f"{self._at.length}; expected it after the last; count by accelerator.gradient_accumulation_steps, or "
-                f"{_CURE}"
+                f"{_CURE}",
+                code="step-too-early",
             )
         self._has_stepped = True
 
@@ -164,7 +169,8 @@ class LoopPosition:
                 raise InputError(
                     f"{len(self._drawn)} batches were drawn, and the first of them is yet to run; expected one drawn "
                     f"before each backward, or the {one.length} of an optimizer step before the first; draw from one "
-                    "loader, and skip none (to resume: accelerator.skip_first_batches)"
+                    "loader, and skip none (to resume: accelerator.skip_first_batches)",
+                    code="batches-drawn-ahead",
                 )
         self._check_before()
         if one.position == 0:
@@ -180,7 +186,8 @@ class LoopPosition:
             if not self._has_stepped:
                 raise InputError(
                     f"the plan's step of {self._at.length} micro-batches has ended without optimizer.step(); expected "
-                    f"it after the last of them; count by accelerator.gradient_accumulation_steps, or {_CURE}"
+                    f"it after the last of them; count by accelerator.gradient_accumulation_steps, or {_CURE}",
+                    code="step-missing",
                 )
             return
         self._steps_always |= self._has_stepped
@@ -189,5 +196,6 @@ class LoopPosition:
             raise InputError(
                 "the loop accumulates by hand: there was a backward without optimizer.step(), outside of "
                 "accelerator.accumulate, and a loss that it divides would be divided twice; expected accumulate(); "
-                f"{_CURE}; or, of a loop that divides none, pass gradient_accumulation_steps= to the Accelerator"
+                f"{_CURE}; or, of a loop that divides none, pass gradient_accumulation_steps= to the Accelerator",
+                code="accumulated-by-hand",
             )

@@ -67,7 +67,8 @@ class CutBatches:
                     raise InputError(
                         "on_oom is 'cut', and a batch was drawn before the one before it had run; expected each drawn "
                         "when it is its turn, because one that does not fit is drawn again in parts; write `with "
-                        "accelerator.accumulate(model):` around each"
+                        "accelerator.accumulate(model):` around each",
+                        code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:
                     parts[:0] = attempt.halves()
@@ -93,7 +94,8 @@ class CutBatches:
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice in "
-                "it; expected once within each accumulate(), which may run a micro-batch in parts; add the losses up"
+                "it; expected once within each accumulate(), which may run a micro-batch in parts; add the losses up",
+                code="backward-outside-accumulate",
             )
         self._attempt.backward(run, loss)
         for wrapped in self._wrapped if ends_step else []:
@@ -104,5 +106,6 @@ def refuse_gathering() -> None:
     """Refuse what processes do together in a loop that is longer for some of them; raise InputError."""
     raise InputError(
         "on_oom is 'cut', and the processes gather amid an optimizer step, of which each may run as many parts as it "
-        "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it"
+        "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it",
+        code="gather-inside-step",
     )

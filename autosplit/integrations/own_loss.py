@@ -42,7 +42,8 @@ class OwnLoss:
             raise InputError(
                 "the model is given num_items_in_batch, by which the loop weights its losses itself, and "
                 "accelerator.backward does so by the plan's shares; expected one of them; leave it out, with the "
-                "factors of the loss that go with it, and pass count= to the Accelerator"
+                "factors of the loss that go with it, and pass count= to the Accelerator",
+                code="num-items-in-batch",
             )
 
     def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
@@ -109,7 +110,10 @@ def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
     def collated(samples: list[Any]) -> dict[str, Any]:
         batch = loader.collate_fn(samples)
         if not isinstance(batch, Mapping) or not kwargs.keys() <= batch.keys():
-            raise WorkloadError("the model's arguments can't be cut, and are not what the loader's collator returns")
+            raise WorkloadError(
+                "the model's arguments can't be cut, and are not what the loader's collator returns",
+                code="arguments-not-collated",
+            )
         return {name: batch[name] for name in kwargs}
 
     return Samples.in_data_set(loader.dataset, collated)

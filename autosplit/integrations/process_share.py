@@ -122,7 +122,8 @@ class Share:
                     f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}, "
                     "and the model has BatchNorms, whose statistics would count what a process runs that has none; "
                     "expected a sample or more for each process; leave out a short last step (drop_last), "
-                    "tune for another effective batch size, or train with autosplit.ddp, which keeps it out of them"
+                    "tune for another effective batch size, or train with autosplit.ddp, which keeps it out of them",
+                    code="batchnorm-process-without-samples",
                 )
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
@@ -159,7 +160,8 @@ class Share:
                 f"{tool} runs {_processes(num_processes)}, and the plan is for {_processes(self.num_processes)}; "
                 "expected the same, or each would train a model of its own; start the script with autosplit launch, "
                 f"and leave the number to it (Lightning: devices={self.num_processes}; accelerate: no PartialState "
-                "before the Accelerator)"
+                "before the Accelerator)",
+                code="process-count",
             )
         wanted = self.device
         same_index = None in {wanted.index, device.index} or wanted.index == device.index
@@ -167,7 +169,8 @@ class Share:
             raise DeviceError(
                 f"{tool} computes on {device} in process {self.place.rank}, and the plan's share of {self.batch_size} "
                 f"samples is for {wanted}; expected the same; set CUDA_VISIBLE_DEVICES to the plan's cards in its "
-                "order, or tune for the devices that are here"
+                "order, or tune for the devices that are here",
+                code="process-device",
             )
 
 
@@ -179,7 +182,8 @@ def share_of(plan: Plan, place: Place) -> Share:
         if count != place.world_size:
             raise PlanError(
                 f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
-                f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
+                f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job",
+                code="world-size",
             )
         ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
         sizes = tuple(settings.batch_size for settings in plan.ddp.ranks)
@@ -188,7 +192,8 @@ def share_of(plan: Plan, place: Place) -> Share:
     if plan.region is None and len(plan.devices) > 1:
         raise PlanError(
             f"the plan is for {len(plan.devices)} processes, and this is one; expected a job; start the script with "
-            "autosplit launch, or tune with strategy='balanced'"
+            "autosplit launch, or tune with strategy='balanced'",
+            code="plan-needs-several-processes",
         )
     return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
 
@@ -208,7 +213,8 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         return share_of(given if isinstance(given, Plan) else Plan.load(given), place)
     if profile is not None:
         raise InputError(
-            f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one"
+            f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one",
+            code="plan-argument",
         )
     if parameters is None:
         return None
@@ -220,7 +226,8 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         listed = "; ".join(described(plan) if plan.ddp.ranks else str(plan) for plan in unlike.values())
         raise PlanError(
             f"{len(unlike)} plans are remembered for this machine and a model of this size: {listed:.400}; expected "
-            f"one; pass plan=, or set {PLAN_VARIABLE} to its file"
+            f"one; pass plan=, or set {PLAN_VARIABLE} to its file",
+            code="several-profiles-match",
         )
     return share_of(next(iter(unlike.values())), place)
 

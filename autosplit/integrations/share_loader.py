@@ -77,7 +77,8 @@ class MarkingCollate:
         if not isinstance(batch, Mapping):
             raise InputError(
                 f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
-                "a process without a share of the short last step has to mark it; return a dict, or set drop_last"
+                "a process without a share of the short last step has to mark it; return a dict, or set drop_last",
+                code="collator-type",
             )
         return {**batch, MARK: 0}
 
@@ -111,7 +112,8 @@ class SampledOrder:
         if order is None:
             raise InputError(
                 f"{type(self._sampler).__name__} leaves samples out, or repeats some, in epoch {epoch}; expected each "
-                f"of {self._num_samples} once, because a plan's shares are parts of that; leave the sampler out"
+                f"of {self._num_samples} once, because a plan's shares are parts of that; leave the sampler out",
+                code="sampler-repeats-samples",
             )
         return order
 
@@ -196,26 +198,30 @@ def loader_options(
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"the training loader is a {type(loader).__name__}; expected a DataLoader of PyTorch; give each of several "
-            "its shares by itself, or train with autosplit.ddp, whose steps take any loader"
+            "its shares by itself, or train with autosplit.ddp, whose steps take any loader",
+            code="loader-type",
         )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
             f"the training data set is a {type(dataset).__name__} without a length; expected one with samples by "
             "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
-            "take any loader"
+            "take any loader",
+            code="dataset-without-length",
         )
     if loader.batch_sampler is None:
         raise InputError(
             "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
-            "made of samples, of which each process can take its share; give it a batch size, whatever it is"
+            "made of samples, of which each process can take its share; give it a batch size, whatever it is",
+            code="loader-without-batch-size",
         )
     order = order_of(loader, seed)
     if order is None:
         raise InputError(
             f"the training loader draws by a {type(_sampler_of(loader)).__name__}; expected every sample once an "
             "epoch, in an order that is the same on every process, because a plan's shares are parts of that; leave "
-            "the sampler out, or train with autosplit.ddp, whose steps take any loader"
+            "the sampler out, or train with autosplit.ddp, whose steps take any loader",
+            code="loader-sampler",
         )
     return {
         "dataset": MarkingDataset(dataset) if marks else dataset,

@@ -143,7 +143,8 @@ class SharesMixin(Mixed):
             tell_of_no_plan()
         elif training_args is None:
             raise InputError(
-                "args is not given; expected TrainingArguments, which the plan's numbers go into; pass args="
+                "args is not given; expected TrainingArguments, which the plan's numbers go into; pass args=",
+                code="trainer-arguments-missing",
             )
         else:
             apply(self.share.plan, training_args, share=self.share)
@@ -445,7 +446,8 @@ def _refuse_unfit(args: Any) -> None:
         if value:
             raise InputError(
                 f"{name} is {getattr(args, name)!r}; expected it off, because a plan's shares are drawn from one order "
-                "of all samples and trained by DDP; leave it out, or train without a plan"
+                "of all samples and trained by DDP; leave it out, or train without a plan",
+                code="trainer-option",
             )
 
 

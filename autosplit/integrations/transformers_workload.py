@@ -33,7 +33,8 @@ def workload(trainer: Any) -> Workload:
     if dataset is None or not hasattr(dataset, "__len__") or not len(dataset):
         raise InputError(
             f"the Trainer's train_dataset is {type(dataset).__name__}; expected one with samples by index, of which a "
-            "sample batch is made; pass train_dataset="
+            "sample batch is made; pass train_dataset=",
+            code="trainer-dataset",
         )
     share, trainer.share = getattr(trainer, "share", None), None  # so that the loader is the Trainer's own
     try:

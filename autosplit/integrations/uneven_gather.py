@@ -29,7 +29,8 @@ def gather_uneven(data: Any) -> Any:
     if any(other != tails[0] for other in tails):
         raise InputError(
             f"tensors to gather have the sizes {shown(shapes)} in the processes; expected the same but for the first "
-            "of each; pad them with accelerator.pad_across_processes(tensor, dim=1)"
+            "of each; pad them with accelerator.pad_across_processes(tensor, dim=1)",
+            code="gather-uneven-sizes",
         )
     sizes = iter([[shape[0] for shape in of_one] for of_one in zip(*shapes, strict=True)])
     return recursively_apply(lambda tensor: _gathered(tensor, next(sizes)), rows)

@@ -100,7 +100,8 @@ class WatchedParameter:
             raise InputError(
                 f"Parameters were changed in the backward of {place}, for example by an optimizer that steps in a "
                 "gradient hook. Each micro-batch would be an update of its own. Step after the inner loop, or train "
-                "with accumulation_steps=1."
+                "with accumulation_steps=1.",
+                code="update-inside-backward",
             )
         self.has_gradient = self.parameter.grad is not None
 

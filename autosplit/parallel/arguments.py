@@ -21,10 +21,12 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
     if isinstance(gpu0_bsz, nn.Module):
         raise InputError(
             f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}; expected the samples of the first "
-            "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)"
+            "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)",
+            code="arguments-order",
         )
     raise InputError(
-        f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)"
+        f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)",
+        code="module-type",
     )
 
 
@@ -33,7 +35,8 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
     if any(isinstance(value, PackedSequence) for value in values):
         raise WorkloadError(
             "an argument is a PackedSequence, whose time steps lie one after the other over all samples; expected a "
-            "tensor with the batch in one dimension; pass the padded tensor and the lengths, and pack inside the module"
+            "tensor with the batch in one dimension; pass the padded tensor and its lengths; pack inside the module",
+            code="packed-sequence",
         )
 
 
@@ -46,12 +49,14 @@ def refuse_compiled(module: nn.Module) -> None:
             what = "the module is" if not name else f"its part {name} is"
             raise InputError(
                 f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "
-                "the wrapper: torch.compile(BalancedDataParallel(...))"
+                "the wrapper: torch.compile(BalancedDataParallel(...))",
+                code="module-compiled",
             )
     scripted = scripted_part(module)
     if scripted is not None:
         raise InputError(
-            f"of the module, {scripted}; expected a Python module; wrap the one that was scripted or traced"
+            f"of the module, {scripted}; expected a Python module; wrap the one that was scripted or traced",
+            code="module-scripted",
         )
 
 
@@ -61,13 +66,17 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
         kind = accelerator_kind()
         return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
     if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
-        raise DeviceError(f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]")
+        raise DeviceError(
+            f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]",
+            code="device-ids-type",
+        )
     devices = tuple(map(_device_named, device_ids))
     kinds = {device.type for device in devices}
     here = accelerator_kind()
     if len(kinds) > 1 or not kinds <= {"cuda", "cpu", here}:
         raise DeviceError(
-            f"device_ids are {[str(d) for d in devices]}; expected all of them {here or 'cuda'}, or all of them cpu"
+            f"device_ids are {[str(d) for d in devices]}; expected all of them {here or 'cuda'}, or all of them cpu",
+            code="device-ids-mixed",
         )
     if kinds == {"cuda"} and here is None:
         return ()  # as nn.DataParallel: without any usable GPU, a pass-through
@@ -79,7 +88,8 @@ def _device_named(item: Any) -> torch.device:
         return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
     except (RuntimeError, TypeError):
         raise DeviceError(
-            f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()"
+            f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()",
+            code="device-item",
         ) from None
 
 
@@ -93,7 +103,8 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
     if place.type != first.type:
         raise DeviceError(
             f"output_device is {given!r}; expected a device of the kind of {first}, where the loss is computed; "
-            "leave it out, and call .cpu() on what comes back"
+            "leave it out, and call .cpu() on what comes back",
+            code="output-device",
         )
     return place
 

@@ -163,15 +163,21 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         gpu0_bsz = None if gpu0_bsz is None else whole_number("gpu0_bsz", gpu0_bsz)
         sizes = self._checked_sizes("split", split)
         if sizes is not None and not any(sizes):
-            raise InputError(f"split is {sizes}; expected at least one sample on one device; raise one")
+            raise InputError(
+                f"split is {sizes}; expected at least one sample on one device; raise one", code="split-empty"
+            )
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
-            raise InputError(f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}; expected the same; leave one out")
+            raise InputError(
+                f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}; expected the same; leave one out",
+                code="gpu0-bsz-differs",
+            )
         if sizes is not None and self.ceilings is not None:
             for index, (size, ceiling) in enumerate(zip(sizes, self.ceilings, strict=True)):
                 if size > ceiling:
                     raise InputError(
                         f"split[{index}] is {size}, above that device's ceiling of {ceiling}; "
-                        "lower the share, or raise the ceiling if the device really holds it"
+                        "lower the share, or raise the ceiling if the device really holds it",
+                        code="split-above-ceiling",
                     )
         self._split = sizes
         self._gpu0_bsz = sizes[0] if sizes else gpu0_bsz
@@ -241,7 +247,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             raise WorkloadError(
                 f"a share of 1 sample ({_NORM_NEEDS_TWO} when training, says BatchNorm); the batch of {batch_size} is "
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
-                "last batch (drop_last=True), or take a norm that does not look at the batch"
+                "last batch (drop_last=True), or take a norm that does not look at the batch",
+                code="batchnorm-single-sample",
             ) from error
         seen = self._seen[self.module.training]
         lists, lengths = self._cuts.cuts_lists, self._cuts.lengths(call)
@@ -381,7 +388,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         for name, tensor in itertools.islice(named, 1) if self._checked else named:
             if tensor.device != home:
                 raise DeviceError(
-                    f"{name} is on {tensor.device}; expected the first device, {home}; call .to('{home}') on the model"
+                    f"{name} is on {tensor.device}; expected the first device, {home}; call .to('{home}') on the model",
+                    code="module-device",
                 )
         if not self._checked:
             refuse_compiled(self.module)  # it may have been compiled since
@@ -420,7 +428,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if placement is not None and len(self.devices) > placement.num_devices:
             raise DeviceError(
                 f"the wrapper has {len(self.devices)} devices, and the budgets around it are for "
-                f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper"
+                f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper",
+                code="budgets-device-count",
             )
         link = Link(torch.device(self.output_device))
         if placement is None and self.devices[0].type != "cpu":

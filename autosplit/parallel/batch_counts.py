@@ -25,7 +25,8 @@ def check_loader(loader: Any) -> None:
     if is_data_set or not isinstance(loader, Iterable):
         raise InputError(
             f"loader is a {type(loader).__name__}; expected a DataLoader, or another iterable of batches; make one of "
-            "a data set with plan.loader(dataset)"
+            "a data set with plan.loader(dataset)",
+            code="loader-type",
         )
 
 
@@ -51,10 +52,11 @@ def as_count(value: Any, name: str) -> float:
     expected = "a finite number, 0 or more: the samples, labels or weights that the mean loss divides by"
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InputError(
-            f"{name} returned a tensor of shape {tuple(value.shape)}. Expected {expected}. Return its sum()."
+            f"{name} returned a tensor of shape {tuple(value.shape)}. Expected {expected}. Return its sum().",
+            code="count-shape",
         )
     if isinstance(value, (bool, str, bytes)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
-        raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.")
+        raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.", code="count-type")
     try:
         plain: Any = value.item() if isinstance(value, torch.Tensor) else value
         number: float = operator.index(plain)
@@ -62,10 +64,11 @@ def as_count(value: Any, name: str) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.") from None
+            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.", code="count-type") from None
     if not math.isfinite(number) or number < 0:
         raise InputError(
-            f"{name} returned {number}. Expected {expected}. A micro-batch whose count is 0 contributes nothing."
+            f"{name} returned {number}. Expected {expected}. A micro-batch whose count is 0 contributes nothing.",
+            code="count-range",
         )
     return number
 
@@ -81,7 +84,8 @@ def count_samples(batch: Any) -> int:
     if samples is None:
         raise InputError(
             f"a batch is a {type(batch).__name__} without a tensor of one or more dimensions; expected one, whose "
-            "first dimension is the samples; pass count= to say how many samples a batch has"
+            "first dimension is the samples; pass count= to say how many samples a batch has",
+            code="batch-uncountable",
         )
     return samples
 

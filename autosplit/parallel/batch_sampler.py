@@ -173,7 +173,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 raise InputError(
                     f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
                     f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
-                    "pass drop_last=True, or take another number of samples"
+                    "pass drop_last=True, or take another number of samples",
+                    code="batchnorm-last-forward",
                 )
 
     def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
@@ -185,7 +186,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             if wanted != has:
                 raise InputError(
                     f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make "
-                    "both from one plan"
+                    "both from one plan",
+                    code="sampler-sizes",
                 )
 
     def check_dataset(self, dataset: Any) -> None:
@@ -204,7 +206,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             "as many; pass batch_sampler(len(dataset))"
         )
         if len(dataset) < self.num_samples:
-            raise InputError(said)
+            raise InputError(said, code="dataset-size")
         said += f", or a Subset where the other {len(dataset) - self.num_samples} are not to be trained on"
         warnings.warn(said, LeftOutWarning, stacklevel=4)  # at whoever called plan.steps or ctx.steps
 
@@ -259,14 +261,16 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in known]
         if lacks:
             raise InputError(
-                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"
+                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that",
+                code="sampler-state-lacks",
             )
         wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
         wrong += ["batches of like length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
                 f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
-                "the sampler as it was, or begin the epoch anew"
+                "the sampler as it was, or begin the epoch anew",
+                code="sampler-state-differs",
             )
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
 
@@ -301,13 +305,15 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if consumed > ends[-1]:
             raise InputError(
                 f"samples_consumed is {consumed}, but an epoch has {ends[-1]}; expected samples of the current epoch; "
-                "subtract the finished epochs and pass their number to set_epoch"
+                "subtract the finished epochs and pass their number to set_epoch",
+                code="samples-consumed-range",
             )
         finished = bisect.bisect_right(ends, consumed) - 1
         if ends[finished] != consumed:
             raise InputError(
                 f"samples_consumed is {consumed}; expected the end of an optimizer step; resume from the last finished "
-                f"step, {ends[finished]}"
+                f"step, {ends[finished]}",
+                code="samples-consumed-inside-step",
             )
         return finished
 

@@ -47,7 +47,8 @@ class CallCuts:
             if isinstance(leaf, Tensor) and leaf.is_nested:
                 raise WorkloadError(
                     f"{place} is a nested tensor. autosplit cuts tensors with the batch in one dimension, and lists of "
-                    "tensors: pass leaf.unbind() as a list, or a padded tensor with its lengths."
+                    "tensors: pass leaf.unbind() as a list, or a padded tensor with its lengths.",
+                    code="nested-tensor",
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             return None
@@ -60,7 +61,8 @@ class CallCuts:
         except WorkloadError as error:
             raise WorkloadError(
                 f"{self._rows_text(call)}: {error}. A batch that cannot be cut trains on one device or with DDP "
-                "(strategy='ddp')"
+                "(strategy='ddp')",
+                code="batch-not-cuttable",
             ) from error
 
     def lengths(self, call: Any) -> frozenset[int]:
@@ -106,7 +108,7 @@ class CallCuts:
         self.cuts_lists = any(True for _ in layout.lists(call))
         for part, name in zip(call, ("inputs", "kwargs"), strict=True):
             if why := uncuttable(part, name, layout):
-                raise WorkloadError(why)
+                raise WorkloadError(why, code="batch-not-cuttable")
         return active, chunk(call, own, self.dim, batch_size, layout=layout)
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:

@@ -21,7 +21,8 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
     if lacking:
         raise PlanError(
             f"the plan checkpoints the layer {lacking[0]}, which the {type(model).__name__} does not have; expected "
-            "the model that was tuned, before it is wrapped; pass that, or tune again with this one"
+            "the model that was tuned, before it is wrapped; pass that, or tune again with this one",
+            code="checkpointed-layer-missing",
         )
     for name in names:
         checkpoint_layer(layers[name])

@@ -240,7 +240,8 @@ class Gathering:
         return WorkloadError(
             f"the output{place} is {what} on each device, and each device has as many samples; expected to know "
             f"whether the items are samples; return {container} if they are not, torch.stack(items) if they are, or "
-            "give the devices different numbers of samples in the first batch"
+            "give the devices different numbers of samples in the first batch",
+            code="outputs-ambiguous",
         )
 
     def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
@@ -309,14 +310,16 @@ class Gathering:
             f"the output{place} has the shapes {shapes} on devices with {', '.join(map(str, self.shares))} samples; "
             f"expected dimension {self.dim} to be the samples; return tensors with the batch in dimension {self.dim} "
             f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the module "
-            "and return only the loss"
+            "and return only the loss",
+            code="outputs-rows",
         )
 
     def _concatenated(self, tensors: list[Tensor], dim: int, place: str = "") -> Tensor:
         if tensors[0].dim() <= dim:
             raise WorkloadError(
                 f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
-                f"{dim}, along which the batch is split; give it that dimension, or return a scalar"
+                f"{dim}, along which the batch is split; give it that dimension, or return a scalar",
+                code="outputs-dimension",
             )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
         if len(shapes) != 1:
@@ -345,7 +348,8 @@ class Gathering:
         if len({id(cache) for cache in caches}) != len(caches):
             raise WorkloadError(
                 f"{len(caches)} replicas returned one and the same {type(caches[0]).__name__}; expected one from each; "
-                "pass use_cache=False, and no past_key_values, where the batch is split"
+                "pass use_cache=False, and no past_key_values, where the batch is split",
+                code="outputs-shared-cache",
             )
         return self._join_state(caches)
 
@@ -397,5 +401,6 @@ def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError
     shown = " ".join(f"{values}"[:200].split())  # arrays and texts of many lines, too, on one
     return WorkloadError(
         f"the replicas' outputs{place} have different {what}: {shown}; expected the same from each; "
-        "return per-sample tensors of one shape, or combine them inside the module"
+        "return per-sample tensors of one shape, or combine them inside the module",
+        code="outputs-differ",
     )

@@ -58,7 +58,9 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     """Return a way to combine scalar outputs, checked."""
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
-        raise InputError(f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None")
+        raise InputError(
+            f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None", code="reduce"
+        )
     return reduce
 
 
@@ -117,7 +119,8 @@ def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
     if not isinstance(labels, Tensor):
         raise WorkloadError(
             f"reduce={reduce!r} and the call has no tensor named labels among {sorted(kwargs)}; "
-            "pass labels= to the module, or a callable as reduce="
+            "pass labels= to the module, or a callable as reduce=",
+            code="reduce-labels",
         )
     return labels[..., 1:] if reduce == "next tokens" else labels
 
@@ -146,4 +149,14 @@ def _by_samples_with_doubts(
         f"autosplit can't know whether {kind.__name__} leaves the labels of {IGNORED_LABEL} out of its loss, so the "
         "replicas' losses were weighted by their samples; pass reduce='tokens' if it does ('next tokens' if it shifts "
         "labels by one, as causal language models do), reduce='samples' if not",
+    )
+
+
+def require_one_number(loss: object) -> None:
+    """Raise InputError if a loss is not a tensor of one number."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise InputError(
+        f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()", code="loss-shape"
     )

@@ -63,7 +63,8 @@ class NoiseScale:
         if freedom < 1 and not self._steps:
             raise InputError(
                 f"noise_scale is True, and the optimizer step has {number:g} micro-batch over all ranks; expected 2 or "
-                "more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2"
+                "more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2",
+                code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
             self._steps.append((scatter, freedom, num_samples, num_samples * squared))
@@ -107,7 +108,8 @@ class NoiseScale:
     def _totals(self) -> tuple[float, float, float, float]:
         if not self._steps:
             raise InputError(
-                "the noise scale has no optimizer step yet; expected one or more; read it after a step's micro-batches"
+                "the noise scale has no optimizer step yet; expected one or more; read it after a step's micro-batches",
+                code="noise-scale-empty",
             )
         scatter, freedom, samples, squared = map(sum, zip(*self._steps, strict=True))
         return scatter, freedom, samples, squared
@@ -149,7 +151,8 @@ class StepNorms:
         if graph.hides:
             raise InputError(
                 "noise_scale is True, and reentrant checkpointing hides parameters from the graph; expected one that "
-                "shows them all; pass use_reentrant=False"
+                "shows them all; pass use_reentrant=False",
+                code="noise-scale-reentrant",
             )
         norms: list[Tensor] = []
         leaves = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]

@@ -158,7 +158,9 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
     """Return the `Cuts` of a loader's run, which go on from epoch to epoch; None where errors are to be raised."""
     if on_oom not in ("raise", "cut"):
-        raise InputError(f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts")
+        raise InputError(
+            f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts", code="on-oom"
+        )
     if on_oom == "raise":
         return None
     cuts = Cuts(**arguments, lowers=not getattr(getattr(loader, "batch_sampler", None), "unlike_lengths", False))

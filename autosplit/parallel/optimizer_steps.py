@@ -22,6 +22,7 @@ from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_graph import read_loss, warn_of_reading
+from autosplit.parallel.loss_weights import require_one_number
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.parallel.rank_scope import (
@@ -41,31 +42,28 @@ LossReader = Callable[[torch.Tensor, int], None]
 class OptimizerStep:
     """One optimizer step: iterate it for its micro-batches, and call `backward` once for each.
 
-    The batches come out as the loader made them. `backward` multiplies the micro-batch's mean loss by its weight, its
-    samples over those of the whole step, so that the accumulated gradient is that of the mean over the whole step. On
-    a rank of a DDP job the weight is `num_ranks` times that, because DDP divides the sum of the ranks' gradients by
-    their number.
+    `backward` multiplies the mean loss of a micro-batch by its weight, so the sum of the gradients is that of the mean
+    over the whole step. The weight is the micro-batch's samples divided by the step's samples. For a rank of a DDP job
+    it is `num_ranks` times that, because DDP divides the sum of the ranks' gradients by their number.
 
     Args:
-        sizes: What each micro-batch counts for, in samples or in whatever its mean loss averages over: whole numbers,
-            or sums of real-valued weights.
-        num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
+        sizes: The count of each micro-batch: its samples, or whatever its mean loss divides by.
+        num_samples: The count of the whole step, over all ranks. Default: the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
-        samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
-            them it runs other ranks' samples.
+        samples: This rank's samples of each micro-batch, if `sizes` count something else. A rank with 0 samples runs
+            those of another rank.
         splits: See `StepSchedule.splits`.
 
     Attributes:
-        on_draw: Called before each micro-batch comes out, with whether it is the step's last; returns whether the
-            ranks meet in its backward: in every one where they share the parameters out. None where in the last.
-        uncounted: Around a micro-batch that counts for nothing, with whether it runs other ranks' samples: keeps it
-            from what is computed over the ranks in its forward.
-        silenced: Around a backward that is run for the ranks to meet and counts for nothing: keeps what its loss gives
-            from the gradients.
-        on_end: Called when the last micro-batch has had its backward; None for nothing.
-        cuts: How micro-batches that run out of memory in an `attempt` are cut; None where they are not.
-        norms: Takes the norms of the gradients, for the noise scale; None where that is not wanted.
-        on_loss: Called once each with the step's first loss, before its backward, and with its samples.
+        on_draw: Called before each micro-batch, with whether it is the last. Returns whether the ranks synchronise in
+            its backward. None: they do in the last.
+        uncounted: Context around a micro-batch of weight 0, which must not enter statistics over the ranks. Called with
+            whether the rank runs the samples of another rank.
+        silenced: Context around a backward of weight 0, which runs because the other ranks wait for it.
+        on_end: Called after the backward of the last micro-batch.
+        cuts: Cuts micro-batches that run out of memory in an `attempt`.
+        norms: Collects the gradient norms for the noise scale.
+        on_loss: Functions that are called once, with the step's first loss and its samples, before its backward.
         awaited: The update that should follow the last backward.
         is_open: Whether a micro-batch is running.
     """
@@ -116,7 +114,8 @@ class OptimizerStep:
         if self._iterated:
             raise InputError(
                 f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
-                "gone; take the next step from steps()"
+                "gone; take the next step from steps()",
+                code="step-iterated-twice",
             )
         self._iterated = True
         return self._draw()
@@ -133,7 +132,8 @@ class OptimizerStep:
         if not self._drawn:
             raise InputError(
                 f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
-                "`for batch in step:` first"
+                "`for batch in step:` first",
+                code="step-without-batch",
             )
         if not self.num_samples:
             return 0.0
@@ -166,36 +166,36 @@ class OptimizerStep:
         return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Weight the current micro-batch's mean loss and run its backward pass.
+        """Multiply the current micro-batch's mean loss by its weight, and run the backward pass.
 
-        A micro-batch that counts for nothing (weight 0) runs none: its mean is 0/0, and would turn all gradients NaN.
-        Only where the ranks meet does a rank without a share run it, on the zeroed loss of a real sample.
+        A micro-batch of weight 0 runs no backward: its mean is 0/0, which would make all gradients NaN. If the ranks
+        synchronise in it, the rank runs the zeroed loss of another rank's sample instead.
 
         Args:
             loss: The mean loss of the micro-batch, one number.
             scaler: Scales the weighted loss, for fp16.
 
         Raises:
-            InputError: `loss` is not one number, no micro-batch was drawn, or this one already had its backward.
+            InputError: `loss` is not one number, no micro-batch was drawn, or it had its backward already.
         """
         weight = self.weight
         if self._had_backward:
             raise InputError(
-                f"step.backward was called twice for {self._place()}. Expected one call per micro-batch. Call it on "
-                "the sum of the losses. If a loss needs its own backward (a GAN's discriminator), weight it yourself: "
-                "(loss_d * step.weight).backward(), then step.backward(loss_g)."
+                f"step.backward was called twice for {self._place()}. Expected one call, on the sum of the losses. "
+                "If a GAN needs two, call (loss_d * step.weight).backward() for the first.",
+                code="backward-twice",
             )
         self._check_parameters()
-        _require_one_number(loss)
+        require_one_number(loss)
         while self.on_loss and weight:
             self.on_loss.pop(0)(loss, self._part_samples())
         if self.cuts is not None and self._attempt is None:
             raise InputError(
-                f"backward was called outside of an attempt for {self._place()}; expected one, since on_oom is 'cut'; "
-                "put the forward and step.backward(loss) under `with step.attempt():`"
+                f"step.backward was called outside of an attempt for {self._place()}, and on_oom is 'cut'. Put the "
+                "forward and step.backward(loss) under `with step.attempt():`.",
+                code="backward-outside-attempt",
             )
-        # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
-        self._had_backward = True
+        self._had_backward = True  # also if it fails: it may have left gradients behind, so it cannot run again
         if not weight and not ((self._meets or self._gathers) and self.num_ranks > 1):
             if scaler is not None:
                 scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
@@ -212,9 +212,8 @@ class OptimizerStep:
             watched.end_backward(self._place(), may_update=not goes_on)
         self.awaited.expect(before, watched)
         if weight:
-            # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
-            self._loss = own if self._loss is None else self._loss.add_(own)
+            self._loss = own if self._loss is None else self._loss.add_(own)  # in place: plans count one block
 
     def _part_samples(self) -> int:
         """Return the samples of the current micro-batch, or of the part of it that an attempt runs."""
@@ -255,7 +254,8 @@ class OptimizerStep:
         if self._part is None:
             raise InputError(
                 f"an attempt began with no current micro-batch in optimizer step {self.index}; expected one; begin it "
-                "within `for batch in step:`"
+                "within `for batch in step:`",
+                code="attempt-without-batch",
             )
         attempt = self._attempt = Attempt(self._part, self.cuts)
         try:
@@ -274,7 +274,8 @@ class OptimizerStep:
         if self._drawn < len(self):
             raise InputError(
                 f"optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches; expected all "
-                "of them, or the gradient lacks a part; run the inner loop to its end"
+                "of them, or the gradient lacks a part; run the inner loop to its end",
+                code="step-left-early",
             )
 
     def _draw(self) -> Iterator[Any]:
@@ -284,7 +285,8 @@ class OptimizerStep:
             if batch is _MISSING:
                 raise InputError(
                     f"the loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
-                    f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
+                    f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler",
+                    code="loader-too-short",
                 )
             self._drawn += 1
             accumulation.split = None if self._splits is None else self._splits[number]
@@ -319,7 +321,8 @@ class OptimizerStep:
         if not self._had_backward:
             raise InputError(
                 f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
-                "step.backward(loss) once in the loop"
+                "step.backward(loss) once in the loop",
+                code="backward-missing",
             )
 
     def _check_parameters(self) -> None:
@@ -327,9 +330,9 @@ class OptimizerStep:
         change = self._watched.change() if self._watched is not None else ""
         if change:
             raise InputError(
-                f"{change} between the micro-batches of optimizer step {self.index} ({self._place()}); expected one "
-                "update behind the last, of the whole step's gradient; call optimizer.step() and "
-                "optimizer.zero_grad() after the inner loop"
+                f"{change} before {self._place()}, so the step's gradient would lack a part. Call optimizer.step() and "
+                "optimizer.zero_grad() once, after all micro-batches.",
+                code="update-between-micro-batches",
             )
 
     def _place(self) -> str:
@@ -366,7 +369,9 @@ def steps(
     batch_size = whole_number("batch_size", batch_size, minimum=1)
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
     if count is not None and not callable(count):
-        raise InputError(f"count is {count!r}; expected a function of a batch; pass one, or leave it out")
+        raise InputError(
+            f"count is {count!r}; expected a function of a batch; pass one, or leave it out", code="count-not-callable"
+        )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         sampler.check_sizes(batch_size, effective_batch_size)
@@ -374,7 +379,8 @@ def steps(
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
-                "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)"
+                "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)",
+                code="count-on-one-rank",
             )
         made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
     elif count is not None:
@@ -382,13 +388,6 @@ def steps(
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
     return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=count is None and not spans_ranks)
-
-
-def _require_one_number(loss: object) -> None:
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
 
 
 def checked(
@@ -468,7 +467,8 @@ def _scheduled_steps(
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(
             "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
-            "that doesn't repeat or add batches"
+            "that doesn't repeat or add batches",
+            code="loader-too-long",
         )
 
 

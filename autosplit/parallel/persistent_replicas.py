@@ -269,7 +269,8 @@ class KeptReplicas:
             raise InputError(
                 f"the optimizer steps while gradients of earlier micro-steps wait on {names}; expected the last "
                 "micro-step's forward and backward outside of no_sync() (within plan.steps, the step's last batch), "
-                "which brings them home; end the step there, or call synchronize() on the wrapper first"
+                "which brings them home; end the step there, or call synchronize() on the wrapper first",
+                code="update-while-gradients-wait",
             )
 
     def _follow(self, kept: list[Tensor]) -> None:
@@ -374,7 +375,8 @@ def _changed_error() -> InputError:
     return InputError(
         "a gradient was changed (clipped, scaled, unscaled or replaced) while others of the same parameters wait on "
         "the other devices; expected them to be left alone until the last micro-step's backward; call synchronize() "
-        "on the wrapper first"
+        "on the wrapper first",
+        code="gradient-changed-early",
     )
 
 
@@ -388,7 +390,8 @@ def _refuse_graph(grad: Tensor | None) -> None:
         raise InputError(
             "A backward with create_graph=True ran on replicas that are kept within no_sync(). Gradients that wait on "
             "other devices can have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
-            "create_graph, or run the step outside of no_sync()."
+            "create_graph, or run the step outside of no_sync().",
+            code="create-graph-on-kept-replicas",
         )
 
 

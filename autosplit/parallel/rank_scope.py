@@ -19,7 +19,8 @@ def checked_scope(scope: LossScope | None) -> bool:
     """Return whether losses are normalised over the ranks; raise InputError for an unknown scope."""
     if scope not in (None, "sample", "ranks"):
         raise InputError(
-            f"loss_scope is {scope!r}. Expected 'sample', or 'ranks' if the loss divides by a sum over all ranks."
+            f"loss_scope is {scope!r}. Expected 'sample', or 'ranks' if the loss divides by a sum over all ranks.",
+            code="loss-scope",
         )
     return scope == "ranks"
 
@@ -32,7 +33,9 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
         ("loss_reduction='sum'" if sums else "", "a loss that is divided by a number is no sum"),
     ):
         if given:
-            raise InputError(f"loss_scope is 'ranks' and {given}: {why}. Leave one of them out.")
+            raise InputError(
+                f"loss_scope is 'ranks' and {given}: {why}. Leave one of them out.", code="loss-scope-combined"
+            )
 
 
 def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list[float], float]:
@@ -57,7 +60,8 @@ def refuse_ranks_without_samples(without: float) -> None:
     if without:
         raise InputError(
             "loss_scope is 'ranks', and some rank has no samples in a micro-batch. The sample that it runs instead "
-            "would be counted in the loss of the others. Pass drop_last=True, or tune for a larger batch."
+            "would be counted in the loss of the others. Pass drop_last=True, or tune for a larger batch.",
+            code="loss-scope-rank-without-samples",
         )
 
 
@@ -66,5 +70,6 @@ def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
     if micro_steps > 1 and count is None:
         raise InputError(
             f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each must be weighted by what its loss "
-            "divides by. Pass count=, which returns that number for a batch, such as its boxes."
+            "divides by. Pass count=, which returns that number for a batch, such as its boxes.",
+            code="loss-scope-needs-count",
         )

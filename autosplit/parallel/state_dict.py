@@ -47,7 +47,8 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
     if twins:
         raise InputError(
             f"the state dict has {shown(twins)}, which are names of one tensor; expected each tensor once; "
-            "take out the names that are left from another state"
+            "take out the names that are left from another state",
+            code="state-dict-tied",
         )
 
     def layer(path: str) -> str:
@@ -116,26 +117,31 @@ def _compiled(name: str, places: Mapping[str, str]) -> str:
 def _check(module: nn.Module, state: Mapping[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"module is a {type(module).__name__}; expected an nn.Module; pass the module first, then the state dict"
+            f"module is a {type(module).__name__}; expected an nn.Module; pass the module first, then the state dict",
+            code="module-type",
         )
     if isinstance(state, nn.Module):
         raise InputError(
-            f"state is a module, a {type(state).__name__}; expected its state dict; pass what its state_dict() returns"
+            f"state is a module, a {type(state).__name__}; expected its state dict; pass what its state_dict() returns",
+            code="state-is-module",
         )
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise InputError(
-            f"state is {shown(state)}; expected a state dict, names to tensors; pass what model.state_dict() returned"
+            f"state is {shown(state)}; expected a state dict, names to tensors; pass what model.state_dict() returned",
+            code="state-type",
         )
     inside = [name for name, value in state.items() if _is_nested_state(name, value)]
     if inside:
         raise InputError(
             f"state has the keys {shown(list(state))}; expected names of parameters; it is a whole checkpoint: "
-            f"pass state[{inside[0]!r}], the state dict in it"
+            f"pass state[{inside[0]!r}], the state dict in it",
+            code="state-is-checkpoint",
         )
     if state and not any(isinstance(value, Tensor) or is_extra(name) for name, value in state.items()):
         raise InputError(
             f"state has the keys {shown(list(state))} and no tensor; expected names of parameters with their tensors; "
-            "pass what model.state_dict() returned"
+            "pass what model.state_dict() returned",
+            code="state-without-tensors",
         )
 
 

@@ -109,7 +109,8 @@ class TokenBatchSampler(ScheduledBatchSampler):
         if least > 1:
             raise InputError(
                 f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "
-                "expected a model without BatchNorms, which would count padding, too; use batch_sampler"
+                "expected a model without BatchNorms, which would count padding, too; use batch_sampler",
+                code="batchnorm-with-lengths",
             )
 
     def common_facts(self) -> dict[str, Any]:

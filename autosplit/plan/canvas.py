@@ -81,7 +81,8 @@ def check_installed(module: str, what: str, why: str) -> None:
     except ImportError:
         name = module.partition(".")[0]
         raise InputError(
-            f"{what} needs {name}, which is not installed; expected it, for {why}; pip install {name}"
+            f"{what} needs {name}, which is not installed; expected it, for {why}; pip install {name}",
+            code="package-missing",
         ) from None
 
 

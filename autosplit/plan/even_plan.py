@@ -72,7 +72,8 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
     if even is None:
         raise PlanError(
             f"no batch of one size fits all ranks, whose ceilings are {shown(problem.ceilings)}; expected one that "
-            f"{tool.called} can be given; train with autosplit.ddp, which gives each rank its own"
+            f"{tool.called} can be given; train with autosplit.ddp, which gives each rank its own",
+            code="no-even-plan",
         )
     rate = None if plan.shares_processor else problem.rate(even.batch_size, even.accumulation_steps)
     even = replace(even, samples_per_s=rate)
@@ -94,7 +95,10 @@ def _ranks_of(plan: PlanRecord) -> _Ranks:
     refuse_without_ranks(plan)
     sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
     if min(sizes) < 1:
-        raise PlanError(f"the plan's ranks have {shown(sizes)} samples; expected 1 or more for each; tune again")
+        raise PlanError(
+            f"the plan's ranks have {shown(sizes)} samples; expected 1 or more for each; tune again",
+            code="plan-rank-sizes",
+        )
     effective = plan.ddp.effective_batch_size or plan.effective_batch_size
     ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)
     return _Ranks(sizes, ceilings, plan.ddp.ranks[0].accumulation_steps, effective)

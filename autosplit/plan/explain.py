@@ -102,7 +102,8 @@ def required_problem(plan: PlanRecord) -> Problem:
     if problem is None:
         raise PlanError(
             "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
-            "made; tune again, or autosplit.measure(workload, split=...) runs the split itself"
+            "made; tune again, or autosplit.measure(workload, split=...) runs the split itself",
+            code="plan-without-fits",
         )
     return problem
 

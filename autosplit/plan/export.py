@@ -34,12 +34,15 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     """Turn a plan into the settings of another tool."""
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
-        raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
+        raise InputError(
+            f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them", code="export-format"
+        )
     if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
             f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them "
             f"{printable(plan.checkpointed[0])}, and {shown(to)} has no setting that does; "
-            "expected a plan without; train with autosplit or its integrations, or tune without checkpointing"
+            "expected a plan without; train with autosplit or its integrations, or tune without checkpointing",
+            code="export-checkpointing",
         )
     return make(plan, path)
 
@@ -107,7 +110,8 @@ _PRECISIONS = {"none": ("no", "32-true"), "bf16": ("bf16", "bf16-mixed"), "fp16"
 def _precision(plan: PlanRecord) -> tuple[str, str]:
     if plan.precision not in _PRECISIONS:
         raise PlanError(
-            f"the plan's precision is {shown(plan.precision)}; expected one of {', '.join(_PRECISIONS)}; tune again"
+            f"the plan's precision is {shown(plan.precision)}; expected one of {', '.join(_PRECISIONS)}; tune again",
+            code="export-precision",
         )
     return _PRECISIONS[plan.precision]
 
@@ -192,7 +196,8 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     if len(set(start.machines)) > 1:
         raise PlanError(
             f"the plan's machines have {tuple_text(start.machines)} ranks; expected as many on each, as Lightning's "
-            "Trainer does; train with autosplit.ddp, or export to torchrun"
+            "Trainer does; train with autosplit.ddp, or export to torchrun",
+            code="export-machines",
         )
     kind, several = plan.devices[0].kind, even.num_ranks > 1
     # Several GPUs of one machine by their numbers, so that it is these and no others.

@@ -59,7 +59,9 @@ class Export:
         """
         target = Path(path)
         if target.is_dir():
-            raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
+            raise InputError(
+                f"{target} is a folder; expected a file; write it as {target / 'settings'}", code="output-is-folder"
+            )
         write(target, self.text + "\n")
 
 
@@ -70,7 +72,8 @@ def write(path: Path, text: str, called: str = "") -> None:
     except (OSError, ValueError) as error:  # a name with a null character is no OSError
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another"
+            f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another",
+            code="output-not-written",
         ) from error
 
 

@@ -112,7 +112,8 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
             f"noise_scale is {shown(value)}; expected step.noise_scale of plan.steps(loader, noise_scale=True), or a "
-            "finite number of samples, 0 or more; estimate it over more steps"
+            "finite number of samples, 0 or more; estimate it over more steps",
+            code="noise-scale-value",
         )
     rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))
     now = plan.effective_batch_size

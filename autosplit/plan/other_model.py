@@ -30,7 +30,8 @@ def refuse_wrapped(model: Any) -> None:
     if isinstance(checked_module(model), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"model is in a {type(model).__name__} already; expected the model within; pass model.module, or use the "
-            "wrapper that it has"
+            "wrapper that it has",
+            code="model-wrapped",
         )
 
 

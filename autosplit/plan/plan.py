@@ -201,7 +201,8 @@ class Plan(PlanRecord):
             raise DeviceError(
                 f"the plan's devices are {wanted}, and those that are visible are: {seen}; expected the same cards, or "
                 "cards of the same names in the same order; set CUDA_VISIBLE_DEVICES as it was when the plan was made, "
-                "or tune here"
+                "or tune here",
+                code="plan-devices-absent",
             )
         return tuple(torch.device(kind, index) for index in indices)
 
@@ -415,7 +416,8 @@ class Plan(PlanRecord):
         if not all(device.kind == "cpu" and device.budgeted for device in self.devices):
             raise DeviceError(
                 f"the plan's devices are {', '.join(device.label for device in self.devices)}; expected cpu devices "
-                "with budgets; tune with devices='cpu:2GiB,cpu:1GiB'"
+                "with budgets; tune with devices='cpu:2GiB,cpu:1GiB'",
+                code="plan-without-budgets",
             )
         tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
         with tracker, adopting_optimizers(tracker):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from msgspec import Meta
 from autosplit.errors import PlanError
 from autosplit.files import read_bounded, replace_file, what_stands_at
 from autosplit.plan.explanation import Change, Explained, TunedWay
-from autosplit.plan.validation import unsound_part
+from autosplit.plan.validation import fits_devices, unfit_number, unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
@@ -39,9 +38,6 @@ MOST_DEVICES = 4096
 
 MOST_FORWARDS = 2**20
 """Of an optimizer step."""
-
-LARGEST = 2**62
-"""No number of a plan is so large: it is 4 EiB, or as many samples."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """A plan is some dozens of KiB: what is larger than this is none, and is not read."""
@@ -270,18 +266,22 @@ class PlanRecord:
             self._require(asked, "effective_batch_size", f"{least} to {most}, as asked for")
         others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
-        self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
+        self._require(fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
         evaluation = 0 if self.fits is None else len(self.fits.evaluation)
         self._require(evaluation in (0, len(self.split)), "fits", f"an evaluation on each of {len(self.split)} devices")
-        unfit = _unfit_number(self)
+        unfit = unfit_number(self)
         if unfit is not None:
-            raise PlanError(f"{unfit}; expected a number from 0 to less than 2^62; tune again")
+            raise PlanError(
+                f"{unfit}; expected a number from 0 to less than 2^62; tune again", code="plan-number-range"
+            )
         self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
-            raise PlanError(f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again")
+            raise PlanError(
+                f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again", code="plan-value"
+            )
 
     def __str__(self) -> str:
         """Return the plan in one line; `autosplit show` prints all of it."""
@@ -347,7 +347,8 @@ class PlanRecord:
         if self.lengths is None:
             raise PlanError(
                 "the plan was tuned for samples of one length; expected one that knows theirs; tune with "
-                "lengths=[len(sample) for sample in dataset]"
+                "lengths=[len(sample) for sample in dataset]",
+                code="plan-without-lengths",
             )
         return self.lengths
 
@@ -406,7 +407,8 @@ class PlanRecord:
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
                 f"the plan can't be written to {target} ({reason}); expected a file that may be "
-                "written; choose another path"
+                "written; choose another path",
+                code="plan-not-written",
             ) from error
 
     @classmethod
@@ -422,7 +424,8 @@ class PlanRecord:
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
                 f"the plan {os.fspath(path)} can't be read ({reason}); expected a file that Plan.save wrote; "
-                "check the path"
+                "check the path",
+                code="plan-unreadable",
             ) from error
         return cls.from_json(text, source=os.fspath(path)).kept_at(Path(path))
 
@@ -440,17 +443,21 @@ class PlanRecord:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
             if version != SCHEMA_VERSION:
                 raise PlanError(
-                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version"
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
+                    code="plan-version",
                 )
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
                 f"{source} is not a plan ({printable(error, longest=300)}); expected one that Plan.save wrote; "
-                "tune again"
+                "tune again",
+                code="plan-not-a-plan",
             ) from None
         unsound = unsound_part(plan)
         if unsound is not None:
-            raise PlanError(f"{source} is not a sound plan: {printable(unsound, longest=300)}; tune again")
+            raise PlanError(
+                f"{source} is not a sound plan: {printable(unsound, longest=300)}; tune again", code="plan-unsound"
+            )
         return plan
 
 
@@ -467,31 +474,3 @@ class _Versioned:
     """The one key that every version of the JSON has."""
 
     schema_version: int
-
-
-def _fits_devices(fit: Fit | None, count: int) -> bool:
-    """Tell whether a fit has a curve for each device, of at least one point, and time that passes in each."""
-    if fit is None:
-        return True
-    curves = fit.step_time.curves
-    return len(curves) == count and all(
-        curve.points
-        and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
-        and curve.points[0][0] >= 1
-        and min(seconds for _, seconds in curve.points) > 0
-        for curve in curves
-    )
-
-
-def _unfit_number(value: object, name: str = "the plan") -> str | None:
-    """Name the first number in a value of this module that no plan has; None where all are right."""
-    if is_dataclass(value):
-        parts = [(getattr(value, part.name), part.name) for part in fields(value)]
-    elif isinstance(value, tuple):
-        parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
-    else:
-        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
-        least = -LARGEST if name == "fixed_bytes" else 0
-        wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
-        return f"{name} is {value!r:.40}" if wrong else None
-    return next((said for said in (_unfit_number(item, called) for item, called in parts) if said is not None), None)

@@ -70,7 +70,8 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
     if any(0 < share < least for share in shares) or (problem.ranks and 0 in shares):
         raise InputError(
             f"split is {shares}; expected shares of at least {least}{'' if problem.ranks else ' or of 0'}: on fewer "
-            "the model does not train; move samples, or add some"
+            "the model does not train; move samples, or add some",
+            code="split-too-small",
         )
     samples = sum(shares) * steps
     rate = problem.rate(shares, samples)

@@ -64,7 +64,8 @@ def refuse_simulated(plan: PlanRecord, what: str) -> None:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
             f"the plan is for simulated cards ({names}); expected real devices to {what}; tune on the machine that has "
-            "them"
+            "them",
+            code="plan-simulated",
         )
 
 
@@ -73,13 +74,15 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
     if not plan.ddp.ranks:
         raise PlanError(
             f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
-            "device; tune for devices that each hold a rank, or use plan.wrap"
+            "device; tune for devices that each hold a rank, or use plan.wrap",
+            code="plan-without-ranks",
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
     if len(forwards) > 1 or forwards[0] < 1:
         raise PlanError(
             f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
-            "tune again"
+            "tune again",
+            code="plan-accumulation-steps",
         )
 
 
@@ -99,7 +102,8 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
             return options
     raise InputError(
         f"no script is given in {shlex.join(arguments)!r}; expected one, after torchrun's own options if any; write "
-        "autosplit launch train.py"
+        "autosplit launch train.py",
+        code="script-not-given",
     )
 
 
@@ -111,12 +115,14 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
     count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
     if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise InputError(
-            f"--nnodes is {nodes!r}; expected a fixed number: a plan's ranks are; pass the number of machines"
+            f"--nnodes is {nodes!r}; expected a fixed number: a plan's ranks are; pass the number of machines",
+            code="torchrun-nnodes",
         )
     if count % int(nodes):
         raise PlanError(
             f"the plan has {count} ranks, and --nnodes is {nodes}; expected as many on each machine; pass "
-            "--nproc-per-node yourself on each of them"
+            "--nproc-per-node yourself on each of them",
+            code="torchrun-uneven-machines",
         )
     return count // int(nodes)
 
@@ -129,5 +135,6 @@ def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     if int(given) != len(plan.ddp.ranks):
         raise PlanError(
             f"the plan has {len(plan.ddp.ranks)} ranks, and --nproc-per-node is {given}; expected a process for each "
-            "rank; leave the option out, or tune for as many devices"
+            "rank; leave the option out, or tune for as many devices",
+            code="world-size",
         )

@@ -6,8 +6,15 @@ granted what is asked here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
+
+from autosplit.solve.step_time import Fit
+
+LARGEST = 2**62
+"""No number of a plan is so large: it is 4 EiB, or as many samples."""
 
 DEEPEST = 32
 """Levels of what describes the machine and the workload; ours have about five."""
@@ -111,3 +118,31 @@ def _is_deeper(value: object, levels: int) -> bool:
     """Tell whether dicts and lists are nested deeper than so many levels, and look no further."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels <= 0 or any(_is_deeper(item, levels - 1) for item in items))
+
+
+def fits_devices(fit: Fit | None, count: int) -> bool:
+    """Return whether a fit has a curve for each device, with rising sizes and positive times."""
+    if fit is None:
+        return True
+    curves = fit.step_time.curves
+    return len(curves) == count and all(
+        curve.points
+        and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
+        and curve.points[0][0] >= 1
+        and min(seconds for _, seconds in curve.points) > 0
+        for curve in curves
+    )
+
+
+def unfit_number(value: object, name: str = "the plan") -> str | None:
+    """Return the name and value of the first number that no plan can hold, or None."""
+    if is_dataclass(value):
+        parts = [(getattr(value, part.name), part.name) for part in fields(value)]
+    elif isinstance(value, tuple):
+        parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    else:
+        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
+        least = -LARGEST if name == "fixed_bytes" else 0
+        wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
+        return f"{name} is {value!r:.40}" if wrong else None
+    return next((said for said in (unfit_number(item, called) for item, called in parts) if said is not None), None)

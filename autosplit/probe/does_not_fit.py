@@ -26,7 +26,8 @@ def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
     elif prober.max_batch_size < least:
         return DoesNotFitError(
             f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
-            f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
+            f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size",
+            code="batchnorm-least-samples",
         )
     else:
         needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0

@@ -59,9 +59,13 @@ def find_ceiling(
     """
     request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
     if role not in get_args(Role):
-        raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
+        raise InputError(
+            f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them", code="role"
+        )
     if len(request.devices) != 1:
-        raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
+        raise InputError(
+            f"{len(request.devices)} devices are given; expected one; call find_ceiling for each", code="one-device"
+        )
     asked, held = role, {"fits": (role,)} if role in COPYING else {}
     role = "rank" if held else role
     source = workload_source(workload, None, held)
@@ -102,7 +106,8 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
         if not others:
             raise DeviceError(
                 f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
-                "probe it as role='rank' or role='primary'"
+                "probe it as role='rank' or role='primary'",
+                code="replica-needs-second-gpu",
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
     if device.kind == "cpu" and not device.budgeted:

@@ -69,7 +69,8 @@ def check(workload: Any) -> tuple[Check, ...]:
             raise WorkloadError(
                 f"gradients in float64 take {needed_bytes / 2**30:.1f} GiB; expected no more than the "
                 f"{available_bytes / 2**30:.1f} GiB that this machine has available; check the same model with fewer "
-                "layers"
+                "layers",
+                code="check-memory",
             )
         workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
         built = _with_model(workload)
@@ -137,7 +138,8 @@ def _batch_of(workload: Workload) -> Any:
     if workload.make_batch is None:
         raise WorkloadError(
             f"the sample batch has {size} sample{'' if size == 1 else 's'}; expected {LEAST_SAMPLES} or more, all "
-            "different, to split; pass a larger sample batch, or make_batch="
+            "different, to split; pass a larger sample batch, or make_batch=",
+            code="check-sample-count",
         )
     return workload.made_batch(MADE_SAMPLES)
 

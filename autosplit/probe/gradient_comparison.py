@@ -103,7 +103,8 @@ class Comparison:
             if not _is_finite(begun.whole):
                 raise WorkloadError(
                     "the gradient of the whole sample batch is not finite; expected numbers to compare; pass a sample "
-                    "batch and parameters that can be trained"
+                    "batch and parameters that can be trained",
+                    code="gradient-not-finite",
                 )
             if self.workload.step is None and self.workload.loss_reduction == "mean":
                 self.reduce = reduction_of(self.copy, self.tolerance)
@@ -114,7 +115,7 @@ class Comparison:
             except Exception as error:
                 table = self._table(begun.whole)
                 if table:
-                    raise WorkloadError(table) from error
+                    raise WorkloadError(table, code="gradient-not-finite") from error
                 if isinstance(error, AutosplitError):
                     raise
                 raise from_user_code(error, "the workload on a part of its own sample batch") from error

@@ -28,8 +28,9 @@ from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import chunk, in_reverse, map_tensors
+from autosplit.workload.model_call import on_first_device
 from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload, on_first_device
+from autosplit.workload.workload import Workload
 
 Gradients = dict[str, Tensor]
 """The gradient that each optimizer sees at each of its steps, as one row; of a plain workload only `GRADIENT`."""

@@ -81,7 +81,9 @@ def measure_loader(
     processes = _processes() if processes is None else processes
     whole_number("processes", processes, minimum=1)
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
-        raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60")
+        raise InputError(
+            f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60", code="time-limit"
+        )
     _check(loader)
     ends_s = time.monotonic() + time_limit_s
     cores = _cores()
@@ -263,7 +265,8 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
             raise
         raise InputError(
             f"{settings.num_workers} workers raised {one_line(error)}, where the process itself loads the same; "
-            "expected a data set that workers can load; mend that, or keep num_workers=0"
+            "expected a data set that workers can load; mend that, or keep num_workers=0",
+            code="loader-workers-failed",
         ) from error
     finally:
         if settings.num_workers and iterator is not None:
@@ -279,7 +282,9 @@ def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[An
     batches: list[Sequence[Any]] = [list(batch) for batch in itertools.islice(sampler, MOST_BATCHES)]
     batches = [batch for batch in batches if batch]
     if not batches:
-        raise InputError("the loader has no batch; expected one at least; give it a data set with samples in it")
+        raise InputError(
+            "the loader has no batch; expected one at least; give it a data set with samples in it", code="loader-empty"
+        )
     began = time.perf_counter()
     read = 0
     try:
@@ -323,16 +328,20 @@ def _with(
 
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
-        raise InputError(f"loader is a {type(loader).__name__}; expected a torch.utils.data.DataLoader; pass one")
+        raise InputError(
+            f"loader is a {type(loader).__name__}; expected a torch.utils.data.DataLoader; pass one", code="loader-type"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
             f"the loader's data set {type(loader.dataset).__name__} is iterable; expected one with an index: how an "
-            "iterable one is shared out to workers is its own affair; time it with the workers that it is made for"
+            "iterable one is shared out to workers is its own affair; time it with the workers that it is made for",
+            code="loader-iterable",
         )
     if loader.batch_sampler is None or not isinstance(loader.dataset, Sized):
         raise InputError(
             "the loader makes no batches of its own, or its data set has no length; expected batch_size or "
-            "batch_sampler, and a data set with __len__; pass a loader with them"
+            "batch_sampler, and a data set with __len__; pass a loader with them",
+            code="loader-without-batches",
         )
 
 

@@ -129,7 +129,7 @@ class Samples:
         """Return the first samples of a batch; raise WorkloadError if not all of it can be cut alike."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
-            raise WorkloadError("the batch has lists, which can't be cut as its tensors can")
+            raise WorkloadError("the batch has lists, which can't be cut as its tensors can", code="batch-not-cuttable")
 
         def rows(indices: Sequence[int]) -> Any:
             chosen = [*indices]

@@ -71,7 +71,8 @@ def profiles_folder() -> Path:
             return found / "profiles"
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
-        "AUTOSPLIT_CACHE_DIR to one, or HOME"
+        "AUTOSPLIT_CACHE_DIR to one, or HOME",
+        code="cache-folder",
     )
 
 
@@ -137,7 +138,9 @@ def _read(path: Path) -> Plan | None:
     except LargeFileError as error:
         raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
     except OSError as error:
-        raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
+        raise ProfileError(
+            f"it can't be read ({error.strerror or error}); expected a file; remove it", code="profile-unreadable"
+        ) from error
     try:
         return Plan.from_json(content, source="it").kept_at(path)
     except PlanError as error:
@@ -159,7 +162,8 @@ def _refuse_foreign(
         if differing:
             raise ProfileError(
                 f"it is for another {what} ({', '.join(differing)[:200]} differ); "
-                f"expected this {what}'s; remove it, or let this run replace it"
+                f"expected this {what}'s; remove it, or let this run replace it",
+                code="profile-foreign",
             )
     expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
@@ -187,7 +191,8 @@ def store(key: str, plan: Plan) -> Path:
     except OSError as error:
         raise ProfileError(
             f"{path} can't be written ({error.strerror or error}); expected a folder to write to; set "
-            "AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
+            "AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'",
+            code="profile-not-written",
         ) from error
     return path
 
@@ -216,7 +221,9 @@ def read_profile(path: Path) -> Plan:
     """Read a file of the cache, as hostile input."""
     plan = _read(path)
     if plan is None:
-        raise ProfileError(f"{path} is not there any more; expected a profile; autosplit profiles lists them")
+        raise ProfileError(
+            f"{path} is not there any more; expected a profile; autosplit profiles lists them", code="profile-missing"
+        )
     return plan
 
 
@@ -227,7 +234,8 @@ def remove_profile(path: Path) -> None:
     except OSError as error:
         raise ProfileError(
             f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "
-            "remove it by hand"
+            "remove it by hand",
+            code="profile-not-removed",
         ) from error
     _remove_beside(path)
 

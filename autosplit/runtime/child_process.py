@@ -57,6 +57,8 @@ class ChildLostError(AutosplitError):
         hung: It was ended because it took too long.
     """
 
+    code = "process-lost"
+
     def __init__(self, cause: str, *, hung: bool = False) -> None:
         super().__init__(f"the process {cause}")
         self.cause = cause
@@ -110,7 +112,8 @@ class Child:
             if isinstance(error, OSError):
                 raise AutosplitError(
                     f"no process could be started ({one_line(error)}); expected room for one more; end others, or "
-                    "leave isolate out (--no-isolate)"
+                    "leave isolate out (--no-isolate)",
+                    code="process-not-started",
                 ) from error
             raise
         finally:
@@ -246,7 +249,8 @@ def _pickled(what: Any) -> bytes:
     except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
         raise InputError(
             f"isolate=True and the workload can't be pickled ({one_line(error)}); expected a workload made of "
-            "importable functions and classes; define them in a module, or leave isolate out"
+            "importable functions and classes; define them in a module, or leave isolate out",
+            code="workload-not-picklable",
         ) from None
 
 
@@ -327,7 +331,8 @@ def _unpickled(data: bytes) -> Any:
     except Exception as error:  # noqa: BLE001  # whatever importing the user's modules raises
         raise InputError(
             f"isolate=True and the workload can't be loaded in another process ({one_line(error)}); expected a "
-            "workload made of importable functions and classes; define them in a module, or leave isolate out"
+            "workload made of importable functions and classes; define them in a module, or leave isolate out",
+            code="workload-not-unpicklable",
         ) from None
 
 

@@ -122,7 +122,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
             "A FakeTensorMode is active, so tensors have no values. Expected a call outside of it: autosplit runs the "
-            "workload, and makes its own fake tensors where it needs them."
+            "workload, and makes its own fake tensors where it needs them.",
+            code="fake-tensor-mode",
         )
     options = {name: value for name, value in described.items() if value is not None}
     changes: dict[str, Any] = {
@@ -130,22 +131,28 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     }
     if sample_batch is not None:
         if isinstance(given, Workload):
-            raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
+            raise InputError(
+                "a Workload and a sample_batch are given; expected one of them; the Workload has its own",
+                code="sample-batch-twice",
+            )
         return _changed(Workload(given, sample_batch, **options), changes)
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
-            "pass it as the second argument"
+            "pass it as the second argument",
+            code="sample-batch-missing",
         )
     if options:
         raise InputError(
             f"{', '.join(options)} given beside a {type(given).__name__}; expected them inside the Workload; "
-            "pass them to Workload(...)"
+            "pass them to Workload(...)",
+            code="workload-arguments-twice",
         )
     if not isinstance(given, Workload) and not callable(given):
         raise WorkloadError(
             f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
-            "returns one; pass one of these"
+            "returns one; pass one of these",
+            code="workload-type",
         )
     return _changed(given, changes)
 
@@ -167,7 +174,8 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
     precision = changes.get("precision", "none")
     if precision not in PRECISIONS:
         raise WorkloadError(
-            f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
+            f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them",
+            code="precision",
         )
     if not changes:
         return source
@@ -313,7 +321,8 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
     if needed > available_host_bytes():
         raise WorkloadError(
             f"the workload can't be followed without its memory ({one_line(error)}); with it, a copy and gradients "
-            f"take {size_text(needed)}; expected no more than this machine has; plan a model with fewer layers"
+            f"take {size_text(needed)}; expected no more than this machine has; plan a model with fewer layers",
+            code="workload-too-large",
         ) from error
 
 
@@ -330,7 +339,8 @@ def _built(source: Source) -> Workload:
     if not isinstance(workload, Workload):
         raise WorkloadError(
             f"the function returned a {type(workload).__name__}; expected an autosplit.Workload; "
-            "return Workload(model, sample_batch)"
+            "return Workload(model, sample_batch)",
+            code="workload-function",
         )
     return workload
 

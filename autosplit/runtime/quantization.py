@@ -43,7 +43,8 @@ def refuse_quantized(workload: Workload) -> None:
 def _refuse(what: str) -> None:
     raise WorkloadError(
         f"{what}: on simulated cards and the processor its memory can't be told; expected plain tensors, which torch's "
-        "own ops update; plan with the plain kind, or tune on the card (--devices cuda)"
+        "own ops update; plan with the plain kind, or tune on the card (--devices cuda)",
+        code="quantized-parameter",
     )
 
 

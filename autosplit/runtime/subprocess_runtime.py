@@ -56,6 +56,8 @@ before the end of a time limit also ends the attempts.
 class StepLostError(OutOfMemoryError):
     """The process that ran a step died of it; counted as a lack of memory, which is what it mostly is."""
 
+    code = "step-lost"
+
 
 class IsolatedRuntime:
     """A runtime in a process of its own, which is started at once and loads meanwhile.
@@ -138,7 +140,9 @@ class IsolatedRuntime:
         try:
             found: T = self._child.call("ask", function, limit_s=ASKED_LIMIT_S)
         except ChildLostError as lost:
-            raise AutosplitError(f"the process that was asked {lost.cause}; expected an answer") from None
+            raise AutosplitError(
+                f"the process that was asked {lost.cause}; expected an answer", code="isolated-process-lost"
+            ) from None
         return found
 
     def close(self) -> None:
@@ -178,7 +182,8 @@ class IsolatedRuntime:
             raise AutosplitError(
                 f"the process for real steps {lost.cause} before it had built the workload; expected it to start; "
                 "mend what it says above (a script that tunes needs `if __name__ == '__main__':`), or leave isolate "
-                "out (--no-isolate)"
+                "out (--no-isolate)",
+                code="isolated-process-not-started",
             ) from None
 
     def _refuse_to_go_on(self, cause: str) -> None:
@@ -187,13 +192,15 @@ class IsolatedRuntime:
             raise AutosplitError(
                 f"the process for real steps died in each of its first {FUTILE_DEATHS} calls, the last time it "
                 f"{cause}; expected a step to end; run one step of the workload by itself to see why, or leave "
-                "isolate out (--no-isolate)"
+                "isolate out (--no-isolate)",
+                code="isolated-process-dies",
             )
         out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s
         if out_of_time and self._hung >= FUTILE_DEATHS:
             raise AutosplitError(
                 f"the time limit is over and {self._hung} steps have hung; the last process {cause}; expected steps "
-                "to end; ask for a max_batch_size at which they do, or raise time_limit_s"
+                "to end; ask for a max_batch_size at which they do, or raise time_limit_s",
+                code="isolated-process-hangs",
             )
 
     def _lost_step(self, shape: StepShape, cause: str) -> StepLostError:

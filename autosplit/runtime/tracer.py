@@ -200,7 +200,8 @@ class Tracer:
         if self.workload.step is None and not self._is_trained:
             raise WorkloadError(
                 "no parameter of the model gets a gradient: the loss comes from something else than the model that it "
-                "is given; expected its outputs; call the model that compute_loss is passed, not one outside"
+                "is given; expected its outputs; call the model that compute_loss is passed, not one outside",
+                code="no-gradient",
             )
         self._kept[first] = found
         self._has_settled = True

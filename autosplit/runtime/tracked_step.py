@@ -154,7 +154,8 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         raise WorkloadError(
             "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
             "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
-            "itself, or plan with another optimizer"
+            "itself, or plan with another optimizer",
+            code="memory-unsettled",
         )
     found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
     if trainee.draws.count:
@@ -179,7 +180,8 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         raise WorkloadError(
             f"the optimizer has not {len(left_out)} of the parameters that get a gradient, the first of shape "
             f"{tuple(left_out[0].shape)}, and nobody clears it; expected all of them, or the others frozen; give the "
-            "optimizer model.parameters(), or call requires_grad_(False) on what is not to be trained"
+            "optimizer model.parameters(), or call requires_grad_(False) on what is not to be trained",
+            code="gradient-uncleared",
         )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
         names = " and ".join(type(optimizer).__name__ for optimizer in trainee.optimizers.items)
@@ -188,7 +190,8 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"
     raise WorkloadError(
         f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}, so that no "
-        f"batch fits for good; expected steps that leave as many bytes as they found; {how}"
+        f"batch fits for good; expected steps that leave as many bytes as they found; {how}",
+        code="memory-grows",
     )
 
 

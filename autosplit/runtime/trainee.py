@@ -22,8 +22,9 @@ from autosplit.runtime.fake_copy import fake_like
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
+from autosplit.workload.model_call import call_model, on_first_device
 from autosplit.workload.models import Models, Several
-from autosplit.workload.workload import Workload, call_model, on_first_device
+from autosplit.workload.workload import Workload
 
 CPU = torch.device("cpu")
 
@@ -249,7 +250,8 @@ class Trainee:
         if self.workload.step is not None:
             raise WorkloadError(
                 "the workload has step=, which is a whole optimizer step; expected one model and a loss to evaluate; "
-                "pass a Workload of the model alone"
+                "pass a Workload of the model alone",
+                code="evaluation-with-step",
             )
         modes = [(module, module.training) for model in self.models.modules for module in model.modules()]
         inputs = batch[0] if self.workload.loss_fn is not None else batch

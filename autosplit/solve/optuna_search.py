@@ -284,7 +284,8 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
     reason = without_passwords(reason.replace(str(storage), shown))
     return InputError(
         f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
-        "'sqlite:///study.db'; correct it, or leave it out"
+        "'sqlite:///study.db'; correct it, or leave it out",
+        code="storage-unusable",
     )
 
 

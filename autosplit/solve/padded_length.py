@@ -119,7 +119,8 @@ class LengthPlan:
         if length > self.points[0].length:
             raise InputError(
                 f"a sample has length {length}, and the longest of the plan has {self.points[0].length}; expected none "
-                "above that, or it may run out of memory; tune with the lengths of all samples, or cut the sample"
+                "above that, or it may run out of memory; tune with the lengths of all samples, or cut the sample",
+                code="length-above-plan",
             )
         before = self.points[0]
         for point in self.points:
@@ -151,16 +152,19 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
     if len(numbers) < len(listed):
         raise InputError(
             f"{name} is {shown(lengths)}; expected a whole number for each sample; pass "
-            "[len(sample) for sample in dataset], or the like"
+            "[len(sample) for sample in dataset], or the like",
+            code="lengths-type",
         )
     if numbers and max(numbers) > MOST_TOKENS:
         raise InputError(
-            f"{name} hold {max(numbers)}; expected at most {MOST_TOKENS} each; pass the tokens of each sample"
+            f"{name} hold {max(numbers)}; expected at most {MOST_TOKENS} each; pass the tokens of each sample",
+            code="lengths-too-large",
         )
     if not numbers or min(numbers) < 1:
         found = "are empty" if not numbers else f"hold {min(numbers)} at position {numbers.index(min(numbers))}"
         raise InputError(
-            f"{name} {found}; expected a length of 1 or more for each sample; leave samples without tokens out"
+            f"{name} {found}; expected a length of 1 or more for each sample; leave samples without tokens out",
+            code="lengths-value",
         )
     return numbers
 

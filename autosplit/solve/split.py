@@ -64,7 +64,8 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     if batch_size and not any(weights):
         raise InputError(
             f"split is {as_text(weights)}, which gives no device a share of {batch_size} samples; expected at least "
-            "one share above 0; pass the samples per device"
+            "one share above 0; pass the samples per device",
+            code="split-empty",
         )
     if ceilings is None:
         return tuple(_largest_remainder(batch_size, weights))
@@ -147,9 +148,9 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise InputError(f"{name} is {value!r}; {expected}; pass an int")
+        raise InputError(f"{name} is {value!r}; {expected}; pass an int", code="whole-number-type")
     if number < minimum:
-        raise InputError(f"{name} is {number}; {expected}; raise it to at least {minimum}")
+        raise InputError(f"{name} is {number}; {expected}; raise it to at least {minimum}", code="whole-number-range")
     return number
 
 
@@ -194,12 +195,17 @@ def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[in
 
 def _wholes(name: str, values: Sequence[int]) -> list[int]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        raise InputError(f"{name} is {values!r}; expected one whole number per device; pass a list of ints")
+        raise InputError(
+            f"{name} is {values!r}; expected one whole number per device; pass a list of ints",
+            code="whole-numbers-type",
+        )
     numbers = list(values)
     if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a search asks for thousands of splits, which are right
         numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
-        raise InputError(f"{name} is empty; expected one whole number per device; pass at least one")
+        raise InputError(
+            f"{name} is empty; expected one whole number per device; pass at least one", code="whole-numbers-empty"
+        )
     return numbers
 
 
@@ -209,7 +215,8 @@ def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = 
     if len(limits) != num_devices:
         raise InputError(
             f"{name} is {tuple(limits)}; expected one whole number per device, of which there are {num_devices}; pass "
-            f"{advice}"
+            f"{advice}",
+            code="limits-count",
         )
     return limits
 
@@ -220,7 +227,8 @@ def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str 
     if room < batch_size:
         raise InputError(
             f"batch_size is {batch_size}, but the {name} {as_text(limits)} have room for {room}; expected a batch of "
-            f"at most {room}; lower the batch or raise the {name}{advice}"
+            f"at most {room}; lower the batch or raise the {name}{advice}",
+            code="batch-above-limits",
         )
 
 

@@ -200,7 +200,8 @@ def asked_machines(
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "
-            "devices=['sim:2xL4', 'sim:A100-40GB'], or tune for one machine"
+            "devices=['sim:2xL4', 'sim:A100-40GB'], or tune for one machine",
+            code="machines-type",
         )
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
     checked = {name: value for name, value in (options or {}).items() if name in known}
@@ -213,20 +214,23 @@ def asked_machines(
         if twin is not None:
             raise InputError(
                 f"devices {shown(machine.name)} and {shown(twin.name)} are the same machine; expected each once; "
-                "leave one out"
+                "leave one out",
+                code="machines-twice",
             )
         machines.append(machine)
     if not machines:
         raise InputError(
             "no devices to compare; expected a spec for each machine; name them as in --devices sim:2xL4 "
-            "--devices sim:A100-40GB"
+            "--devices sim:A100-40GB",
+            code="machines-empty",
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
         place, price = _place_of(name, machines), _price(name, value)
         other = machines[place].price_per_hour
         if other is not None:
             raise InputError(
-                f"prices {other:g} and {price:g} are both for {machines[place].name}; expected one; leave the other out"
+                f"prices {other:g} and {price:g} are both for {machines[place].name}; expected one; leave one out",
+                code="price-twice",
             )
         machines[place] = replace(machines[place], price_per_hour=price)
     return tuple(machines)
@@ -249,7 +253,8 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
         f"price for {shown(name)}: no such machine is compared; expected one of {named}; name one of these, or add "
-        "the machine to devices"
+        "the machine to devices",
+        code="price-machine",
     )
 
 
@@ -259,7 +264,8 @@ def _price(name: str, value: object) -> float:
         return float(price)
     raise InputError(
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
-        "without a currency; correct it, or leave it out"
+        "without a currency; correct it, or leave it out",
+        code="price-value",
     )
 
 

@@ -116,7 +116,10 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
     if spec is None and found[0].kind == "cpu" and not found[0].budgeted:
         found = parse_devices(WITHOUT_GPU)
     if found[0].kind == "sim":
-        raise DeviceError(f"devices are {spec!r}, simulated cards; expected some of this machine; leave them out")
+        raise DeviceError(
+            f"devices are {spec!r}, simulated cards; expected some of this machine; leave them out",
+            code="devices-simulated",
+        )
     return found
 
 

@@ -101,7 +101,8 @@ def refuse_waiting(workload: Workload) -> None:
             raise WorkloadError(
                 f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "
                 "measures its device by itself; expected a plain model; tune that, and convert or shard it in training "
-                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model))"
+                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model))",
+                code="model-synchronises",
             )
 
 
@@ -116,5 +117,6 @@ def refuse_differing(name: str, values: Sequence[Any]) -> None:
     if other is not None:
         raise InputError(
             f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}; expected the same on all; start "
-            "all ranks with one command line and one installation"
+            "all ranks with one command line and one installation",
+            code="ranks-disagree",
         )

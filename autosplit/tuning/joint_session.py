@@ -72,7 +72,7 @@ class JointSession(Session):
         self._open_storage()
         why_not = why_no_ranks(self.subject, (), 1)
         if why_not is not None:
-            raise WorkloadError(f"DDP has no answer: {why_not}")
+            raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
 
     def _found(self) -> Plan:
         self.ranks = tuple(self._measured_alone())
@@ -145,7 +145,8 @@ class JointSession(Session):
         why_not = why_no_ranks(self.subject, tuple(rank.ceiling for rank in self.ranks), self._least_batch())
         if why_not is not None:
             raise DoesNotFitError(
-                f"DDP has no answer: {why_not}; expected a rank on each device; use a smaller model or larger devices"
+                f"DDP has no answer: {why_not}; expected a rank on each device; use a smaller model or larger devices",
+                code="no-ddp-plan",
             )
 
     def _least_batch(self) -> int:
@@ -228,7 +229,8 @@ class JointSession(Session):
         if asked < needed:
             raise DoesNotFitError(
                 f"{self.peers.world_size} ranks need a batch of at least {needed} samples, and at most {asked} were "
-                "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices"
+                "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices",
+                code="batch-below-ranks",
             )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
         region = Region.apart(ceilings, min(asked, sum(ceilings)), self._least_batch())
@@ -238,7 +240,8 @@ class JointSession(Session):
         if self.request.least_effective > region.largest_batch:
             raise DoesNotFitError(
                 f"the ranks hold {region.largest_batch} samples together, and a step that can't be accumulated has "
-                f"{self.request.least_effective}; expected all of them to fit; ask for fewer by effective_batch_size"
+                f"{self.request.least_effective}; expected all of them to fit; ask for fewer by effective_batch_size",
+                code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
 

@@ -70,7 +70,8 @@ class LoneSession(Session):
         if most is not None and most < least and self.subject.why_single is not None:
             raise WorkloadError(
                 f"max_batch_size is {most} and effective_batch_size at least {least}, and {self.subject.why_single}; "
-                f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples"
+                f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples",
+                code="forward-too-small",
             )
         if self.request.strategy != "ddp":
             self._open_storage()
@@ -131,7 +132,8 @@ class LoneSession(Session):
         if not ddp.ranks:
             raise DoesNotFitError(
                 f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
-                "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
+                "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices",
+                code="no-ddp-plan",
             )
         answer = rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time)))
         memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)

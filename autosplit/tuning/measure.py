@@ -210,11 +210,17 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     shares = checked_split(split, [device.label for device in devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     if steps > MOST_FORWARDS:
-        raise InputError(f"accumulation_steps is {steps}; expected at most {MOST_FORWARDS}; ask for fewer")
+        raise InputError(
+            f"accumulation_steps is {steps}; expected at most {MOST_FORWARDS}; ask for fewer",
+            code="accumulation-too-many",
+        )
     checked_request(devices=devices, max_batch_size=sum(shares))
     subject = Subject(Wanted(job.whole, job.machine, {}, {}), workload)
     if steps > 1 and subject.why_single is not None:
-        raise WorkloadError(f"accumulation_steps is {steps}, and {subject.why_single}; expected 1; leave it out")
+        raise WorkloadError(
+            f"accumulation_steps is {steps}, and {subject.why_single}; expected 1; leave it out",
+            code="accumulation-not-possible",
+        )
     if job.whole.strategy == "ddp":
         _refuse_no_ranks(shares, subject)
         if job.several:
@@ -225,11 +231,12 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
 def _refuse_no_ranks(split: tuple[int, ...], subject: Subject) -> None:
     why_not = why_no_ranks(subject, (), 1)
     if why_not is not None:
-        raise WorkloadError(f"DDP has no answer: {why_not}")
+        raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
     if 0 in split:
         raise InputError(
             f"split is {split} with strategy 'ddp'; expected at least one sample for each rank, which all take part; "
-            "leave the device out"
+            "leave the device out",
+            code="split-without-rank-samples",
         )
 
 
@@ -238,12 +245,14 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
     if any(0 < share < least for share in asked.split):
         raise InputError(
             f"split is {asked.split}, and BatchNorm trains on no fewer than {least} samples; expected that or 0 for "
-            "each device; move samples, or add some"
+            "each device; move samples, or add some",
+            code="batchnorm-least-samples",
         )
     if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
         raise InputError(
             f"split is {asked.split}, and the model can only be followed with real tensors, of which this machine "
-            f"holds those of {prober.largest_traced} samples; expected shares of no more; measure a smaller split"
+            f"holds those of {prober.largest_traced} samples; expected shares of no more; measure a smaller split",
+            code="split-above-traced",
         )
 
 

@@ -155,7 +155,8 @@ class MemoryBounds:
             raise DoesNotFitError(
                 f"{region.largest_batch} samples fit one forward and effective_batch_size is at least {least}, and "
                 f"{why_single}; expected all of them to fit; ask for at most {region.largest_batch}, or use a smaller "
-                "model or larger devices"
+                "model or larger devices",
+                code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
 

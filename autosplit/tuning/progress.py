@@ -106,7 +106,10 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
     if progress is not None and not callable(progress):
-        raise InputError(f"progress is {progress!r}; expected what is called with a Progress; pass it, or leave it out")
+        raise InputError(
+            f"progress is {progress!r}; expected what is called with a Progress; pass it, or leave it out",
+            code="progress",
+        )
     heard = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # one that can clear a line

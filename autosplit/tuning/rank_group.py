@@ -93,7 +93,8 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
     if kind == "sim":
         raise DeviceError(
             f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
-            "on; leave torchrun out: one process simulates them all"
+            "on; leave torchrun out: one process simulates them all",
+            code="ranks-simulated",
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
@@ -103,7 +104,8 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
         raise DeviceError(
             f"there are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of "
             "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
-            f"--nproc-per-node {count}"
+            f"--nproc-per-node {count}",
+            code="ranks-device-count",
         )
     return local
 
@@ -165,7 +167,8 @@ def _met(place: Place) -> Any:
         explain_loopback(error, place)
         raise InputError(
             f"rank {place.rank} of {place.world_size} does not meet the others ({one_line(error)}); expected all of "
-            "them to call autosplit.tune; call it on every rank, with the same arguments"
+            "them to call autosplit.tune; call it on every rank, with the same arguments",
+            code="rendezvous-failed",
         ) from error
     return dist.group.WORLD
 

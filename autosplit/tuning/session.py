@@ -281,7 +281,8 @@ class Session(ABC):
                 f"an optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
                 f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that "
                 "can, because BatchNorm does not train on fewer; ask for another effective_batch_size, or raise "
-                "max_batch_size"
+                "max_batch_size",
+                code="split-not-possible",
             )
         return DoesNotFitError(
             f"none of {len(self.trials)} configurations could be run; the last: {failure}; expected at least one; ask "
@@ -371,7 +372,8 @@ def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
     if fewest > MOST_FORWARDS:
         raise InputError(
             f"effective_batch_size is at least {least}, which takes {fewest} forwards of what fits; expected at most "
-            f"{MOST_FORWARDS}; ask for fewer samples"
+            f"{MOST_FORWARDS}; ask for fewer samples",
+            code="accumulation-too-many",
         )
     most = max(fewest, accumulation_steps(most_samples, largest_batch))
     return min(most + max(3, fewest), MOST_FORWARDS)

@@ -113,7 +113,7 @@ def chunk(
     if layout is None:
         layout = Layout.of(tree, size, dim)
         if len(sizes) > 1 and (why := uncuttable(tree, "batch", layout)):
-            raise WorkloadError(why)
+            raise WorkloadError(why, code="batch-not-cuttable")
     ends = [*itertools.accumulate(sizes)]
     return [
         _map_samples(

@@ -51,7 +51,8 @@ class Loaded:
         value = self._value if isinstance(self._value, Workload) else self._value()
         if not isinstance(value, Workload):
             raise InputError(
-                f"{self.spec} returned {_type_name(value)}; expected an autosplit.Workload; return one from it"
+                f"{self.spec} returned {_type_name(value)}; expected an autosplit.Workload; return one from it",
+                code="workload-function",
             )
         return value
 
@@ -83,7 +84,8 @@ def load_workload(spec: str, **options: Any) -> Workload | Callable[[], Workload
     if options:
         raise InputError(
             f"{' and '.join(options)} given for {spec}, whose workload has a sample batch of its own; expected them "
-            "for hf:PATH, timm:NAME or torchvision:NAME; leave them out"
+            "for hf:PATH, timm:NAME or torchvision:NAME; leave them out",
+            code="model-options-unused",
         )
     place, name = split_spec(spec)
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
@@ -121,7 +123,8 @@ def load_loader(spec: str) -> Any:
     if not hasattr(module, name):
         raise InputError(
             f"{place} has no {name!r}; expected a DataLoader of that name, or a function that returns one; define it, "
-            f"or write {place}:NAME"
+            f"or write {place}:NAME",
+            code="loader-name",
         )
     value = getattr(module, name)
     with users_errors(spec):
@@ -135,7 +138,8 @@ def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
         return spec, default
     if not name.isidentifier():
         raise InputError(
-            f"{spec!r} has the name {name!r}; {_EXPECTED}; give the name that the workload has in the file"
+            f"{spec!r} has the name {name!r}; {_EXPECTED}; give the name that the workload has in the file",
+            code="workload-name",
         )
     return place, name
 
@@ -170,17 +174,26 @@ def _run_file(path: Path) -> ModuleType:
 def _check_file(path: Path) -> None:
     """Refuse what is not a Python file, naming what lies near."""
     if path.is_dir():
-        raise InputError(f"{path} is a folder; {_EXPECTED}; {_nearest_files(path, path.name)}")
+        raise InputError(
+            f"{path} is a folder; {_EXPECTED}; {_nearest_files(path, path.name)}", code="workload-file-is-folder"
+        )
     if not path.is_file():
         folder = path.parent
         if not folder.is_dir():
             beside = map(str, folder.parent.glob(f"*/{path.name}"))
             near = difflib.get_close_matches(str(path), beside, n=1)
             advice = f"did you mean {near[0]}?" if near else "check the path"
-            raise InputError(f"{path} does not exist, nor does its folder; {_EXPECTED}; {advice}")
-        raise InputError(f"{path} does not exist; {_EXPECTED}; {_nearest_files(folder, path.name)}")
+            raise InputError(
+                f"{path} does not exist, nor does its folder; {_EXPECTED}; {advice}", code="workload-folder-missing"
+            )
+        raise InputError(
+            f"{path} does not exist; {_EXPECTED}; {_nearest_files(folder, path.name)}", code="workload-file-missing"
+        )
     if path.suffix != ".py":
-        raise InputError(f"{path} is not a .py file; {_EXPECTED}; {_nearest_files(path.parent, path.name)}")
+        raise InputError(
+            f"{path} is not a .py file; {_EXPECTED}; {_nearest_files(path.parent, path.name)}",
+            code="workload-file-type",
+        )
 
 
 def _nearest_files(folder: Path, name: str) -> str:
@@ -199,7 +212,8 @@ def _import_module(dotted: str) -> ModuleType:
     _put_on_path(Path.cwd())
     importlib.invalidate_caches()
     neither = InputError(
-        f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}"
+        f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}",
+        code="module-missing",
     )
     package, _, within = dotted.partition(".")
     found = importlib.util.find_spec(package) if within else None
@@ -226,7 +240,10 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
 
     where = f"{place}:{name}"
     if not hasattr(module, name):
-        raise InputError(f"{place} has no {name!r}; {_EXPECTED}; {_suggestion(place, name, _candidates(module))}")
+        raise InputError(
+            f"{place} has no {name!r}; {_EXPECTED}; {_suggestion(place, name, _candidates(module))}",
+            code="workload-missing",
+        )
     value: Any = getattr(module, name)
     if isinstance(value, Workload):
         return value
@@ -234,13 +251,15 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     if not callable(value) or inspect.isclass(value) or hasattr(value, "named_parameters"):
         raise InputError(
             f"{where} is of type {_type_name(value)}; expected an autosplit.Workload or a function that returns one; "
-            f"{_suggestion(place, name, _candidates(module))}"
+            f"{_suggestion(place, name, _candidates(module))}",
+            code="workload-type",
         )
     needed = _required_arguments(value)
     if needed:
         raise InputError(
             f"{where} needs the arguments {', '.join(needed)}; expected a function that is called without any; "
-            "give them defaults"
+            "give them defaults",
+            code="workload-arguments",
         )
     return Loaded(where, value)
 

@@ -66,9 +66,12 @@ def model_by_name(
     scheme, _, name = str(spec).partition(":")
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(f"{option} is {value!r}; expected a whole number of 1 or more; write it as 224, say")
+            raise InputError(
+                f"{option} is {value!r}; expected a whole number of 1 or more; write it as 224, say",
+                code="model-option-range",
+            )
     if task is not None and task not in TASKS:
-        raise InputError(f"task is {shown(task)}; expected one of {', '.join(TASKS)}; choose one of them")
+        raise InputError(f"task is {shown(task)}; expected one of {', '.join(TASKS)}; choose one of them", code="task")
     if scheme == "hf":
         return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task)
     _refuse_options(spec, "an image classifier, of which only image_size can be said", seq_len=seq_len, task=task)
@@ -78,14 +81,18 @@ def model_by_name(
         return _of_torchvision(name, image_size)
     raise InputError(
         f"{shown(spec)} names no model; expected hf:PATH of a config.json, timm:NAME or torchvision:NAME; write one "
-        "of them"
+        "of them",
+        code="model-name",
     )
 
 
 def _refuse_options(what: str, kind: str, **options: object) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given:
-        raise InputError(f"{' and '.join(given)} given for {what}; expected none, it is {kind}; leave it out")
+        raise InputError(
+            f"{' and '.join(given)} given for {what}; expected none, it is {kind}; leave it out",
+            code="model-options-unused",
+        )
 
 
 def _library(name: str) -> Any:
@@ -95,7 +102,8 @@ def _library(name: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == name
         why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
         raise WorkloadError(
-            f"{name} {why}; expected it, for it builds the model; install the build for this torch: pip install {name}"
+            f"{name} {why}; expected it, for it builds the model; install the build for this torch: pip install {name}",
+            code="package-missing",
         ) from error
 
 
@@ -123,7 +131,9 @@ def _told_as_input(what: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         told = " ".join(str(error).split())  # transformers says what is wrong on a line of its own
-        raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300]}; {advice}") from error
+        raise WorkloadError(
+            f"{what}: {type(error).__name__}: {told[:300]}; {advice}", code="model-not-built"
+        ) from error
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -141,7 +151,9 @@ def _of_transformers(
         path = path / "config.json" if path.is_dir() else path
         values = _config_values(path)
     except OSError as error:
-        raise InputError(f"{path} can't be read: {one_line(error)}; expected a config.json; check the file") from None
+        raise InputError(
+            f"{path} can't be read: {one_line(error)}; expected a config.json; check the file", code="config-unreadable"
+        ) from None
     _library("transformers")
     config = _config(path, values)
     task, auto_class = _task_of(path, config, values.get("architectures"), task)
@@ -160,29 +172,39 @@ def _config_values(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(
             f"{path} does not exist; expected a model's config.json, or a folder that has it; nothing is downloaded: "
-            "save the file, and give its path"
+            "save the file, and give its path",
+            code="config-missing",
         )
     with path.open("rb") as file:
         text = file.read(MOST_CONFIG_BYTES + 1)
     if len(text) > MOST_CONFIG_BYTES:
-        raise InputError(f"{path} has more than {MOST_CONFIG_BYTES} bytes; expected a model's config.json; check it")
+        raise InputError(
+            f"{path} has more than {MOST_CONFIG_BYTES} bytes; expected a model's config.json; check it",
+            code="config-too-large",
+        )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is no JSON: {one_line(error)}; expected a model's config.json; save it anew"
+            f"{path} is no JSON: {one_line(error)}; expected a model's config.json; save it anew",
+            code="config-not-json",
         ) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise InputError(f"{path} has no model_type; expected a config.json as transformers saves it; check it")
+        raise InputError(
+            f"{path} has no model_type; expected a config.json as transformers saves it; check it",
+            code="config-without-type",
+        )
     if values.get("auto_map"):
         raise InputError(
             f"{path} names code of its own (auto_map), which is not run; expected a model that transformers has; "
-            "without auto_map transformers' own model of that type is taken, or write a file with a workload()"
+            "without auto_map transformers' own model of that type is taken, or write a file with a workload()",
+            code="config-own-code",
         )
     if values.get("quantization_config"):
         raise InputError(
             f"{path} has quantised weights ({_quantization(values['quantization_config'])}), of which neither memory "
-            "nor time can be predicted; expected floating-point weights; take quantization_config out"
+            "nor time can be predicted; expected floating-point weights; take quantization_config out",
+            code="config-quantized",
         )
     return values
 
@@ -198,14 +220,18 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise InputError(
             f"{path} is of the model type {shown(kind)}, which this transformers does not have; expected one of its "
-            f"{len(CONFIG_MAPPING.keys())}; {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade transformers"
+            f"{len(CONFIG_MAPPING.keys())}; {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade transformers",
+            code="config-type-unknown",
         )
     with _told_as_input(f"{path} is no configuration of a {kind}", "expected it as transformers saves it; mend it"):
         config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise InputError(f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers")
+        raise InputError(
+            f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers",
+            code="config-layers",
+        )
     config.architectures = config.architectures or []  # transformers itself looks through them
     # Nobody trains with it; a cache would count as an output that is gathered.
     config.use_cache = False
@@ -237,16 +263,19 @@ def _task_of(path: Path, config: Any, architectures: object, asked: str | None) 
     if not of_task:
         raise InputError(
             f"{path} is of the model type {config.model_type}, which has none of the tasks {', '.join(TASKS)}; "
-            "expected one that has; write a Python file with a workload()"
+            "expected one that has; write a Python file with a workload()",
+            code="model-without-task",
         )
     if asked is not None:
         raise InputError(
             f"{config.model_type} of {path} has no model for task {asked}; expected {' or '.join(of_task)}; choose one "
-            "of them"
+            "of them",
+            code="model-task",
         )
     raise InputError(
         f"{path} names {f'the architecture {shown(first)}' if first else 'no architecture'}; expected one for "
-        f"{' or '.join(of_task)}; say which with --task {next(iter(of_task))} (task=)"
+        f"{' or '.join(of_task)}; say which with --task {next(iter(of_task))} (task=)",
+        code="model-task-needed",
     )
 
 
@@ -288,7 +317,8 @@ def _check_seq_len(path: Path, seq_len: int | None, most: int | None) -> None:
     if seq_len is not None and most is not None and seq_len > most:
         raise InputError(
             f"seq_len {seq_len} is more than the {most} positions of {path}; expected at most these; give less, or "
-            "change max_position_embeddings in a copy of the file"
+            "change max_position_embeddings in a copy of the file",
+            code="seq-len",
         )
 
 
@@ -337,7 +367,8 @@ def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
     if not timm.is_model(name):
         raise InputError(
             f"timm has no model {shown(name)}; expected one of its {len(timm.list_models())}; "
-            f"{_nearest(name, timm.list_models())}"
+            f"{_nearest(name, timm.list_models())}",
+            code="timm-name",
         )
 
     def build() -> ModelParts:
@@ -354,7 +385,8 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
     known = models.list_models(module=models)  # without those of detection, segmentation and video
     if name not in known:
         raise InputError(
-            f"torchvision has no classifier {shown(name)}; expected one of its {len(known)}; {_nearest(name, known)}"
+            f"torchvision has no classifier {shown(name)}; expected one of its {len(known)}; {_nearest(name, known)}",
+            code="torchvision-name",
         )
 
     def build() -> ModelParts:

@@ -33,7 +33,8 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
         if not isinstance(name, str) or name not in PRECISIONS:
             raise WorkloadError(
                 f"precision is {value!r}; expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
-                "('none', 'bf16'); choose among them ('none' is fp32, or what the model is in)"
+                "('none', 'bf16'); choose among them ('none' is fp32, or what the model is in)",
+                code="precision",
             )
     return tuple(dict.fromkeys(known))
 

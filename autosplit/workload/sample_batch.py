@@ -31,9 +31,13 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
             with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-        raise WorkloadError(f"batches is {batches!r}; expected how many to draw from the loader, 1 or more")
+        raise WorkloadError(
+            f"batches is {batches!r}; expected how many to draw from the loader, 1 or more", code="batches"
+        )
     if not isinstance(loader, Iterable) or isinstance(loader, (Tensor, Mapping, UserDict, str)):
-        raise WorkloadError(f"loader is a {type(loader).__name__}; expected what yields batches; pass a DataLoader")
+        raise WorkloadError(
+            f"loader is a {type(loader).__name__}; expected what yields batches; pass a DataLoader", code="loader-type"
+        )
     largest, most, drawn = None, (0, 0), 0
     with kept_rng(generators_of(loader)), _iterating(loader) as iterator:
         for batch in itertools.islice(iterator, batches):
@@ -46,7 +50,8 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     if most == (0, 0):
         raise WorkloadError(
             f"the loader yielded {drawn} batches and no sample; expected at least one; pass a loader over a dataset "
-            "with samples in it, and not an iterator that is used up"
+            "with samples in it, and not an iterator that is used up",
+            code="loader-empty",
         )
     return largest
 
@@ -84,12 +89,15 @@ def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
     if kind is not None:
         raise WorkloadError(
             f"{where} has a {kind}; expected tensors with one batch dimension; pad the samples in collate_fn and "
-            "pack them inside the model"
+            "pack them inside the model",
+            code="batch-layout",
         )
     try:
         size = batch_size_of(batch, dim, may_be_empty=True)
     except WorkloadError as error:
-        raise WorkloadError(f"{where}: {error}; pad samples of different lengths in collate_fn") from error
+        raise WorkloadError(
+            f"{where}: {error}; pad samples of different lengths in collate_fn", code="batch-ragged"
+        ) from error
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     held = [tensor for tensor in tensors if tensor.dim() > dim and tensor.size(dim) == size]
     return (sum(tensor.numel() for tensor in held) // size, size) if size else (0, 0)

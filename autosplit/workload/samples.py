@@ -42,7 +42,7 @@ class AmbiguousBatchError(WorkloadError):
     """
 
     def __init__(self, message: str, rows: int) -> None:
-        super().__init__(message)
+        super().__init__(message, code="batch-ambiguous")
         self.rows = rows
 
 
@@ -173,7 +173,8 @@ def batch_size_of(
         advice = "make tensors of arrays with torch.from_numpy" if arrays else "pass such a batch, or batch_dim="
         raise WorkloadError(
             f"the batch has no tensor with a dimension {dim} among {shapes_text(tree)}; "
-            f"expected at least one whose dimension {dim} is the batch; {advice}"
+            f"expected at least one whose dimension {dim} is the batch; {advice}",
+            code="batch-without-dimension",
         )
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
     by_rows = next((size for size in sizes if _agree(tensors, Layout(size, dim))), None)
@@ -188,13 +189,15 @@ def batch_size_of(
             f"the tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}; expected "
             "one size; make a batch of a single sample with sample.unsqueeze(0), "
             "mark what belongs to no sample with autosplit.Whole(tensor), or pass make_batch= if the batch is not cut "
-            "(one device, or DDP)"
+            "(one device, or DDP)",
+            code="batch-sizes-differ",
         )
     size: int = by_rows if by_rows is not None else by_lists[0]
     if size == 0 and not may_be_empty:
         raise WorkloadError(
             f"the batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples; "
-            "expected at least 1; pass a sample batch with real samples in it"
+            "expected at least 1; pass a sample batch with real samples in it",
+            code="batch-empty",
         )
     return size
 

@@ -31,7 +31,8 @@ def at_length(workload: Workload, length: int) -> Workload:
     if now is None or now < 2:
         raise WorkloadError(
             "lengths are given, and the sample batch has no tensor of sequences: samples by length, 2 or more; "
-            "expected one; pass a padded batch, or make_batch(n, length=...)"
+            "expected one; pass a padded batch, or make_batch(n, length=...)",
+            code="lengths-without-sequences",
         )
 
     def resized(tensor: Tensor, *, batched: bool) -> Tensor:
@@ -55,7 +56,8 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
     if not _takes_length(given):
         raise WorkloadError(
             "lengths are given, and make_batch takes none; expected make_batch(n, length=...), which returns n samples "
-            "of that length; add the keyword"
+            "of that length; add the keyword",
+            code="make-batch-without-length",
         )
     size, make_batch = workload.sample_batch_size, functools.partial(given, length=length)
     shorter = max(1, length // 2)
@@ -64,7 +66,8 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
     if shorter < length and [one.shape for one in tensors_of(batch)] == [one.shape for one in tensors_of(other)]:
         raise WorkloadError(
             f"make_batch({size}, length={shorter}) returned the shapes of length {length}; expected samples of that "
-            "length; let it use the keyword"
+            "length; let it use the keyword",
+            code="make-batch-length",
         )
     return replace(workload, sample_batch=batch, make_batch=make_batch)
 

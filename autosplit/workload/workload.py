@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.text import counted_text
 from autosplit.workload.batch import (
@@ -24,18 +23,15 @@ from autosplit.workload.batch import (
     batch_size_of,
     doubting,
     is_list_of_samples,
-    map_tensors,
     named_leaves,
-    placed_on,
     resize,
     shapes_text,
-    tensors_of,
-    unmarked,
 )
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
 from autosplit.workload.made_batches import MadeBatches
+from autosplit.workload.model_call import call_model, loss_of, loss_rule, on_device_of, on_first_device
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
@@ -115,30 +111,38 @@ class Workload:
         _expect("loss_scope", self.loss_scope, ("sample", "batch"))
         given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise WorkloadError(f"{' and '.join(given)} are given; expected at most one of them; leave the others out")
+            raise WorkloadError(
+                f"{' and '.join(given)} are given; expected at most one of them; leave the others out",
+                code="loss-arguments-together",
+            )
         for name in (*given, "make_batch", "evaluate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise WorkloadError(f"{name} is {value!r}; expected a function; pass one, or leave it out")
+                raise WorkloadError(
+                    f"{name} is {value!r}; expected a function; pass one, or leave it out", code="function-argument"
+                )
             if isinstance(value, type) and issubclass(value, nn.Module):
                 raise WorkloadError(
                     f"{name} is the class {value.__name__}; expected what is called with outputs and targets; pass one "
-                    f"that is made, {value.__name__}()"
+                    f"that is made, {value.__name__}()",
+                    code="function-is-a-class",
                 )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
-            raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
+            raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more", code="batch-dim")
         object.__setattr__(self, "fits", checked_fits(self.fits))
         if self.step is not None and (self.evaluate is not None or "eval" in self.fits):
             raise WorkloadError(
                 "evaluation is to fit beside step=, a whole optimizer step; expected one model and its loss; leave "
-                "evaluate= and fits='eval' out"
+                "evaluate= and fits='eval' out",
+                code="evaluation-with-step",
             )
         object.__setattr__(self, "models", self._checked_models())
         self._check_checkpointing()
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
             raise WorkloadError(
                 f"sample_batch is a {type(self.sample_batch).__name__}; expected one batch as training sees it; pass "
-                "next(iter(loader)), or a Workload.from_loader(loader, model=model)"
+                "next(iter(loader)), or a Workload.from_loader(loader, model=model)",
+                code="sample-batch-type",
             )
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
@@ -146,7 +150,8 @@ class Workload:
             raise WorkloadError(
                 f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; expected a pair "
                 f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
-                "compute_loss=(model, batch) -> loss"
+                "compute_loss=(model, batch) -> loss",
+                code="sample-batch-not-a-pair",
             )
         if self.make_batch is not None:
             self._count_made(self.make_batch)
@@ -165,7 +170,8 @@ class Workload:
             return
         if not isinstance(self.checkpointing, Checkpointing):
             raise WorkloadError(
-                f"checkpointing is {self.checkpointing!r}; expected what a plan has; pass it to tune, which chooses"
+                f"checkpointing is {self.checkpointing!r}; expected what a plan has; pass it to tune, which chooses",
+                code="checkpointing-in-workload",
             )
         if self.modules:
             self.checkpointing.check(self.modules)
@@ -242,7 +248,8 @@ class Workload:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise WorkloadError(
                 f"model is wrapped in {type(self.model).__name__}; expected the model itself, which the plan wraps "
-                "later; pass model.module"
+                "later; pass model.module",
+                code="model-wrapped",
             )
         if isinstance(self.model, (nn.Module, tuple, list, Mapping)):
             models = Models.of(self.model)
@@ -250,13 +257,15 @@ class Workload:
             if not isinstance(self.model, nn.Module) and (self.step is None or not are_modules):
                 raise WorkloadError(
                     f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}; "
-                    "expected several nn.Modules only together with step=; pass one model, or a step"
+                    "expected several nn.Modules only together with step=; pass one model, or a step",
+                    code="models-type",
                 )
             return models
         if not callable(self.model):
             raise WorkloadError(
                 f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
-                "pass the model as the first argument"
+                "pass the model as the first argument",
+                code="model-type",
             )
         if isinstance(self.model, type):
             _refuse_arguments_of(self.model)
@@ -313,7 +322,10 @@ class Workload:
         batch = self.make_batch(n)
         size = self._made.count(batch)
         if size not in (n, None):
-            raise WorkloadError(f"make_batch({n}) returned {size} samples; expected {n}; return exactly that many")
+            raise WorkloadError(
+                f"make_batch({n}) returned {size} samples; expected {n}; return exactly that many",
+                code="make-batch-size",
+            )
         return batch
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -337,16 +349,20 @@ class Workload:
                 advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
             raise
         if not isinstance(loss, Tensor):
-            raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
+            raise WorkloadError(
+                f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself", code="loss-type"
+            )
         if not loss.requires_grad:
             raise WorkloadError(
                 "the loss depends on no trainable parameter; expected one with a gradient; "
-                "check requires_grad, and that the loss is taken outside torch.no_grad()"
+                "check requires_grad, and that the loss is taken outside torch.no_grad()",
+                code="loss-without-gradient",
             )
         if loss.numel() != 1:
             raise WorkloadError(
                 f"the loss is of shape {tuple(loss.shape)}; expected a tensor of one number, as training takes it; "
-                "return its mean, with reduction='mean' or loss.mean()"
+                "return its mean, with reduction='mean' or loss.mean()",
+                code="loss-shape",
             )
         return loss.reshape(())
 
@@ -355,7 +371,7 @@ class Workload:
             return self.compute_loss(model, on_first_device(batch, Models.of(model)))
         if self.loss_fn is None:
             try:
-                return _loss_of(call_model(model, batch))
+                return loss_of(call_model(model, batch))
             except TypeError as error:
                 self._refuse_unlike_arguments()
                 if self.called_with == "keywords" and "argument" in str(error):
@@ -377,7 +393,7 @@ class Workload:
                 )
             raise
         try:
-            return self.loss_fn(outputs, _beside(outputs, targets))
+            return self.loss_fn(outputs, on_device_of(outputs, targets))
         except TypeError as error:
             if "positional argument" in str(error):
                 advise(error, "loss_fn is called as loss_fn(outputs, targets), of one forward")
@@ -394,7 +410,8 @@ class Workload:
             raise WorkloadError(
                 f"the sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
                 f"called with it ({error}); expected its arguments; pass loss_fn= where the last part is the targets, "
-                f"a batch of the inputs alone, or {COLLATED} where it is a list of samples"
+                f"a batch of the inputs alone, or {COLLATED} where it is a list of samples",
+                code="batch-arguments-differ",
             ) from None
         except ValueError:  # it has no signature
             return
@@ -415,7 +432,7 @@ class Workload:
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
         """Return what was taken for granted because it was not given, one sentence each."""
         said = [*self.assumed]
-        if self.takes_loss_itself and _loss_rule(outputs) == "mean":
+        if self.takes_loss_itself and loss_rule(outputs) == "mean":
             said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
@@ -429,7 +446,8 @@ def _refuse_arguments_of(model: type) -> None:
     except TypeError as error:
         raise WorkloadError(
             f"model is the class {model.__name__}, which can't be made without arguments ({error}); expected an "
-            f"nn.Module; pass one that is made, {model.__name__}(...)"
+            f"nn.Module; pass one that is made, {model.__name__}(...)",
+            code="model-is-a-class",
         ) from None
     except ValueError:  # it has no signature
         return
@@ -437,64 +455,6 @@ def _refuse_arguments_of(model: type) -> None:
 
 def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "choose one of them") -> None:
     if value not in allowed:
-        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}; {advice}")
-
-
-def call_model(model: Any, inputs: Any) -> Any:
-    """Call a model by the type of its inputs: a tensor, a mapping as keywords, a tuple or list as arguments.
-
-    A wrapper is told what to give whole to every device; a plain module knows no `Whole`.
-    """
-    if not isinstance(model, nn.DataParallel):
-        inputs = unmarked(inputs)
-    if isinstance(inputs, (Mapping, UserDict)):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
-
-
-def _loss_rule(outputs: Any) -> str:
-    """Return how a loss is taken of outputs: their own ``"loss"``, the ``"scalar"`` they are, or their ``"mean"``."""
-    if isinstance(_own_loss(outputs), Tensor):
-        return "loss"
-    return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
-
-
-def _own_loss(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, (Mapping, UserDict)) else getattr(outputs, "loss", None)
-
-
-def _loss_of(outputs: Any) -> Tensor:
-    rule = _loss_rule(outputs)
-    if rule != "mean":
-        loss: Tensor = _own_loss(outputs) if rule == "loss" else outputs
-        return loss
-    floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad]
-    if not floating:
         raise WorkloadError(
-            f"the model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
-            "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss, "
-            "or compute_loss=(model, batch) -> loss"
+            f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}; {advice}", code="choice"
         )
-    first, *others = (tensor.float().mean() for tensor in floating)
-    return sum(others, first) / len(floating)
-
-
-def _beside(outputs: Any, targets: Any) -> Any:
-    """Move the targets to where the outputs are; like all that reaches a user's own code, without marks."""
-    targets = unmarked(targets)
-    first, placement = next(tensors_of(outputs), None), active_placement()
-    if first is not None and placement is None:
-        return map_tensors(lambda tensor: tensor.to(first.device), targets)
-    home = HOST if first is None or placement is None else placement.device_of(first)
-    return targets if home == HOST else placed_on(home, targets)
-
-
-def on_first_device(batch: Any, models: Models) -> Any:
-    """Move a batch to the first device of a step, where a user's own code expects it, and drop its marks."""
-    batch = unmarked(batch)
-    if active_placement() is not None:
-        return placed_on(0, batch)
-    parameter = models.first_parameter
-    return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)

@@ -98,7 +98,7 @@ def test_a_processor_has_a_price_too():
         ({"2xNothing": 1.2}, "price for '2xNothing'"),
         ({"": 1.2}, "price for ''"),
         ({7: 1.2}, "price for 7"),
-        ({"2xL4": 1.2, "sim:2xL4": 1.5}, "prices 1.2 and 1.5 are both for sim:2xL4; expected one; leave the other out"),
+        ({"2xL4": 1.2, "sim:2xL4": 1.5}, "prices 1.2 and 1.5 are both for sim:2xL4; expected one; leave one out"),
     ],
 )
 def test_bad_prices_name_what_was_given(prices, said):

@@ -44,7 +44,8 @@ def compare(
     if one_of_several():
         raise InputError(
             "autosplit compare in one of several processes: expected one, machines come one after the other; leave "
-            "torchrun out"
+            "torchrun out",
+            code="compare-one-process",
         )
     machines = comparing.asked_machines(devices, prices, keywords)
     time_limit_s = keywords.pop("time_limit_s", None)

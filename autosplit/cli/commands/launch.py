@@ -27,7 +27,7 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
         return 0
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
-        raise InputError(f"{script} does not exist; expected a training script; check the path")
+        raise InputError(f"{script} does not exist; expected a training script; check the path", code="script-missing")
     note(f"plan: {found.told}", manner)
     with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with a script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):

@@ -76,9 +76,13 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
     """Refuse bad flags before the user's file runs, which may take long."""
     for role in roles:
         if role not in get_args(Role):
-            raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
+            raise InputError(
+                f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them", code="role"
+            )
     if time_limit_s is not None and not time_limit_s > 0:
-        raise InputError(f"--time-limit-s {time_limit_s:g}: expected seconds, above 0; leave it out for no limit")
+        raise InputError(
+            f"--time-limit-s {time_limit_s:g}: expected seconds, above 0; leave it out for no limit", code="time-limit"
+        )
     if plot is not None:
         _check_plot(plot)
 
@@ -169,9 +173,15 @@ def _check_plot(path: str) -> None:
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in kinds:
-        raise InputError(f"--plot {path}: expected a file that ends in one of {', '.join(kinds)}; write it as plot.png")
+        raise InputError(
+            f"--plot {path}: expected a file that ends in one of {', '.join(kinds)}; write it as plot.png",
+            code="plot-format",
+        )
     if not Path(path).parent.is_dir():
-        raise InputError(f"--plot {path}: expected a folder that exists; make {Path(path).parent}, or choose another")
+        raise InputError(
+            f"--plot {path}: expected a folder that exists; make {Path(path).parent}, or choose another",
+            code="plot-folder",
+        )
 
 
 def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
@@ -188,7 +198,8 @@ def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
         figure.savefig(path)
     except OSError as error:
         raise InputError(
-            f"the plot can't be written to {path} ({error.strerror}); expected a file that can be; choose another"
+            f"the plot can't be written to {path} ({error.strerror}); expected a file that can be; choose another",
+            code="plot-not-written",
         ) from error
 
 

@@ -57,7 +57,9 @@ def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: boo
     """Remove profiles by the beginnings of their keys, or all, and say which; none is removed unless all are found."""
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
-        raise InputError(f"{given}; expected one of them; write it as autosplit profiles remove KEY")
+        raise InputError(
+            f"{given}; expected one of them; write it as autosplit profiles remove KEY", code="profiles-remove-what"
+        )
     folder = profiles_folder()
     paths = profile_paths() if everything else tuple(dict.fromkeys(map(profile_path, keys)))
     if everything and paths and not confirmed:
@@ -88,11 +90,16 @@ def _confirm(count: int, folder: Path) -> None:
     """Ask before everything is removed; raise InputError where there is nobody to ask, or the answer is no."""
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
-        raise InputError(f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it")
+        raise InputError(
+            f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it",
+            code="profiles-remove-unconfirmed",
+        )
     sys.stderr.write(f"remove {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-        raise InputError(f"nothing was removed of {what}; expected y; answer y, or name the keys")
+        raise InputError(
+            f"nothing was removed of {what}; expected y; answer y, or name the keys", code="profiles-remove-declined"
+        )
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:

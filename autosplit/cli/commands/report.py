@@ -16,7 +16,9 @@ def report(manner: Manner, *, which: str | None = None, output: str, force: bool
 
     to_stdout = output == "-"
     if to_stdout and manner.as_json:
-        raise InputError("-o - and --json both print to stdout; expected one of them; leave one out")
+        raise InputError(
+            "-o - and --json both print to stdout; expected one of them; leave one out", code="stdout-twice"
+        )
     if not to_stdout:
         check_page(output, force=force)
     _, plan = named_or_newest(which, manner)

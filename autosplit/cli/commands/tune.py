@@ -92,7 +92,8 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
             f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
-            f"side run autosplit compare {shlex.quote(spec)} {several}"
+            f"side run autosplit compare {shlex.quote(spec)} {several}",
+            code="devices-repeated",
         )
     return {"devices": devices[0]} if devices else {}
 
