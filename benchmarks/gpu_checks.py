@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -384,5 +383,5 @@ def _torch_compile() -> tuple[bool, dict[str, Any]]:
         "tuning_s": round(time.perf_counter() - began_s, 1),
         "batch_size": plan.batch_size,
         "samples_per_s": round(plan.samples_per_s),
-        "notes": json.dumps(plan.notes)[:800],
+        "notes": "; ".join(map(str, plan.notes))[:800],
     }

@@ -267,5 +267,5 @@ def predicted(setting: Setting) -> dict[str, Any]:
         "samples": [small, large],
         "peak_bytes": [step.peak_bytes[0] for step in steps],
         "step_s": steps[1].step_s,
-        "notes": [note for step in steps for note in step.notes],
+        "notes": [str(note) for step in steps for note in step.notes],
     }

@@ -140,7 +140,7 @@ def _ceiling(build: Callable[[bool], Workload], small: bool, room_bytes: int) ->
         "peak_gib": round(found.peak_bytes / GIB, 3),
         "capacity_gib": round(found.capacity_bytes / GIB, 3),
         "points": found.points,
-        "notes": found.notes,
+        "notes": [str(note) for note in found.notes],
     }
     if found.limited_by != "memory":
         return None, figures
@@ -377,7 +377,7 @@ def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[s
         "plan_peak_mib": round(plan.devices[0].peak_bytes / MIB),
         "loop_peak_mib": round(peak / MIB),
         "left_allocated_mib": round(left / MIB, 2),
-        "notes": plan.notes,
+        "notes": [str(note) for note in plan.notes],
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from noted import noted
+
 from autosplit.devices.examination import Card, Copy, Examination
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
@@ -108,7 +110,7 @@ def solved_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", **ch
             Check("gradient", 0.0, 0.0, depends=False),
             Check("BatchNorm2d at 1", 0.5, None, depends=True, advice="freeze it"),
         ),
-        notes=("a note",),
+        notes=noted("a note"),
     )
     return replace(solved, **changes)
 

@@ -67,7 +67,7 @@ def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPat
     (folder / "ab.json").symlink_to(path)
     found = store.find("ab", machine={"devices": []}, workload={})
     assert found.plan is None
-    assert f"{what}" in found.notes[0]
+    assert f"{what}" in str(found.notes[0])
 
 
 def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from handmade import made_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from noted import noted
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
@@ -111,7 +112,7 @@ def printed(draw) -> str:
 
 
 def test_a_plans_report():
-    plan = made_plan((100, 156), notes=(HOSTILE,))
+    plan = made_plan((100, 156), notes=noted(HOSTILE))
     devices = tuple(replace(device, name=HOSTILE, label=HOSTILE) for device in plan.devices)
     checks = (hostile_check(),)
     ranks = tuple(replace(rank, device=HOSTILE) for rank in plan.ddp.ranks)
@@ -163,7 +164,7 @@ def test_errors_that_name_a_plans_devices():
 class TestCommands:
     def test_show_and_its_json(self, tmp_path, capsys):
         text = HOSTILE.replace("\ud800", "")
-        plan = replace(made_plan((100, 156)), notes=(text,), workload={"model": text})
+        plan = replace(made_plan((100, 156)), notes=noted(text), workload={"model": text})
         plan.save(tmp_path / "plan.json")
         assert main(["show", str(tmp_path / "plan.json")]) == 0
         assert_harmless(capsys.readouterr().out)

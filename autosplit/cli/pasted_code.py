@@ -72,7 +72,7 @@ def _given(plan: Plan) -> str:
 def _loss_from(plan: Plan) -> str:
     """Say where a workload's loss comes from; by a function of the inputs' outputs where a plan does not know."""
     own = next((name for name in ("step", "compute_loss") if plan.workload.get(name) is not None), None)
-    is_assumed = any(note.startswith("no loss given") for note in plan.notes)
+    is_assumed = any(note.kind == "loss-assumed" for note in plan.notes)
     has_none = plan.workload.get("loss_fn", "unknown") is None and not is_assumed
     return own or ("output" if has_none else "loss_fn")
 

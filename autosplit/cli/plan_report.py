@@ -25,7 +25,7 @@ from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
-from autosplit.profiles.differences import NOT_JUST_THIS
+from autosplit.profiles.differences import NEAREST_PROFILE
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
 
@@ -73,7 +73,7 @@ def full_report(plan: Plan, origin: Origin) -> Group:
     from rich.console import Group
 
     explanation = plan.explain()
-    notes = [*check_lines(plan.checks), *plan.notes, *(SIMULATED_ERRORS if plan.simulated else ())]
+    notes = [*check_lines(plan.checks), *map(str, plan.notes), *(SIMULATED_ERRORS if plan.simulated else ())]
     return Group(
         *_status(plan),
         _device_table(plan),
@@ -139,7 +139,7 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
     """Return what may ask for an action: checks that depend on the split, and notes that are more than a remark."""
     is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
     depends = dependence_line(plan.checks) if is_cut else ""
-    notes = [*([depends] if depends else []), *(note for note in plan.notes if not note.startswith(NOT_JUST_THIS))]
+    notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind != NEAREST_PROFILE)]
     ends = list(itertools.accumulate(len(textwrap.wrap(note, 78)) for note in notes))
     if not ends or ends[-1] <= MOST_NOTE_LINES:
         return notes

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import distributed as dist
 
@@ -133,7 +133,10 @@ class Watch:
             else:
                 frames = user_frames(error.__traceback__)
                 where = f" ({frames[-1]})" if frames else ""
-                self._tell(Word("failed", self._rank, f"{one_line(error)}{where}"))
+                kind: Literal["failed", "interrupted"] = "failed"
+                if isinstance(error, KeyboardInterrupt):
+                    kind = "interrupted"
+                self._tell(Word(kind, self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
                     self._heard.wait(_VERDICT_S)  # before the group's end makes others ask who failed
             raise
@@ -143,7 +146,7 @@ class Watch:
 
     def _stopped_by(self, word: Word) -> RankFailedError:
         """Return what this rank raises for another one, once that has ended: torchrun blames the first that ends."""
-        if word.kind == "failed" and word.rank != self._rank:
+        if word.kind in ("failed", "interrupted") and word.rank != self._rank:
             time.sleep(_LET_FIRST_S)
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
 
@@ -170,7 +173,7 @@ class Watch:
         return self._failed or next(iter(self._gone.values()), None)
 
     def _message(self, word: Word) -> str:
-        if word.cause.startswith("KeyboardInterrupt"):
+        if word.kind == "interrupted":
             others = "the other ranks were told" if word.rank == self._rank else f"this rank {self._rank} stops with it"
             return f"rank {word.rank} was interrupted (Ctrl-C); {others}"
         if word.kind == "left":

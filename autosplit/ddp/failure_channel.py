@@ -45,13 +45,13 @@ class Word:
     """A message from another rank.
 
     Attributes:
-        kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
-            "missing", that it does not come to collectives in which the others wait; "sign", that it is alive; "over",
-            from this rank to its own thread.
-        cause: Of a failure or of leaving, on one line; of what is missed, its number.
+        kind: "joined" (only rank 0 receives it); "failed", "interrupted" (Ctrl-C) and "left", which the rank sends;
+            "lost", if its connection ended without one of these; "missing", if it does not come to a collective;
+            "sign", that it is alive; "over", from this rank to its own thread.
+        cause: The cause of a failure, or of leaving, on one line. For "missing", the collective's number.
     """
 
-    kind: Literal["joined", "failed", "left", "lost", "missing", "sign", "over"]
+    kind: Literal["joined", "failed", "interrupted", "left", "lost", "missing", "sign", "over"]
     rank: int
     cause: str = ""
 
@@ -199,7 +199,7 @@ class Line:
 
     def _heard_from(self, peer: _Peer) -> list[Word]:
         words, reason = peer.read()
-        peer.parted |= any(word.rank == peer.rank and word.kind in ("left", "failed") for word in words)
+        peer.parted |= any(word.rank == peer.rank and word.kind in ("left", "failed", "interrupted") for word in words)
         if reason is not None:
             self._peers.pop(peer.rank, None)
             peer.socket.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autosplit.errors import InputError
+from autosplit.notes import Note
 from autosplit.plan.explanation import BINDING_SHARE, Bound, What, time_text
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import limits_of
@@ -43,7 +44,7 @@ class MeasuredStep:
         predicted: The time is computed from each rank's own, and no step of all ranks together was run: DDP from one
             process.
         rates: Where the figures of each simulated card are from: ``"published"``, or on what they were measured.
-        notes: What was assumed or could not be done, a sentence each.
+        notes: What was assumed or could not be done. Each `Note` has a `kind` and a `text`.
     """
 
     split: tuple[int, ...]
@@ -64,7 +65,7 @@ class MeasuredStep:
     simulated: bool
     predicted: bool = False
     rates: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def how(self) -> str:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from autosplit.errors import PlanError
 from autosplit.files import read_bounded, replace_file, what_stands_at
+from autosplit.notes import Note
 from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import fits_devices, unfit_number, unsound_part
 from autosplit.probe.check_result import Check
@@ -30,7 +31,7 @@ from autosplit.text import counted_text, printable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the JSON; a file of another version is refused."""
 
 MOST_DEVICES = 4096
@@ -187,7 +188,7 @@ class PlanRecord:
         workload: The fingerprint of the workload it holds for.
         request: What was asked for, as far as it makes another plan, with the ``name`` it is kept apart by; empty in
             older files.
-        notes: What was assumed or could not be done, a sentence each.
+        notes: What was assumed or could not be done. Each `Note` has a `kind` and a `text`.
         real_steps: Training steps that were run to find it.
         real_ooms: How many of them ran out of memory.
         changes: What simulated cards would do were one thing different; None where that was not simulated.
@@ -230,7 +231,7 @@ class PlanRecord:
     machine: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     real_steps: int = 0
     real_ooms: int = 0
     changes: tuple[Change, ...] | None = None
@@ -319,18 +320,18 @@ class PlanRecord:
         object.__setattr__(kept, "_path", path)
         return kept
 
-    def with_notes(self, *first: str, last: Iterable[str] = ()) -> Self:
-        """Return the plan with more said of it: before its own notes, and after them."""
+    def with_notes(self, *first: Note, last: Iterable[Note] = ()) -> Self:
+        """Return the plan with more notes, before and after its own."""
         return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
 
-    def note(self, sentence: str) -> None:
-        """Add a sentence to the notes of the plan's file, if it is in one that can be written."""
+    def note(self, note: Note) -> None:
+        """Add a note to the plan's file, if there is one that can be written."""
         if self.path is not None:
             with contextlib.suppress(PlanError, OSError):
                 plan = type(self).load(self.path)
-                if sentence not in plan.notes:
+                if note not in plan.notes:
                     mode = stat.S_IMODE(self.path.stat().st_mode)
-                    replace_file(self.path, plan.with_notes(last=[sentence]).to_json() + "\n", mode=mode)
+                    replace_file(self.path, plan.with_notes(last=[note]).to_json() + "\n", mode=mode)
 
     @property
     def loader_keywords(self) -> dict[str, Any]:
@@ -441,7 +442,9 @@ class PlanRecord:
         """
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
-            if version != SCHEMA_VERSION:
+            if version == 1:
+                text = _from_version_1(text)
+            elif version != SCHEMA_VERSION:
                 raise PlanError(
                     f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
                     code="plan-version",
@@ -474,3 +477,16 @@ class _Versioned:
     """The one key that every version of the JSON has."""
 
     schema_version: int
+
+
+def _from_version_1(text: str | bytes) -> bytes:
+    """Return JSON of version 1 as version 2, in which a note has a kind. A note of version 1 was a string."""
+
+    def upgraded(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: upgraded(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [upgraded(item, key) for item in value]
+        return {"kind": "note", "text": value} if key == "notes" and isinstance(value, str) else value
+
+    return msgspec.json.encode({**upgraded(msgspec.json.decode(text)), "schema_version": SCHEMA_VERSION})

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from autosplit.notes import Note
 from autosplit.plan.record import PlanRecord
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.trial import Trial
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 
-LEFT_OUT = "the notes are left out of what is shared; autosplit show prints those of the saved plan"
+LEFT_OUT = Note("notes-left-out", "the notes are not shared; autosplit show prints those of the saved plan")
 FAILED = "failed; the saved plan says why"
 
 

@@ -46,7 +46,7 @@ def _why_not(prober: StepRunner, index: int, needed_bytes: int) -> str:
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes
-    lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
+    lost = [note.text for note in prober.runtime.notes] if isinstance(prober.runtime, IsolatedRuntime) else []
     if fits and (lost or prober.out_of_time):
         return (
             f"no step of the workload ran to its end on {where}: {'; '.join(lost) or 'the time limit was over'}; "

@@ -18,6 +18,7 @@ from torch import nn
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import WorkloadError, one_line, users_errors
+from autosplit.notes import Note
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
@@ -83,7 +84,7 @@ def check(workload: Any) -> tuple[Check, ...]:
 
 def checks_for(
     workload: Workload, rebuild: Callable[[], Workload] | None = None
-) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+) -> tuple[tuple[Check, ...], tuple[Note, ...]]:
     """Check a workload before it is tuned, as far as that is cheap; nothing that goes wrong here ends the tuning.
 
     As many of its samples are looked at as a pass over them takes about `PASS_S`.
@@ -108,9 +109,10 @@ def checks_for(
     return (), (not_checked(why),)
 
 
-def not_checked(why: object) -> str:
-    """Return the note that a plan keeps where nothing was checked, and shows as often as it is found again."""
-    return f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
+def not_checked(why: object) -> Note:
+    """Return the note of a plan whose gradients were not checked. The profile keeps it."""
+    text = f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
+    return Note("not-checked", text)
 
 
 def _without_rounding(found: Check) -> Check:

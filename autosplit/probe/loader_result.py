@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autosplit.notes import Note
+
 
 @dataclass(frozen=True)
 class LoaderSettings:
@@ -70,4 +72,4 @@ class MeasuredLoader:
     processes: int
     cores: int
     tried: tuple[TimedLoader, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]

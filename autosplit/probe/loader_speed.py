@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, from_user_code, one_line
+from autosplit.notes import Note
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
 from autosplit.rng import kept_rng
 from autosplit.solve.split import whole_number
@@ -112,15 +113,18 @@ def measure_loader(
     settings = replace(best.settings, persistent_workers=best.settings.num_workers > 0)
     present_rate = next((one.samples_per_s for one in tried if one.settings == present), None)
     if first_rate * COLD < tried[0].samples_per_s and sum(map(len, batches)) >= COLD_S * first_rate:
-        notes.append(
-            f"a cold cache, not a slow loader: the first pass loaded {first_rate:,.0f} samples/s and the second, over "
-            f"the same samples, {tried[0].samples_per_s:,.0f}; a data set that is larger than the free memory is read "
-            "as slowly in every epoch"
+        text = (
+            f"a cold cache, not a slow loader: the first pass loaded {first_rate:,.0f} samples/s, and the second pass "
+            f"over the same samples {tried[0].samples_per_s:,.0f}; a data set that is larger than the free memory is "
+            "read that slowly in every epoch"
         )
+        notes.append(Note("cold-cache", text))
     if present.num_workers > most:
-        notes.append(f"its own {present.num_workers} workers are more than the {most} cores of a process: not measured")
+        text = f"its own {present.num_workers} workers are more than the {most} cores of a process: not measured"
+        notes.append(Note("more-workers-than-cores", text))
     if processes > 1:
-        notes.append(f"measured with this process's loading alone, on {most} of {cores} cores: others share the disk")
+        text = f"measured with this process's loading alone, on {most} of {cores} cores: others share the disk"
+        notes.append(Note("loader-of-one-process", text))
     return MeasuredLoader(
         settings,
         best.samples_per_s,
@@ -145,7 +149,7 @@ def search(
     pins: bool,
     fits: Callable[[int, int], bool],
     is_over: Callable[[], bool],
-) -> tuple[list[TimedLoader], list[str]]:
+) -> tuple[list[TimedLoader], list[Note]]:
     """Time settings: workers by doubling while that gains, then more batches ahead, then pinned memory.
 
     Args:
@@ -154,7 +158,7 @@ def search(
         fits: Tells whether the host's memory holds so many workers, by what the last number of them took.
     """
     tried: list[TimedLoader] = []
-    notes: list[str] = []
+    notes: list[Note] = []
 
     def gains(settings: LoaderSettings) -> bool:
         """Time settings unless they were; tell whether they beat all others by enough."""
@@ -177,18 +181,20 @@ def search(
         if pins:
             gains(replace(fewest_of_the_fastest(tried).settings, pin_memory=True))
     except _TimeIsUpError:
-        notes.append("the time was up before every setting was tried: a larger time_limit_s tries more")
+        text = "the time limit ended before every setting was tried; a larger time_limit_s tries more"
+        notes.append(Note("time-limit", text))
     return tried, notes
 
 
 def _time_workers(
-    gains: Callable[[LoaderSettings], bool], most: int, fits: Callable[[int, int], bool], notes: list[str]
+    gains: Callable[[LoaderSettings], bool], most: int, fits: Callable[[int, int], bool], notes: list[Note]
 ) -> None:
     """Time more workers while they gain, with a note where memory ends that."""
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
-            notes.append(f"{workers} workers would take more than the host's free memory, by what {last} took")
+            text = f"{workers} workers would take more than the host's free memory, judged by what {last} took"
+            notes.append(Note("workers-exceed-memory", text))
             return
         gained = gains(LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None))
         fruitless = 0 if gained else fruitless + 1
@@ -371,7 +377,7 @@ class _Unpickler(pickle.Unpickler):
         return self.kept[number]
 
 
-def _copied(dataset: Any) -> tuple[Any, list[str]]:
+def _copied(dataset: Any) -> tuple[Any, list[Note]]:
     """Copy a data set without its samples, so that its own keeps what it counts, caches and draws by."""
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -380,9 +386,8 @@ def _copied(dataset: Any) -> tuple[Any, list[str]]:
         file.seek(0)
         return _Unpickler(file, pickler.kept).load(), []
     except Exception as error:  # noqa: BLE001  # whatever its parts raise
-        return dataset, [
-            f"the data set can't be copied ({one_line(error)}): what it caches or counts itself may change"
-        ]
+        text = f"the data set cannot be copied ({one_line(error)}): what it caches or counts itself may change"
+        return dataset, [Note("dataset-not-copied", text)]
 
 
 def _cores() -> int:

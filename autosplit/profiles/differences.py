@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import shown
+from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.text import listed, size_text
 
-NOT_JUST_THIS = "no plan is remembered for just this"
-"""How the note begins that names the nearest remembered plan."""
+NEAREST_PROFILE = "nearest-profile"
+"""The kind of the note that names the most similar profile."""
 
 MOST_TOLD = 3
 """Of the parts that differ, or one more; the log has all of them."""
@@ -42,20 +43,20 @@ _SAID = {
 """What is said of a part that was one thing and is another now; otherwise just that."""
 
 
-def nearest_told(
+def nearest_note(
     remembered: Iterable[tuple[Path, Plan | None]],
     *,
     machine: Mapping[str, Any],
     workload: Mapping[str, Any],
     request: Mapping[str, Any],
     ignoring: Sequence[str] = (),
-) -> str | None:
-    """Say on one line which remembered plan is the nearest, and what differs; None where none is for this model's name.
+) -> Note | None:
+    """Return a note that names the most similar profile and its differences. None: no profile has this model's name.
 
     Args:
-        remembered: The profiles, the newest first; those that can't be read are passed over.
-        request: What was asked for, as a plan keeps it.
-        ignoring: A plan that differs in this part alone is no answer.
+        remembered: The profiles, the newest first. Those that cannot be read are skipped.
+        request: The request, as a plan keeps it.
+        ignoring: Parts of the workload. A plan that differs in these alone is skipped.
     """
     found: list[tuple[int, Path, list[str]]] = []
     for path, plan in remembered:
@@ -63,17 +64,21 @@ def nearest_told(
             continue
         try:
             told = differences(plan, machine=machine, workload=workload, request=request)
+            ignored = {**workload, **{part: plan.workload.get(part) for part in ignoring}}
+            others = differences(plan, machine=machine, workload=ignored, request=request)
         except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
             continue
-        if told and not (len(told) == 1 and told[0].startswith(tuple(f"{part} was " for part in ignoring))):
+        if others:
             found.append((len(told), path, told))
     if not found:
         return None
     count, path, told = min(found, key=lambda one: one[0])
-    said = f"in the nearest, {path.stem[:8]}: "
     if count > MOST_TOLD:
-        _log.info("%s%s", said, "; ".join(told))
-    return f"{NOT_JUST_THIS}; {said}{listed(told, MOST_TOLD, separator='; ', last='; ')}"
+        _log.info("the most similar profile, %s: %s", path.stem[:8], "; ".join(told))
+    text = (
+        f"no profile matches; the most similar is {path.stem[:8]}: {listed(told, MOST_TOLD, separator='; ', last='; ')}"
+    )
+    return Note(NEAREST_PROFILE, text)
 
 
 def differences(

@@ -18,13 +18,15 @@ from typing import Any
 
 from autosplit.errors import PlanError, ProfileError
 from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file
+from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES
 
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
 
-NOT_REMEMBERED = "the plan is not remembered: "
+NOT_SAVED = "plan-not-saved"
+"""The kind of a note on a plan that was not saved as a profile."""
 """How the note begins that says why a plan could not be kept."""
 
 LEFT_OVER_S = 60.0
@@ -50,7 +52,7 @@ class Found:
 
     plan: Plan | None
     path: Path
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     unreadable: bool = False
 
 
@@ -98,7 +100,8 @@ def find(
     try:
         path = _path_of(key)
     except ProfileError as error:
-        return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
+        note = Note("no-cache", f"autosplit did not look for a profile: {error}")
+        return Found(None, Path(f"{key}.json"), (note,), unreadable=True)
 
     plan: Plan | None = None
     try:
@@ -106,10 +109,12 @@ def find(
         if plan is not None:
             _refuse_foreign(plan, machine, workload, request)
     except _SpoiledError as error:
-        return Found(None, path, (f"the profile {path} is ignored: {error}; {_put_aside(path)}",))
+        note = Note("profile-ignored", f"the profile {path} is ignored: {error}; {_put_aside(path)}")
+        return Found(None, path, (note,))
     except ProfileError as error:
         by_system = isinstance(error.__cause__, OSError)
-        return Found(None, path, (f"the profile {path} is ignored: {error}",), unreadable=by_system)
+        note = Note("profile-ignored", f"the profile {path} is ignored: {error}")
+        return Found(None, path, (note,), unreadable=by_system)
     return Found(plan, path)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from autosplit.errors import ProfileError
 from autosplit.files import make_private_folder
+from autosplit.notes import Note
 
 if TYPE_CHECKING:
     import filelock
@@ -85,10 +86,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
                 self._lock.release()
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """The notes on the wait that a plan gets."""
-        waited = f"waited {self.waited_s:.0f} s for another that tuned the same" if self._told else None
-        return tuple(said for said in (self.gave_up or waited,) if said is not None)
+        if self.gave_up is not None:
+            return (Note("gave-up-waiting", self.gave_up),)
+        waited = f"waited {self.waited_s:.0f} s for another process that tuned the same workload"
+        return (Note("waited", waited),) if self._told else ()
 
     @property
     def _is_over(self) -> bool:

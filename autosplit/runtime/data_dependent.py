@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.notes import Note
 from autosplit.runtime.row_counts import OPERATORS, grouped_product
 from autosplit.runtime.sample_values import SampleValues, WholeReads, calling_module
 from autosplit.torch_versions import DATA_DEPENDENT_ERRORS, FakeTensor, aten_ops
@@ -81,24 +82,27 @@ class DataDependent:
         """Return the exception of a trace that may not take an upper bound."""
         return NotImplementedError(f"the number of rows that {_listed(self.bounded)} returns depends on values")
 
-    def notes(self) -> tuple[str, ...]:
-        """Return a sentence or two for each kind of replacement."""
+    def notes(self) -> tuple[Note, ...]:
+        """Return a note for each kind of replacement."""
         found = []
         if self.bounded:
-            found.append(
+            text = (
                 f"the number of rows that {_listed(self.bounded)} returns depends on values, which traces do not "
                 "have: the upper bound was taken. Real steps may take less memory and time"
             )
+            found.append(Note("rows-depend-on-values", text))
         if self._values is not None and self._values.replayed:
-            found.append(
+            text = (
                 f"the model's code depends on values of tensors ({_listed(self._values.replayed)}): they were taken "
                 "from one step of the sample batch on the CPU. Batches with other values may take more or less"
             )
+            found.append(Note("values-from-sample", text))
         if self._arithmetic:
-            found.append(
+            text = (
                 f"the optimizer reads numbers from tensors ({_listed(self._arithmetic)}): 1 was taken for each. They "
                 "decide no tensor's shape"
             )
+            found.append(Note("optimizer-reads-values", text))
         return tuple(found)
 
     def _record(

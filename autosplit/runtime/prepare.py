@@ -18,6 +18,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, WorkloadError, one_line, users_errors
+from autosplit.notes import Note
 from autosplit.parallel.checkpointed import checkpointed_in
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
@@ -57,7 +58,7 @@ class Followed:
 
     workload: Workload
     tracer: Tracer
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     isolated: IsolatedRuntime | None = None
     rebuild: Callable[[], Workload] | None = None
 
@@ -289,15 +290,19 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
     closing.callback(tracer.trainee.restore)
     assumed = (*tracer.assumptions(), *_held_already(workload, devices[0].kind, twice=isolated is not None))
     rebuild = functools.partial(_built, built.source) if built.fake and why_real is None else None
-    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
+    notes = assumed if why_real is None else (Note("real-tensors", why_real), *assumed)
+    return Followed(workload, tracer, notes, isolated, rebuild)
 
 
-def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[str, ...]:
-    """Say what a model takes of the devices that it is tuned for by being there: a copy of it is trained beside it."""
+def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
+    """Return a note for each device that the model is on already: it takes memory next to the copy that is trained."""
     held = bytes_on_accelerators(workload)
     return tuple(
-        f"the model is on {device} already and takes {size_text(nbytes)} of it beside the copy that was run"
-        f"{', in each of two processes' if twice else ''}: as much more fits if it is moved there after tuning"
+        Note(
+            "model-on-device",
+            f"the model is on {device} already and takes {size_text(nbytes)} of it next to the copy that was run"
+            f"{', in each of two processes' if twice else ''}; if it is moved there after tuning, as much more fits",
+        )
         for device, nbytes in held.items()
         if device.type == kind
     )

@@ -17,6 +17,7 @@ import torch
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line, users_errors
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
@@ -101,12 +102,12 @@ class IsolatedRuntime:
         return self._capacities_bytes
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """A sentence for each cause of lost processes."""
+    def notes(self) -> tuple[Note, ...]:
+        """A note for each cause of lost processes."""
         by_cause: dict[str, list[StepShape]] = {}
         for (_, shape), cause in self._deadly.items():
             by_cause.setdefault(cause, []).append(shape)
-        return tuple(_lost_text(shapes, cause) for cause, shapes in by_cause.items())
+        return tuple(Note("process-lost", _lost_text(shapes, cause)) for cause, shapes in by_cause.items())
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peak bytes of a step on each device.

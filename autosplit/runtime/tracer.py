@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, users_errors
+from autosplit.notes import Note
 from autosplit.rng import kept_rng
 from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
@@ -322,7 +323,7 @@ class Tracer:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
         return self._leaves_unused and self.workload.step is None
 
-    def assumptions(self) -> tuple[str, ...]:
+    def assumptions(self) -> tuple[Note, ...]:
         """Return what the workload and its traces assume, a sentence each."""
         replaced = self.data_dependent.notes()
         if not self.workload.takes_loss_itself or not self.runs:

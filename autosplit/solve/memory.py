@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autosplit.notes import Note
+
 Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
 """What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients, or a
 DDP process beside copies on its device: of the parameters and buffers, as a loaded checkpoint leaves them there
@@ -62,7 +64,7 @@ class Ceiling:
     confirmed: bool = False
     # How it came to be known is no part of what it is.
     points: tuple[tuple[int, int, bool], ...] = field(default=(), compare=False)
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[Note, ...] = field(default=(), compare=False)
 
     @property
     def headroom_bytes(self) -> int:

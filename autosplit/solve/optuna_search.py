@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from autosplit.errors import InputError
+from autosplit.notes import Note
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
 from autosplit.solve.search_space import Configuration, Space
@@ -60,7 +61,7 @@ def search(
     storage: str | None = None,
     study_name: str = "autosplit",
     on_trial: Callable[[Trial], None] = lambda _: None,
-    on_trouble: Callable[[str], None] = lambda _: None,
+    on_trouble: Callable[[Note], None] = lambda _: None,
 ) -> tuple[Trial, ...]:
     """Evaluate configurations until no gain is expected.
 
@@ -95,7 +96,8 @@ def search(
         except _StorageError as failure:
             if storage is None:
                 raise failure.error from None
-            on_trouble(f"{_unusable(storage, failure.error)}; the search went on without it")
+            text = f"{_unusable(storage, failure.error)}; the search went on without it"
+            on_trouble(Note("storage-failed", text))
             storage, study = None, _opened(None, study_name)
     return tuple(running.done.values())
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.request import Request
@@ -17,9 +18,10 @@ from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, T
 from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 
-DDP_NOTE = (
+DDP_NOTE = Note(
+    "ddp-predicted",
     "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone; the ranks ran no step "
-    "together; the split lists the ranks' batch sizes, and autosplit.ddp.setup() loads them"
+    "together; the split lists the ranks' batch sizes, and autosplit.ddp.setup() loads them",
 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.errors import WorkloadError
+from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
@@ -32,7 +33,6 @@ from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, mo
 
 _log = logging.getLogger(__name__)
 
-TOGETHER_NOTE = "strategy 'ddp': every throughput is of steps that {} ranks ran together"
 
 LEAST_SEEN = 0.05
 """Of an all-reduce: the first bucket's share or so is hidden by nothing."""
@@ -114,7 +114,7 @@ class JointSession(Session):
         everyones = self.peers.all_run(lambda: self._own_findings(ceiling, timed, evaluation))
         said = self.peers.gathered(tuple(self.notes))
         for rank, notes in enumerate(said[1:], 1):
-            self.notes += [f"rank {rank}: {note}" for note in notes if note not in said[0]]
+            self.notes += [Note(note.kind, f"rank {rank}: {note}") for note in notes if note not in said[0]]
         return everyones
 
     def _ceiling(self, left: Ceiling | None) -> tuple[Ceiling, tuple[TimedSize, ...]]:
@@ -297,8 +297,9 @@ class JointSession(Session):
             residuals_of(self.solver, fitted, self.trials),
         )
 
-    def _assembled(self, answer: Answer, *notes: str) -> Plan:
-        plan = super()._assembled(answer, *notes, TOGETHER_NOTE.format(self.peers.world_size))
+    def _assembled(self, answer: Answer, *notes: Note) -> Plan:
+        text = f"strategy 'ddp': every throughput is of steps that {self.peers.world_size} ranks ran together"
+        plan = super()._assembled(answer, *notes, Note("ddp-measured", text))
         plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
         together = self._rank_steps_made
         return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.profiles.less_memory import Lack, solved_again
@@ -22,13 +23,15 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     slowest = found[rates.index(rate)]
     notes = [*slowest.notes]
     if plan.simulated:
-        notes.append("the loader was measured on this machine, which is not that of the simulated cards")
+        text = "the loader was measured on this machine, not on one with the simulated GPUs"
+        notes.append(Note("loader-of-this-machine", text))
     smaller = _smaller(plan, rate) if rate < plan.takes_samples_per_s else None
     if smaller is not None:
-        notes.append(
-            f"the loader loads {rate_text(rate)}: {smaller.batch_size:,} samples per forward take as much, in place of "
-            f"{plan.batch_size:,}; predicted, by the plan's measurements, and not remembered"
+        text = (
+            f"the loader loads {rate_text(rate)}: {smaller.batch_size:,} samples per forward train as fast as "
+            f"{plan.batch_size:,}; this is predicted from the plan's measurements, and not saved"
         )
+        notes.append(Note("loader-bound", text))
         plan = smaller
     fed = replace(plan, loader_settings=slowest.settings, loader_samples_per_s=rate)
     return fed.kept_at(plan.path).with_notes(last=notes)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autosplit.errors import WorkloadError, one_line
+from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan
@@ -29,7 +30,7 @@ from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 DOUBTFUL_ERROR = 0.3
 """Times that miss the model, fitted to themselves, by so much are not to be trusted."""
 
-CONTRADICTION = "the measured times contradict each other"
+TIMES_DISAGREE = "times-disagree"
 """How the note begins that says so."""
 
 EXACT_PATIENCE = 1
@@ -77,9 +78,8 @@ class LoneSession(Session):
             self._open_storage()
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
-            self.notes.append(
-                f"batches above {self.prober.max_batch_size} were not tried: real tensors would fill this machine"
-            )
+            text = f"batches above {self.prober.max_batch_size} were not tried: real tensors would fill this machine"
+            self.notes.append(Note("larger-batches-not-tried", text))
 
     def _found(self) -> Plan:
         self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
@@ -139,21 +139,24 @@ class LoneSession(Session):
         memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
-    def compiled_note(self, samples: int) -> str:
+    def compiled_note(self, samples: int) -> Note:
         """Return a note on compiled steps: how one ran, or for simulated GPUs, what was published about others."""
         if self.runtime.simulated:
             times = compiled_times_note(self.subject.workload.modules)
-            return f"torch.compile is not simulated: memory and time are those of eager steps. {times}"
-        note = "the model is compiled, but memory and time are those of the uncompiled model"
+            return Note(
+                "compiled", f"torch.compile is not simulated: memory and time are those of eager steps. {times}"
+            )
+        said = "the model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
         except OutOfMemoryError as error:
-            return f"{note}; compiled, {samples} samples do not fit: {error}"
+            return Note("compiled", f"{said}; compiled, {samples} samples do not fit: {error}")
         except Exception as error:  # noqa: BLE001  # whatever a compiler can't do
-            return f"{note}; compiled, no step could be run ({one_line(error)})"
+            return Note("compiled", f"{said}; compiled, no step could be run ({one_line(error)})")
         held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
-        return f"{note}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
+        text = f"{said}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
+        return Note("compiled", text)
 
     # Times
 
@@ -189,11 +192,10 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                self.notes.append(
-                    f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices"
-                )
+                text = f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices"
+                self.notes.append(Note("not-timed-alone", text))
             return timed
-        self.notes.append(f"{label} could not be timed, and is assumed to be slow: {why}")
+        self.notes.append(Note("not-timed", f"{label} could not be timed, and is assumed to be slow: {why}"))
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
@@ -270,14 +272,15 @@ class LoneSession(Session):
         return not any(0 < share < self._least_share for split in splits for share in split)
 
     def _doubt_the_times(self) -> None:
-        """Say so where the times that were measured do not go together."""
+        """Add a note if the measured times contradict each other."""
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
-            self.notes.append(
-                f"{CONTRADICTION} (by {100 * off:.0f} %), probably by a busy machine: "
-                "tune again later with profile='refresh' (--profile refresh), on a processor that others use with "
+            text = (
+                f"the measured times contradict each other by {100 * off:.0f}%, probably because the machine is "
+                "busy; tune again later with profile='refresh' (--profile refresh); if others share the CPU, set "
                 "OMP_NUM_THREADS=1 in the environment"
             )
+            self.notes.append(Note(TIMES_DISAGREE, text))
 
     # DDP
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autosplit.errors import InputError, WorkloadError
+from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.explain import FASTER
 from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
@@ -42,7 +43,7 @@ from autosplit.workload.workload import Workload
 if TYPE_CHECKING:  # a torch without torch.distributed measures alone
     from autosplit.tuning.joint_session import JointSession
 
-PREDICTED_NOTE = (
+PREDICTED_TEXT = (
     "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
     "run"
 )
@@ -136,8 +137,8 @@ def _measured(
             if any(map(has_compiled_parts, followed.workload.modules)):
                 session.notes.append(session.compiled_note(max(asked.split)))
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
-        note = PREDICTED_NOTE if job.whole.kind == "sim" else PREDICTED_NOTE + ON_EVERY_RANK
-        predicted = (note,) if found.predicted else ()
+        text = PREDICTED_TEXT if job.whole.kind == "sim" else PREDICTED_TEXT + ON_EVERY_RANK
+        predicted = (Note("ddp-predicted", text),) if found.predicted else ()
         notes = (
             *job.peers.gathered(tuple(session.notes))[0],
             *predicted,

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from autosplit.notes import Note
 from autosplit.runtime.prepare import Built, Source, follow, isolated_runtime
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.tuning.assemble import Subject
@@ -44,7 +45,7 @@ def isolated_for(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntim
     return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=job.own.deadline_s)
 
 
-def losses_of(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
-    """Tell what became of the processes that steps ran in, the same on all ranks."""
+def losses_of(job: Job, isolated: IsolatedRuntime | None) -> tuple[Note, ...]:
+    """Return the notes on lost processes, the same on all ranks."""
     told = job.peers.gathered(() if isolated is None else isolated.notes)
     return tuple(dict.fromkeys(itertools.chain(*told)))

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError, ProfileError
+from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
-from autosplit.profiles.differences import nearest_told
+from autosplit.profiles.differences import nearest_note
 from autosplit.profiles.key import key_of
 from autosplit.profiles.less_memory import Lack, solved_again
-from autosplit.profiles.store import NOT_REMEMBERED
+from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.tuning_lock import Turn, wait_limit_s
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.prepare import Followed, runtime_for
@@ -54,12 +55,12 @@ class Recalled:
 
     plan: Plan | None = None
     path: Path | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     short: str | None = None
     differing: tuple[str, ...] = ()
     unreadable: bool = False
     waited_s: float = 0.0
-    wait_notes: tuple[str, ...] = ()
+    wait_notes: tuple[Note, ...] = ()
     trouble: str | None = None
 
     @property
@@ -67,7 +68,7 @@ class Recalled:
         """Whether there is a plan that holds as it is."""
         return self.plan is not None and self.short is None and not self.differing
 
-    def told(self, *said: str) -> Plan:
+    def told(self, *said: Note) -> Plan:
         """Return the plan with where it comes from, and what else is to be said of it."""
         assert self.plan is not None
         return self.plan.with_notes(*said, *self.notes)
@@ -111,9 +112,12 @@ class Wanted:
         if found.plan is None:
             return Recalled(notes=found.notes, unreadable=found.unreadable)
         if not found.plan.complete:
-            return Recalled(notes=("the search of the remembered plan was interrupted: tuned anew",))
+            return Recalled(
+                notes=(Note("tuned-again", "the search of the saved plan was interrupted, so it was tuned again"),)
+            )
         if self.measured and not found.plan.ddp.measured:
-            return Recalled(notes=("the remembered plan's DDP answer was predicted by one process: tuned anew",))
+            text = "the DDP settings of the saved plan were predicted by one process, so they were tuned again"
+            return Recalled(notes=(Note("tuned-again", text),))
         request = self.request
         return Recalled(
             found.plan,
@@ -146,10 +150,10 @@ class Wanted:
             again = replace(again, notes=found.notes, unreadable=found.unreadable)
         return replace(again, **waited)
 
-    def nothing_run(self, found: Recalled) -> str:
-        """Say that a remembered plan is the answer."""
+    def nothing_run(self, found: Recalled) -> Note:
+        """Return the note of a plan that comes from a profile."""
         unused = "" if self.request.storage is None else ", and the storage was not opened"
-        return f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}"
+        return Note("from-profile", f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}")
 
     def turn(self, tell: Callable[[str], None]) -> Turn:
         """Return what waits for another process that tunes the same thing, and tells of it when the wait begins."""
@@ -159,8 +163,8 @@ class Wanted:
         except ProfileError as error:  # nobody knows where the cache is
             return Turn(None, limit_s=limit_s, tell=tell, trouble=str(error))
 
-    def nearest(self, ignoring: Sequence[str] = ()) -> tuple[str, ...]:
-        """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none."""
+    def nearest(self, ignoring: Sequence[str] = ()) -> tuple[Note, ...]:
+        """Return a note that names the most similar profile and what differs, if there is one."""
         if self.request.profile != "auto":
             return ()
         try:
@@ -168,15 +172,18 @@ class Wanted:
         except (OSError, ProfileError):  # there is no cache
             return ()
         parts = {"machine": self.machine, "workload": self.described, "request": self.asked}
-        told = nearest_told(remembered, **parts, ignoring=ignoring)
+        told = nearest_note(remembered, **parts, ignoring=ignoring)
         return () if told is None else (told,)
 
     def kept(
-        self, plan: Plan, found: Recalled, said: tuple[str, ...], always: tuple[str, ...], *, stores: bool = True
+        self, plan: Plan, found: Recalled, said: tuple[Note, ...], always: tuple[Note, ...], *, stores: bool = True
     ) -> Plan:
-        """Remember a plan, and add the notes of this run alone: what is `said` of the cache, and what is said `always`.
+        """Save a plan as a profile, and return it with the notes of this run, which the profile does not hold.
 
-        That the cache is of no use is said once. One process of each machine stores the plan.
+        Args:
+            said: Notes on the cache. They are left out if the plan could not be saved either: one note is enough.
+            always: The other notes of this run.
+            stores: Whether this process saves the plan: one of each machine does.
         """
         if self.request.profile != "off":  # on every rank alike, and now, when nobody waits for a line of it
             plan = plan.with_explanation()
@@ -184,22 +191,22 @@ class Wanted:
         if failed and found.unreadable:
             said = ()
         if path is not None and found.trouble is not None:
-            said = (*said, f"waiting for other processes that tune the same failed: {found.trouble}")
+            text = f"autosplit could not wait for other processes that tune the same workload: {found.trouble}"
+            said = (*said, Note("not-waited", text))
         return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
-    def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
-        """Remember a plan, and return its file and notes; the best so far does not replace one whose search ended."""
+    def stored(self, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
+        """Save a plan, and return its file and notes. An interrupted search does not replace a finished one."""
         if self.request.profile == "off":
             return None, ()
         there = None if plan.complete else self._remembered().plan
         if there is not None and there.complete:
-            return None, (
-                f"{NOT_REMEMBERED}its search was interrupted, and a plan of a finished search is already remembered",
-            )
+            text = "the plan is not saved: its search was interrupted, and a profile has the plan of a finished one"
+            return None, (Note(NOT_SAVED, text),)
         try:
             return profiles.store(self.key, plan), ()
         except ProfileError as error:
-            return None, (f"{NOT_REMEMBERED}{error}",)
+            return None, (Note(NOT_SAVED, f"the plan is not saved: {error}"),)
 
     def _remembered(self) -> profiles.Found:
         return profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
@@ -286,29 +293,28 @@ def _run(plan: Plan, prober: Prober, job: Job, *, measures: bool) -> Plan:
 
 
 def _given_up(found: Recalled, why: str) -> Recalled:
-    """Return what is left of a remembered plan that does not do: what to say of it."""
+    """Return a result without the saved plan, with a note on why it cannot be used."""
     changed = found.short or "; ".join(found.differing)
-    return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
+    return Recalled(notes=(*found.notes, Note("tuned-again", f"{changed}, and {why}, so it was tuned again")))
 
 
 def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool) -> Plan:
-    """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
+    """Return a saved plan that ran here, and save it with the facts of these devices."""
     assert found.plan is not None
     plan = wanted.with_facts(found.plan).kept_at(found.path)
     if stores:
         wanted.stored(plan)  # where that fails, the next run makes the step once more
-    said = f"{'; '.join(found.differing)}: confirmed by one step"
-    return replace(found, plan=plan).told(said, f"{found.origin}; {REFRESH_HINT}")
+    confirmed = Note("confirmed-by-one-step", f"{'; '.join(found.differing)}: confirmed by one step")
+    return replace(found, plan=plan).told(confirmed, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
 
 
 def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
-    """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
-    said = (
-        f"{found.short}: a smaller plan was computed from its measurements, confirmed by one step, and not remembered"
-    )
+    """Return a plan for as long as memory is short. The saved plan stays as it is."""
+    text = f"{found.short}: a smaller plan was computed from its measurements, confirmed by one step, and not saved"
     if again.region is None:
-        said += "; its samples/s are predicted"
+        text += "; its samples/s are predicted"
     here = zip(again.devices, wanted.request.devices, strict=True)
     devices = tuple(replace(planned, memory_bytes=device.capacity_bytes) for planned, device in here)
     again = wanted.with_facts(replace(again, devices=devices))
-    return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")
+    smaller = Note("less-memory", text)
+    return replace(found, plan=again).told(smaller, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from autosplit.errors import AutosplitError, InputError
+from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
@@ -41,12 +42,10 @@ TRIAL_BUDGET_S = 1.0
 MOST_FORWARDS = 2**16
 """Forwards of one optimizer step: whoever asks for more has mistaken a data set for a batch."""
 
+INTERRUPTED_NOTE = Note("interrupted", "the search was interrupted: this is the best plan so far")
+
 USUAL_SIZES = 8
 """Sizes at which a device is timed, of most workloads."""
-
-TOO_FEW = "a share below"
-
-INTERRUPTED_NOTE = "the search was interrupted: this is the best so far"
 
 
 class Session(ABC):
@@ -184,11 +183,12 @@ class Session(ABC):
         self.stage = "search"
         self._tell_trial()
         if self.prober.out_of_time:
-            self.notes.append(
-                "the time limit was over before the search began: ceilings are the largest batches that had run until "
+            text = (
+                "the time limit ended before the search began: ceilings are the largest batches that had run until "
                 "then, few sizes were timed, and one configuration was tried; a larger time_limit_s may find a faster "
                 "one"
             )
+            self.notes.append(Note("time-limit", text))
         most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
         _log.info("the search is of up to %d samples per forward and up to %d forwards per step", most, steps)
         search(
@@ -206,9 +206,11 @@ class Session(ABC):
         )
         kept = len(self.trials) - self.evaluated
         if kept:
-            self.notes.append(f"{kept} of {len(self.trials)} trials come from the storage, where a search was cut off")
+            text = f"{kept} of {len(self.trials)} trials come from the storage of an interrupted search"
+            self.notes.append(Note("trials-from-storage", text))
         if self.recalled:
-            self.notes.append(f"{self.recalled} ceilings come from the storage, where a search was cut off")
+            text = f"{self.recalled} ceilings come from the storage of an interrupted search"
+            self.notes.append(Note("ceilings-from-storage", text))
         best = self._best_trial()
         if best is None:
             self._end_search()  # more may be free when it is asked for again
@@ -226,7 +228,7 @@ class Session(ABC):
         if not self._can_train(splits):
             least = self._least_share
             why = "DDP's ranks all take part" if least == 1 else f"BatchNorm needs {least} samples to train on"
-            return replace(trial, failure=f"{TOO_FEW} {least}: {why}")
+            return replace(trial, failure=f"a device would get fewer than {least} samples: {why}")
         try:
             measured = self._measured(splits)
         except OutOfMemoryError as error:
@@ -276,7 +278,8 @@ class Session(ABC):
     def _nothing_fits(self) -> DoesNotFitError:
         failure = self.trials[-1].failure if self.trials else "there was no configuration to try"
         least, sizes = self._least_share, self.request.effective_batch_sizes
-        if least > 1 and self.trials and all((trial.failure or "").startswith(TOO_FEW) for trial in self.trials):
+        refused = not any(self._can_train(self.solver.splits_of(configuration_of(trial))) for trial in self.trials)
+        if least > 1 and self.trials and refused:
             return DoesNotFitError(
                 f"an optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
                 f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that "
@@ -294,7 +297,7 @@ class Session(ABC):
 
     # The plan
 
-    def _assembled(self, answer: Answer, *notes: str) -> Plan:
+    def _assembled(self, answer: Answer, *notes: Note) -> Plan:
         plan = assembled(
             self.subject,
             answer,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autosplit.errors import AutosplitError, UserCodeError, from_user_code
+from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
@@ -31,7 +32,7 @@ from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
-from autosplit.tuning.lone_session import CONTRADICTION
+from autosplit.tuning.lone_session import TIMES_DISAGREE
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
@@ -42,14 +43,16 @@ from autosplit.workload.precision import native_ones, precision_list, without_bf
 
 _log = logging.getLogger(__name__)
 
-INTERRUPTED_NOTE = "tuning was interrupted before every way was tuned for: this is the best plan of those that were"
+INTERRUPTED_NOTE = Note("interrupted", "tuning was interrupted before all variants were tuned: this is the best so far")
 
-LENGTHS_INTERRUPTED_NOTE = "tuning was interrupted before shorter samples were looked at: tune again to have them"
-
-NO_GPU_NOTE = (
-    "no GPU is visible, so the plan is for the processor; devices='sim:2xRTX3090' (--devices) plans for other GPUs"
+LENGTHS_INTERRUPTED_NOTE = Note(
+    "interrupted", "tuning was interrupted before shorter samples were measured; tune again to measure them"
 )
-"""Said where no devices were named and there is no GPU."""
+
+NO_GPU_NOTE = Note(
+    "no-gpu",
+    "no GPU is visible, so the plan is for the CPU; devices='sim:2xRTX3090' (--devices) plans for other GPUs",
+)
 
 
 class ChangedTrainingWarning(UserWarning):
@@ -215,8 +218,8 @@ def tune(
 def _warn_of(plan: Plan) -> None:
     """Warn the caller of `tune` of times that contradict each other, and of training that splitting changes."""
     for note in plan.notes:
-        if note.startswith(CONTRADICTION):
-            warnings.warn(note, DoubtfulTimesWarning, stacklevel=3)
+        if note.kind == TIMES_DISAGREE:
+            warnings.warn(note.text, DoubtfulTimesWarning, stacklevel=3)
     found = changed(plan.checks)
     if found:
         others = f"; {len(found) - 1} more in plan.checks" if len(found) > 1 else ""
@@ -295,7 +298,7 @@ def _tuned_ways(
 
 
 def _tuned_by_length(
-    lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[str, ...]
+    lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[Note, ...]
 ) -> Plan:
     """Tune for samples of the longest length, then look at shorter ones, which is half of the progress."""
 
@@ -326,7 +329,7 @@ def _tuned_by_length(
 
 
 def _fastest_of(
-    ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[str, ...], more: int = 0
+    ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[Note, ...], more: int = 0
 ) -> tuple[Plan, Way]:
     """Tune for each way to train, and take the fastest; so many `more` things have a share of the time, too."""
     names, sources = _names_of(ways), [make(way) for way in ways]  # what can't be made is refused before any is tuned
@@ -348,7 +351,7 @@ def _fastest_of(
             raise TuningInterrupted(partial.kept_at(best.path)) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
-            notes = (*notes, f"{name} is left out: {misfit}")
+            notes = (*notes, Note("variant-left-out", f"{name} is left out: {misfit}"))
     if not plans:
         raise misfits[0]
     return _chosen(plans, asked.job).with_notes(*notes), ways[names.index(_fastest(plans)[0])]
@@ -421,7 +424,11 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
         wanted = Wanted(job.whole, job.machine, described, job.whole.facts(asked.reserve), measured=job.several)
         turn = closing.enter_context(wanted.turn(asked.tell_waiting)) if peers.rank == 0 else None
         found = wanted.recalled_in_turn(turn, job)
-        _log.info("profile %s: %s", wanted.key, "remembered" if found.plan else "; ".join(found.notes) or "not there")
+        _log.info(
+            "profile %s: %s",
+            wanted.key,
+            "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
+        )
         # Of this run and not of the plan, which is remembered for whoever names the processor, too.
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         if found.holds:
@@ -439,7 +446,7 @@ def _tuned_anew(
     built: Built,
     wanted: Wanted,
     found: Recalled,
-    defaulted: tuple[str, ...],
+    defaulted: tuple[Note, ...],
 ) -> Plan:
     """Try what is remembered again, else measure and search."""
     with ExitStack() as closing:

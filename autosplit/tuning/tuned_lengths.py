@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.errors import UserCodeError
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.prober import Prober
@@ -35,14 +36,16 @@ STEP_DOWN = 0.05
 MOST_FOLLOWED = 3
 """Times that the largest size is looked for: each time a step that was followed showed that its trace is another."""
 
-BATCHNORM_NOTE = (
-    "lengths were not looked at: the model's BatchNorms need 2 samples or more, and batches of like length may have 1; "
-    "leave lengths out"
+BATCHNORM_NOTE = Note(
+    "lengths-not-measured",
+    "lengths were not measured: the model's BatchNorms need 2 samples or more, and batches of similar length may have "
+    "1; leave lengths out",
 )
 
-UNTRACED_NOTE = (
-    "the memory of other lengths can't be told without running them: batches of shorter samples have as many as those "
-    "of the longest"
+UNTRACED_NOTE = Note(
+    "lengths-not-traced",
+    "the memory of other lengths cannot be predicted without running them, so batches of shorter samples have as many "
+    "samples as those of the longest",
 )
 
 
@@ -68,7 +71,7 @@ def with_lengths(
         return without_lengths(plan).with_notes(last=[BATCHNORM_NOTE])
     tried = lengths_to_tune(lengths)
     known = () if plan.lengths is None else plan.lengths.points
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     if [point.length for point in known[: len(tried)]] != [*tried]:
         known, notes = _points(plan, tried, source_of, job, tell, isolate=isolate)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
@@ -89,9 +92,9 @@ def _points(
     tell: Callable[[Progress], None],
     *,
     isolate: bool,
-) -> tuple[tuple[LengthPoint, ...], tuple[str, ...]]:
+) -> tuple[tuple[LengthPoint, ...], tuple[Note, ...]]:
     points = [LengthPoint(tried[0], 1.0, plan.samples_per_s, plan.samples_per_s)]
-    notes: list[str] = []
+    notes: list[Note] = []
     full: tuple[tuple[int, ...], ...] = ()
     samples, longest_rate = plan.batch_size, 1.0
     for number, length in enumerate(tried):
@@ -119,7 +122,8 @@ def _points(
             else:
                 notes += losses_of(job, session.followed.isolated)
             if isinstance(found, str):
-                notes.append(f"samples of length {length} and below were not looked at: {found}")
+                text = f"samples of length {length} and below were not measured: {found}"
+                notes.append(Note("lengths-not-measured", text))
                 break
             samples, rate, own_rate = found
             if number:

@@ -10,6 +10,7 @@ import torch
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import WorkloadError
+from autosplit.notes import Note
 from autosplit.workload.workload import PRECISIONS
 
 BF16_CAPABILITY = (8, 0)
@@ -52,13 +53,13 @@ def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) ->
 
 def native_ones(
     precisions: Sequence[str | None], lacking: Sequence[str]
-) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
-    """Leave out of several precisions those that some device has no units for, with a sentence for each."""
+) -> tuple[tuple[str | None, ...], tuple[Note, ...]]:
+    """Return the precisions that all devices run natively, and a note on the others."""
     if not lacking:
         return tuple(precisions), ()
     who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"
-    said = f"precision bf16 was not searched: {who}; precision='bf16' alone plans for it anyway"
-    return tuple(name for name in precisions if name != "bf16"), (said,)
+    text = f"precision bf16 was not searched: {who}; precision='bf16' alone plans for it anyway"
+    return tuple(name for name in precisions if name != "bf16"), (Note("precision-left-out", text),)
 
 
 def _has_bf16(device: Device) -> bool:

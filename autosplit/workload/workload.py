@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit.errors import WorkloadError, advise
+from autosplit.notes import Note
 from autosplit.text import counted_text
 from autosplit.workload.batch import (
     COLLATED,
@@ -429,14 +430,16 @@ class Workload:
         """Whether the loss comes from the outputs by the rules of the class, no function being given."""
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
-    def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
-        """Return what was taken for granted because it was not given, one sentence each."""
-        said = [*self.assumed]
+    def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:
+        """Return a note for each thing that was assumed because it was not given."""
+        notes = [Note("assumed", text) for text in self.assumed]
         if self.takes_loss_itself and loss_rule(outputs) == "mean":
-            said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
+            text = "no loss given: the mean of the model's floating-point outputs is used; pass loss_fn="
+            notes.append(Note("loss-assumed", text))
         if self.optimizer is None and self.step is None:
-            said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
-        return tuple(said)
+            text = "no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer="
+            notes.append(Note("optimizer-assumed", text))
+        return tuple(notes)
 
 
 def _refuse_arguments_of(model: type) -> None:

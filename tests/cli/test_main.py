@@ -567,7 +567,7 @@ def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path
     assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
     assert main(arguments) == 0
     again = Plan.from_json(capsys.readouterr().out)
-    assert again.notes[0].startswith("from the profile")
+    assert again.notes[0].kind == "from-profile"
     assert again.trials == plan.trials
 
 

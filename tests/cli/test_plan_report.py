@@ -11,6 +11,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan as ranks_plan
 from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
+from noted import noted
 from rich.console import Console
 from torch import nn
 
@@ -20,11 +21,13 @@ from autosplit.cli.main import main
 from autosplit.cli.pasted_code import Origin, paste_lines
 from autosplit.cli.plan_report import print_plan
 from autosplit.devices.inventory import DeviceReport
+from autosplit.notes import Note
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.probe.loader_result import LoaderSettings
+from autosplit.profiles.differences import NEAREST_PROFILE
 from autosplit.solve.memory import Fits, MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
 from autosplit.workload.batch import chunk, leaves_of, map_tensors
@@ -145,7 +148,7 @@ def test_one_device_speaks_of_batch_and_accumulation_not_of_splits():
 def test_notes_and_checks_are_shown_whole_and_unstyled():
     note = "from the profile [bold]/x/y.json[/bold]: " + "nothing was run and nothing was measured " * 5
     check = Check("BatchNorm2d at [0]", 0.5, None, depends=True, advice="freeze it")
-    text = " ".join(printed(made_plan(notes=(note,), checks=(check,)), width=80).split())
+    text = " ".join(printed(made_plan(notes=noted(note), checks=(check,)), width=80).split())
     assert " ".join(note.split()) in text
     assert f"- {check}" in text
 
@@ -236,11 +239,11 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
         Check("BatchNorm2d at 0", 0.02, None, depends=True, advice="freeze it"),
         Check("Dropout at 1", 0.0, 0.0, depends=False),
     )
-    nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
-    text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
+    nearest = Note(NEAREST_PROFILE, "no profile matches; the most similar is 0123: seed was 0, now 1")
+    text = " ".join(short(made_plan(checks=checks, notes=(nearest, *noted("a note")))).split())
     said = "changed by splitting: BatchNorm2d at 0, up to 2 %; gradient, up to 12 % (--details)"
     assert f"notes - {said} - a note next" in text
-    many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
+    many = " ".join(short(made_plan(notes=noted(*"abcde"))).split())
     assert "notes - a - b - 3 more: --details next" in many
     assert "\nnotes\n" not in short(made_plan())
 
@@ -248,7 +251,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
 @pytest.mark.parametrize("lengths", [(75, 145), (145, 75), (75, 220), (220, 75), (75, 75, 75), (75, 75, 75, 75)])
 def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
     """Three notes were allowed, of whatever length: on a busy machine one of three lines made 25."""
-    notes = tuple(" ".join(["a note"] * (length // 7)) for length in lengths)
+    notes = noted(*(" ".join(["a note"] * (length // 7)) for length in lengths))
     text = short(made_plan((100, 156), notes=notes))
     said = text.split("\nnotes\n")[1].split("\n\n")[0]
     assert len(said.splitlines()) <= (4 if lengths[0] > 160 else 3)
@@ -332,7 +335,7 @@ def test_a_line_to_paste_is_one_line_at_any_width():
 
 
 def test_a_terminal_gets_styles_and_the_same_words():
-    plan = made_plan(notes=("a note",))
+    plan = made_plan(notes=noted("a note"))
     styled = printed(plan, terminal=True)
     assert "\x1b[1m" in styled
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", styled)

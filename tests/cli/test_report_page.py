@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from handmade import made_plan, solved_plan
+from noted import noted
 from pages import Reader
 
 pytest.importorskip("matplotlib")
@@ -65,7 +66,7 @@ class TestWords:
             "BatchNorm2d at 1",
             "50 % off",
             "freeze it",
-            LEFT_OUT,
+            LEFT_OUT.text,
             "autosplit.BalancedDataParallel(100, model, split=(100, 156))",
             "128, 128",
             "cuda:1",
@@ -110,7 +111,9 @@ class TestWords:
         monkeypatch.setattr("autosplit.cli.report_page.shareable", lambda plan: plan)  # some of it looks like a path
         hostile = "</style><script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}\x00\x1b[31m\u202e&amp;"
         plan = solved_plan(
-            notes=(hostile,), checks=(Check(hostile, 0.5, None, True, hostile, hostile),), workload={"model": hostile}
+            notes=noted(hostile),
+            checks=(Check(hostile, 0.5, None, True, hostile, hostile),),
+            workload={"model": hostile},
         )
         trials = tuple(replace(trial, failure=hostile) if trial.failure else trial for trial in plan.trials)
         devices = tuple(replace(device, name=hostile, label=hostile) for device in plan.devices)

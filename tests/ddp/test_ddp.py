@@ -32,6 +32,7 @@ from ddp_jobs import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from noted import noted
 from ranks import starting
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -485,7 +486,7 @@ def different_plans() -> str:
 
 
 def different_notes() -> bool:
-    with ddp.setup(make_plan((2, 6), notes=(f"from the profile of rank {os.environ['RANK']}",))):
+    with ddp.setup(make_plan((2, 6), notes=noted(f"from the profile of rank {os.environ['RANK']}"))):
         return True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,10 +40,10 @@ BOXES = torch.randint(1, 6, (NUM_SAMPLES,), generator=torch.Generator().manual_s
 
 
 def page_block(containing: str) -> str:
-    """Return the loop of docs/same-training.md that has a text in it."""
+    """Return the loop over the steps of the block of docs/same-training.md that contains a text."""
     blocks = [part.split("```")[0] for part in (DOCS / "same-training.md").read_text().split("```python\n")[1:]]
     (block,) = (block for block in blocks if containing in block)
-    return block
+    return textwrap.dedent(block[block.index("    for step in ctx.steps(") :])
 
 
 def make_model() -> nn.Module:
@@ -108,7 +109,7 @@ def counted_loop(
 
 def of_page(containing: str, effective: int, *columns: torch.Tensor) -> torch.Tensor:
     """Run a loop of the page."""
-    names = {"class_weights": CLASS_WEIGHTS, "box_loss": box_loss, "nn": nn, "torch": torch}
+    names = {"class_weights": CLASS_WEIGHTS, "weights": CLASS_WEIGHTS, "nn": nn, "torch": torch}
     with prepared(effective, *columns) as (ctx, model, optimizer, loader):
         exec(page_block(containing), {**names, "ctx": ctx, "model": model, "optimizer": optimizer, "loader": loader})
         return weights(model)
@@ -198,7 +199,7 @@ def make_gan() -> tuple[nn.Module, nn.Module]:
 def gan_of_page() -> torch.Tensor:
     with ddp.setup(make_plan(SIZES, 16)) as ctx:
         generator, critic = map(ctx.wrap, make_gan())
-        loader = DataLoader(TensorDataset(INPUTS), batch_sampler=ctx.batch_sampler(NUM_SAMPLES))
+        loader = DataLoader(TensorDataset(INPUTS, LABELS), batch_sampler=ctx.batch_sampler(NUM_SAMPLES))
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
         names = {"ctx": ctx, "generator": generator, "critic": critic, "loader": loader, "torch": torch}
         exec(page_block("loss_d"), {**names, "optimizers": optimizers})

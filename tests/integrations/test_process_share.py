@@ -15,6 +15,7 @@ import shared_training as shared
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from noted import noted
 from plans import simulated_plan
 from torch import nn
 from torch.nn import functional as F
@@ -155,7 +156,7 @@ class TestFindShare:
             replace(shared.shares_plan(*job), workload={"parameters": 12}) for job in (((8,), 40), ((7, 1), 20))
         )
         larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
-        remembered = [alone, ranks, replace(alone, notes=("again",)), larger]
+        remembered = [alone, ranks, replace(alone, notes=noted("again")), larger]
         monkeypatch.setattr(
             "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in remembered)
         )

@@ -9,6 +9,7 @@ import pytest
 from handmade import GIB, made_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noted import noted
 from workloads import char_gpt, small
 
 from autosplit import tune
@@ -395,7 +396,7 @@ class TestAnExplanationThatIsKept:
         assert self.kept(monkeypatch).explain() == fresh
 
     def test_notes_leave_it_as_it_is(self, monkeypatch):
-        replace(self.kept(monkeypatch), notes=("said",), real_steps=7).explain()
+        replace(self.kept(monkeypatch), notes=noted("said"), real_steps=7).explain()
 
     @pytest.mark.parametrize(
         "changed", [{"samples_per_s": 1.0}, {"ceilings": (60, 60), "max_batch_size": 100}, {"fit": None}]
@@ -412,7 +413,7 @@ class TestAnExplanationThatIsKept:
     def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
         """Once the rank that keeps a plan refused the others': only its own had the explanation in it."""
         plan = solved_plan((50, 50), (1, 1), (60, 60))
-        kept = replace(plan.with_explanation(), notes=("tuned here",))
+        kept = replace(plan.with_explanation(), notes=noted("tuned here"))
         assert kept.bare().to_json() == plan.bare().to_json()
 
     @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ddp_jobs import make_plan
+from noted import noted
 
 from autosplit.plan.plan import Plan
 
@@ -15,4 +16,4 @@ def test_equal_plans_have_equal_hashes() -> None:
     other = Plan.from_json(plan.to_json())
     assert plan == other
     assert hash(plan) == hash(other)
-    assert len({plan, other, make_plan((2, 6), 24), replace(plan, notes=("a note",))}) == 3
+    assert len({plan, other, make_plan((2, 6), 24), replace(plan, notes=noted("a note"))}) == 3

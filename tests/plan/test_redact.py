@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from handmade import made_plan
+from noted import noted
 
 from autosplit.cli.main import main
 from autosplit.plan.plan import Plan
@@ -17,7 +18,7 @@ PRIVATE = f"/home/ann/x of GPU-{UUID}, pid 4711, redis://:secret@host"
 
 def private_plan() -> Plan:
     plan = made_plan((100, 156))
-    ceiling = replace(plan.devices[0].ceiling, notes=(PRIVATE,))
+    ceiling = replace(plan.devices[0].ceiling, notes=noted(PRIVATE))
     return replace(
         plan,
         devices=tuple(
@@ -25,7 +26,7 @@ def private_plan() -> Plan:
         ),
         trials=(*plan.trials[:1], replace(plan.trials[1], failure=PRIVATE)),
         ddp=replace(plan.ddp, ranks=tuple(replace(rank, ceiling=ceiling) for rank in plan.ddp.ranks)),
-        notes=(PRIVATE, "cuda:0 is GPU-odd_1"),
+        notes=noted(PRIVATE, "cuda:0 is GPU-odd_1"),
     )
 
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from noted import kinds
 from torch import nn
 
 import autosplit
@@ -73,7 +74,7 @@ def test_a_model_that_can_not_be_faked_whose_peak_is_flat_at_first(budget):
     assert runs(workload, budget, found.batch_size)
     assert not runs(workload, budget, found.batch_size + 1)
     assert found.ooms <= 1
-    assert any("can't be followed with fake tensors" in note for note in found.notes)
+    assert "real-tensors" in kinds(found.notes)
 
 
 class Jumping(nn.Module):
@@ -182,8 +183,8 @@ def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
 def test_what_was_assumed_is_told_with_the_ceiling():
     model = nn.Linear(32, 10)
     found = find_ceiling(Workload(model, torch.randn(8, 32)), "sim:RTX3090", max_batch_size=8)
-    assert any("no optimizer given" in note for note in found.notes)
-    assert any("no loss given" in note for note in found.notes)
+    assert "optimizer-assumed" in kinds(found.notes)
+    assert "loss-assumed" in kinds(found.notes)
 
 
 def dying() -> Workload:

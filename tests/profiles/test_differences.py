@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plans import make_plan
 
 from autosplit.plan.plan import Plan
-from autosplit.profiles.differences import MOST_TOLD, differences, nearest_told
+from autosplit.profiles.differences import MOST_TOLD, NEAREST_PROFILE, differences, nearest_note
 
 GPUS = {"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}
 MACHINE = {"devices": [GPUS], "torch": "2.12.0", "cuda": "12.6", "autosplit": "1.0"}
@@ -51,9 +51,12 @@ def told_of(
 
 
 def nearest(*plans: Plan | None, **options: Any) -> str | None:
+    """Return the text of the note on the most similar profile."""
     remembered = [(Path(f"{number}bcdef0123456789.json"), plan) for number, plan in enumerate(plans)]
     parts = {"machine": MACHINE, "workload": WORKLOAD, "request": REQUEST}
-    return nearest_told(remembered, **{**parts, **options})
+    note = nearest_note(remembered, **{**parts, **options})
+    assert note is None or note.kind == NEAREST_PROFILE
+    return None if note is None else note.text
 
 
 def test_what_is_equal_is_not_told():
@@ -133,7 +136,7 @@ def test_an_older_file_tells_of_the_request_what_the_plan_does():
 def test_the_nearest_is_that_with_the_fewest_differences():
     far = replace(PLAN, request={**REQUEST, "effective_batch_size": 1, "strategy": "ddp"})
     near = replace(PLAN, machine={**MACHINE, "torch": "2.11.0"})
-    said = "no plan is remembered for just this; in the nearest, 2bcdef01: tuned with torch 2.11.0, now 2.12.0"
+    said = "no profile matches; the most similar is 2bcdef01: tuned with torch 2.11.0, now 2.12.0"
     assert nearest(far, None, near) == said
 
 
@@ -157,7 +160,7 @@ def test_a_few_are_told_and_the_rest_counted(caplog):
     assert said.endswith(f"; and {5 - MOST_TOLD} more")
     assert said.count("; ") == 1 + MOST_TOLD
     (logged,) = caplog.messages
-    assert logged.startswith("in the nearest, 0bcdef01: tuned with torch")
+    assert logged.startswith("the most similar profile, 0bcdef01: tuned with torch")
     assert all(f"{part} was " in logged for part in ("strategy", "effective_batch_size", "max_batch_size", "name"))
     assert logged.count("; ") == 4
 

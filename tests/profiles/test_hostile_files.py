@@ -17,6 +17,7 @@ import pytest
 from handmade import GIB, made_plan
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
+from noted import noted
 from test_text import assert_harmless
 from workloads import mlp
 
@@ -53,7 +54,7 @@ def full_plan() -> Plan:
         checks=(Check("gradient", 0.5, None, depends=True, advice="freeze it"),),
         machine=MACHINE,
         workload=WORKLOAD,
-        notes=("a sentence — with “Unicode”",),
+        notes=noted("a sentence — with “Unicode”"),
     )
 
 
@@ -175,9 +176,10 @@ OTHERS = st.sampled_from(
         TEXT.replace('"gpu0_bsz": 3', '"gpu0_bsz": 3, "gpu0_bsz": 7').encode(),
         b"[" * 100_000,
         b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
+        b'{"schema_version": 2, "machine": ' + b'{"a":' * 100_000,
         *(nested(levels) for levels in (20, 40, 900, 5000)),
         *(nested(levels, '{"a":', "}") for levels in (20, 40, 900)),
-        *(versioned(version) for version in (-1, 0, 2, 99, 2**40, 2**70, "1", None, 1.5, True, [1])),
+        *(versioned(version) for version in (-1, 0, 1, 3, 99, 2**40, 2**70, "1", None, 1.5, True, [1])),
         b" " * (profiles.MAX_FILE_BYTES + 1),
         TEXT.encode() + b" " * 10_000,
         TEXT.encode() * 2,
@@ -244,12 +246,12 @@ def each(case: bytes, ground: Path, *, shows: bool = True) -> None:
     found = profiles.find(KEY, machine=MACHINE, workload=WORKLOAD)
     if found.plan is None:
         (note,) = found.notes
-        assert note.startswith(f"the profile {path} is ignored: it")
-        assert "\n" not in note
+        assert str(note).startswith(f"the profile {path} is ignored: it")
+        assert "\n" not in note.text
         bad = path.with_suffix(".bad")
         assert os.path.lexists(bad) != os.path.lexists(path)
-        assert os.path.lexists(bad) == note.endswith(f"; it is moved aside as {KEY}.bad")
-        assert os.path.lexists(bad) or "it is for another" in note
+        assert os.path.lexists(bad) == str(note).endswith(f"; it is moved aside as {KEY}.bad")
+        assert os.path.lexists(bad) or "it is for another" in note.text
         assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan is None
     else:
         assert found.plan == named
@@ -316,11 +318,11 @@ def test_a_spoiled_profile_is_tuned_for_again():
     (path,) = (path for path, _ in profiles.profiles())
     path.write_bytes(path.read_bytes()[:1000])
     again = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
-    (note,) = (note for note in again.notes if "is ignored" in note)
-    assert "it is not a plan" in note
-    assert note.endswith(f"it is moved aside as {path.stem}.bad")
+    (note,) = (note for note in again.notes if note.kind == "profile-ignored")
+    assert "it is not a plan" in note.text
+    assert str(note).endswith(f"it is moved aside as {path.stem}.bad")
     assert replace(again, notes=first.notes) == first
     assert os.path.lexists(path.with_suffix(".bad"))
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
     third = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
-    assert third.notes[0].startswith(f"from the profile {path.stem[:12]}")
+    assert str(third.notes[0]).startswith(f"from the profile {path.stem[:12]}")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from noted import noted
 from plans import MIB, make_plan, simulated_plan
 from torch import nn
 
@@ -92,10 +93,11 @@ def ignored(path: Path, **options) -> str:
     assert found.plan is None
     assert found.path == path
     (note,) = found.notes
-    assert note.startswith(f"the profile {path} is ignored: ")
-    assert "expected" in note
-    assert "\n" not in note
-    return note
+    assert note.kind == "profile-ignored"
+    assert note.text.startswith(f"the profile {path} is ignored: ")
+    assert "expected" in note.text
+    assert "\n" not in note.text
+    return note.text
 
 
 class TestMachine:
@@ -406,7 +408,7 @@ class TestStoreAndFind:
 
     def test_the_newer_plan_replaces_the_older(self):
         store(KEY, PLAN)
-        newer = replace(PLAN, notes=("newer",))
+        newer = replace(PLAN, notes=noted("newer"))
         store(KEY, newer)
         assert search_for().plan == newer
 
@@ -428,14 +430,15 @@ class TestStoreAndFind:
     def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
         code = (
             f"import sys; sys.path[:0] = {sys.path!r}\n"
-            "from dataclasses import replace; from plans import make_plan; from autosplit.profiles.store import store\n"
-            f"[store({KEY!r}, replace(make_plan(), notes=(sys.argv[1] * 20_000,))) for _ in range(10)]"
+            "from dataclasses import replace; from noted import noted; from plans import make_plan\n"
+            "from autosplit.profiles.store import store\n"
+            f"[store({KEY!r}, replace(make_plan(), notes=noted(sys.argv[1] * 20_000))) for _ in range(10)]"
         )
         writers = [subprocess.Popen([sys.executable, "-c", code, name], env=os.environ) for name in "abcd"]
         assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
         ((path, plan),) = profiles.profiles()
         assert plan is not None
-        assert plan.notes[0] in {name * 20_000 for name in "abcd"}
+        assert plan.notes[0].text in {name * 20_000 for name in "abcd"}
         assert {found.suffix for found in path.parent.iterdir()} == {".json"}
 
     def test_lists_the_newest_first_and_what_can_not_be_read(self):
@@ -465,7 +468,7 @@ class TestHostileFiles:
         assert profiles.profiles() == ((path, None),)
         note = ignored(path)
         assert reason in note
-        assert note.endswith(f"it is moved aside as {KEY}.bad")
+        assert str(note).endswith(f"it is moved aside as {KEY}.bad")
         bad = path.with_suffix(".bad")
         assert bad.read_bytes() == (content if isinstance(content, bytes) else content.encode())
         assert search_for() == profiles.Found(None, path, ())
@@ -515,7 +518,7 @@ class TestHostileFiles:
         found = search_for()
         if found.plan is None:
             (note,) = found.notes
-            assert note.endswith(".bad") or "schema_version" in note or "another" in note
+            assert str(note).endswith(".bad") or "schema_version" in note.text or "another" in note.text
         else:
             assert found.plan.machine == MACHINE
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from autosplit.notes import Note
 from autosplit.profiles.tuning_lock import LEAST_WAIT_S, WAIT_LIMIT_S, Turn, wait_limit_s
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -75,7 +76,7 @@ def test_it_comes_when_the_holder_goes_however_that_is(lock, how):
         assert own.wait()
         assert own.held
         assert own.waited_s > 0
-        assert own.notes[0].startswith("waited ")
+        assert own.notes[0].kind == "waited"
     assert len(told) == 1
 
 
@@ -87,7 +88,7 @@ def test_after_the_limit_nobody_waits_any_longer(lock):
         assert own.gave_up is not None
         assert f"process {holder.pid} " in own.gave_up
         assert own.gave_up.endswith("which is longer than to be waited for: tuned beside it")
-        assert own.notes == (own.gave_up,)
+        assert own.notes == (Note("gave-up-waiting", own.gave_up),)
     holder.end()
 
 

@@ -53,7 +53,7 @@ class TestJson:
     def test_keys_are_the_attributes_names(self):
         plain = PLAN.to_dict()
         assert set(plain) == {field.name for field in fields(Plan)}
-        assert plain["schema_version"] == 1
+        assert plain["schema_version"] == 2
         assert plain["ddp"]["ranks"][1]["batch_size"] == PLAN.ddp.ranks[1].batch_size
 
     def test_tuples_become_lists(self):
@@ -96,7 +96,7 @@ class TestWhatIsNoPlan:
             ({"real_steps": -1}, "real_steps is -1"),
             ({"devices": (plan_device(0, 2), plan_device(1, 4, peak_bytes=-1))}, "peak_bytes is -1"),
             ({"batch_dim": -1}, "batch_dim is -1"),
-            ({"schema_version": 2}, "schema_version is 2; expected 1"),
+            ({"schema_version": 3}, "schema_version is 3; expected 2"),
         ],
     )
     def test_is_refused_with_what_was_expected(self, changes, message):
@@ -118,7 +118,9 @@ class TestWhatIsNoPlan:
             b'{"schema_version": 1}',
             b'{"schema_version": NaN}',
             b"[" * 100_000,
+            b'{"schema_version": 2}',
             b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
+            b'{"schema_version": 2, "machine": ' + b'{"a":' * 100_000,
         ],
     )
     def test_text_that_is_none(self, text):
@@ -127,9 +129,17 @@ class TestWhatIsNoPlan:
         assert str(caught.value).startswith("plan.json is not a plan")
         assert "\n" not in str(caught.value)
 
+    def test_a_file_of_version_1_has_notes_without_kinds(self):
+        plain = {**PLAN.to_dict(), "schema_version": 1, "notes": ["a note"]}
+        plain["devices"][0]["ceiling"]["notes"] = ["a note on a ceiling"]
+        plan = Plan.from_json(json.dumps(plain))
+        notes = (*plan.notes, *plan.devices[0].ceiling.notes)
+        assert [(note.kind, note.text) for note in notes] == [("note", "a note"), ("note", "a note on a ceiling")]
+        assert (plan.split, plan.schema_version) == (PLAN.split, 2)
+
     def test_another_version_is_named(self):
         text = json.dumps({**PLAN.to_dict(), "schema_version": 99})
-        with pytest.raises(PlanError, match="schema_version 99; expected 1"):
+        with pytest.raises(PlanError, match="schema_version 99; expected 2"):
             Plan.from_json(text)
 
     @given(st.data())
@@ -189,7 +199,7 @@ class TestFiles:
 
         monkeypatch.setattr(type(path), "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            replace(PLAN, notes=("another",)).save(path)
+            replace(PLAN, complete=False).save(path)
         monkeypatch.undo()
         assert Plan.load(path) == PLAN
         assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from noted import noted
 
 from autosplit.plan.plan import Plan
 
@@ -229,10 +230,10 @@ def turns_and_time_outs(_folder: Path) -> Any:
 
     holder = forked(hold)
     os.read(ready[0], 1)
-    found = {"auto": tuned(name=name).notes[0], "off": len(tuned(name=name, profile="off").notes)}
+    found = {"auto": tuned(name=name).notes[0].kind, "off": len(tuned(name=name, profile="off").notes)}
     real, recalling.wait_limit_s = recalling.wait_limit_s, lambda _remaining_s: 0.3
     before = path.stat().st_ino
-    found["refresh"] = tuned(name=name, profile="refresh").notes[0]
+    found["refresh"] = tuned(name=name, profile="refresh").notes[0].text
     found["replaced"] = path.stat().st_ino != before
     found["holder"] = holder
     recalling.wait_limit_s = real
@@ -256,7 +257,7 @@ def kills(folder: Path) -> Any:
     def writer(number: int) -> Callable[[], None]:
         def run() -> None:
             for repeat in range(10_000):
-                profiles.store(path.stem, replace(old, notes=(f"{number} {repeat} " * 20_000,)))
+                profiles.store(path.stem, replace(old, notes=noted(f"{number} {repeat} " * 20_000)))
 
         return run
 
@@ -271,7 +272,7 @@ def kills(folder: Path) -> Any:
             os.kill(pid, signal.SIGKILL)
         killed += sum(ended(pid) == -signal.SIGKILL for pid in pids)
         plan = Plan.from_json(path.read_bytes())
-        versions.add(plan.notes[-1][:20] if plan.notes else "")
+        versions.add(plan.notes[-1].text[:20] if plan.notes else "")
         assert replace(plan, notes=old.notes) == old, "neither the old profile nor a new one"
         with Turn(profiles.turn_path(path.stem), limit_s=0.0, tell=print) as turn:
             turn.wait()
@@ -284,7 +285,7 @@ def kills(folder: Path) -> Any:
         "killed": killed,
         "stale": sum(waited),
         "left": left,
-        "hit": "nothing was run" in again.notes[0],
+        "hit": again.notes[0].kind == "from-profile",
         "versions": len(versions),
     }
 
@@ -347,7 +348,7 @@ def test_one_of_eight_searches_and_all_have_its_plan(tmp_path):
     others = [text for text in heard.values() if text]
     assert all(text.count("waiting: ") == 1 for text in others)
     assert any(f"waiting: process {searcher} has been tuning the same since " in text for text in others)
-    assert sum("from the profile" in plan.notes[0] for plan in plans) == COUNT - 1
+    assert sum(plan.notes[0].kind == "from-profile" for plan in plans) == COUNT - 1
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +388,7 @@ def test_threads_of_one_process_share_a_search(scenarios):
 @pytest.mark.timeout(600)
 def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
-    assert "nothing was run" in found["auto"]  # a plan that holds is not waited for
+    assert found["auto"] == "from-profile"  # a plan that holds is not waited for
     assert found["refresh"].startswith(f"process {found['holder']} has been tuning the same since ")
     assert found["refresh"].endswith("which is longer than to be waited for: tuned beside it")
     assert found["replaced"]

@@ -45,4 +45,4 @@ def _print(found: MeasuredLoader, console: Console) -> None:
         times = found.samples_per_s / found.present_samples_per_s
         rows.append(("at present", f"{rate_text(found.present_samples_per_s)}; the fastest has {times:.2f} times that"))
     print_plain(pairs_table(rows), console)
-    print_bullets(found.notes, console)
+    print_bullets(map(str, found.notes), console)

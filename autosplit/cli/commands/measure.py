@@ -76,7 +76,7 @@ def _print(found: MeasuredStep, console: Console) -> None:
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
     print_plain(pairs_table(rows), console)
-    print_bullets(found.notes, console)
+    print_bullets(map(str, found.notes), console)
 
 
 def _memory_table(found: MeasuredStep) -> Table:

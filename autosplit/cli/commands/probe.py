@@ -62,7 +62,7 @@ def probe(
     if any(ceiling.batch_size for ceiling in ceilings):
         simulated = ceilings[0].device.startswith("sim:")
         no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
-        notes = tuple(dict.fromkeys([*no_gpu, *(note for ceiling in ceilings for note in ceiling.notes)]))
+        notes = tuple(dict.fromkeys(map(str, [*no_gpu, *(note for one in ceilings for note in one.notes)])))
         answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, ceilings)), notes)
         print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
         if plot is not None:  # last: where it can't be drawn, what took long to find is printed already

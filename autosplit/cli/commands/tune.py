@@ -27,7 +27,7 @@ from autosplit.cli.workload_arguments import (
 )
 from autosplit.errors import InputError, PlanError
 from autosplit.plan.plan import Plan
-from autosplit.profiles.store import NOT_REMEMBERED
+from autosplit.profiles.store import NOT_SAVED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
 from autosplit.workload.from_file import is_model_name, load_loader, split_spec
@@ -63,7 +63,7 @@ def tune(
         plan, interrupted = _tuned(source, spec, called, tell)
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
-    unkept = next((one for one in plan.notes if one.startswith(NOT_REMEMBERED)), None)
+    unkept = next((one for one in plan.notes if one.kind == NOT_SAVED), None)
     if unkept is not None:
         note(f"warning: {unkept}", manner)  # whoever pipes the answer away does not see its notes
     saved = None if interrupted is None or plan.path is None else str(plan.path)
