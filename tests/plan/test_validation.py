@@ -11,8 +11,7 @@ from handmade import made_plan
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MOST_DEVICES, MOST_FORWARDS
-from autosplit.plan.validation import LARGEST
-from autosplit.plan.validation import DEEPEST, unsound_part
+from autosplit.plan.validation import DEEPEST, LARGEST, unsound_part
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 
