@@ -11,6 +11,7 @@ from handmade import made_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from noted import noted
+from raised import raises
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
@@ -153,9 +154,9 @@ def test_errors_that_name_a_plans_devices():
     text = HOSTILE.replace("\ud800", "")
     plan = made_plan((100, 156), kind="sim")
     hostile = replace(plan, devices=tuple(replace(device, name=text) for device in plan.devices))
-    with pytest.raises(DeviceError, match="simulated cards") as wrapping:
+    with raises(DeviceError, "plan-simulated") as wrapping:
         hostile.wrap(None)
-    with pytest.raises(DeviceError, match="simulated cards") as launching:
+    with raises(DeviceError, "plan-simulated") as launching:
         plan_for_job(hostile)
     assert_harmless(str(wrapping.value), lines=False)
     assert_harmless(str(launching.value), lines=False)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from ddp_jobs import make_plan
+from raised import raises
 
 from autosplit.cli import torchrun_job
 from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
@@ -54,20 +55,20 @@ def test_what_is_not_said_is_chosen(plan_file, arguments, chosen):
 
 @pytest.mark.parametrize("arguments", [["--nnodes", "2"], ["--standalone"], ["--max-restarts=3"]])
 def test_without_a_script(plan_file, arguments):
-    with pytest.raises(InputError, match="no script is given"):
+    with raises(InputError, "script-not-given"):
         launch_of(plan_file, arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        (["--nnodes", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nnodes is 3"),
-        (["--nnodes=1:4", "train.py"], InputError, "--nnodes is '1:4'; expected a fixed number"),
-        (["--nproc-per-node", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nproc-per-node is 3"),
+        (["--nnodes", "3", "train.py"], PlanError, "torchrun-uneven-machines"),
+        (["--nnodes=1:4", "train.py"], InputError, "torchrun-nnodes"),
+        (["--nproc-per-node", "3", "train.py"], PlanError, "world-size"),
     ],
 )
 def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says):
-    with pytest.raises(error, match=says):
+    with raises(error, says):
         launch_of(plan_file, arguments)
 
 

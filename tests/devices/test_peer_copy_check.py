@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from gpus import COUNT, card
+from raised import raises
 
 from autosplit.devices import peer_copy_check as links
 from autosplit.devices.peer_copy_check import check_links
@@ -104,7 +105,7 @@ def test_garbage_is_counted(machine):
         return copy
 
     machine(broken=[(0, 1)], arrives=flipped)
-    with pytest.raises(DeviceError, match=r"with 2 of 65536 values wrong \(-1 for \d+ at index 7\)"):
+    with raises(DeviceError, "peer-copy-broken"):
         check_links(GPUS)
 
 
@@ -118,7 +119,7 @@ def test_memory_that_held_the_last_tensor_fools_nobody(machine):
 
     machine(broken=[(0, 1)], arrives=stale)
     for _ in range(3):
-        with pytest.raises(DeviceError, match="cuda:0 to cuda:1"):
+        with raises(DeviceError, "peer-copy-broken"):
             check_links(GPUS)
 
 

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+from raised import raises
 
 pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
 
@@ -209,10 +210,10 @@ def test_a_trainer_that_is_given_is_found():
 
 
 def test_one_that_is_missing_is_asked_for():
-    with pytest.raises(InputError, match=r"configure_optimizers asks for self\.trainer; .* pass trainer="):
+    with raises(InputError, "lightning-needs-trainer", "configure_optimizers"):
         workload(Asking(), loader())
     made = workload(Asking(), loader(), optimizer=torch.optim.SGD)
-    with pytest.raises(InputError, match=r"training_step asks for self\.trainer"):
+    with raises(InputError, "lightning-needs-trainer", "training_step"):
         tune(made, devices="cpu:1MiB")
 
 
@@ -223,7 +224,7 @@ def test_the_trainers_precision_counts(named, ours):
 
 def test_a_precision_that_is_not_mixed_is_refused():
     trainer = plain_trainer(precision="64-true")
-    with pytest.raises(InputError, match="precision is '64-true'; expected one of '32-true'"):
+    with raises(InputError, "lightning-precision", "'64-true'"):
         workload(Classifier(), loader(), trainer=trainer)
     assert workload(Classifier(), loader(), trainer=trainer, precision="none").precision == "none"
 
@@ -346,7 +347,7 @@ def test_a_hook_of_the_module_finds_the_trainer_that_is_given():
             return batch
 
     assert workload(Hooked(), loader(), trainer=plain_trainer(max_steps=7)).sample_batch_size == 8
-    with pytest.raises(InputError, match=r"on_before_batch_transfer asks for self\.trainer"):
+    with raises(InputError, "lightning-needs-trainer", "on_before_batch_transfer"):
         workload(Hooked(), loader())
 
 
@@ -358,13 +359,13 @@ def test_it_can_be_sent_to_another_process():
 
 class TestRefusals:
     def test_another_module(self):
-        with pytest.raises(InputError, match=r"module is a Linear; expected a lightning\.pytorch\.LightningModule"):
+        with raises(InputError, "lightning-module", "Linear"):
             workload(nn.Linear(3, 3), loader())
 
     def test_manual_optimization(self):
         module = Classifier()
         module.automatic_optimization = False
-        with pytest.raises(InputError, match="automatic_optimization is False; expected it True"):
+        with raises(InputError, "lightning-workload-manual-optimization"):
             workload(module, loader())
 
     def test_a_step_that_takes_an_iterator(self):
@@ -372,7 +373,7 @@ class TestRefusals:
             def training_step(self, dataloader_iter):
                 raise AssertionError
 
-        with pytest.raises(InputError, match="takes the iterator of its loader; expected a batch"):
+        with raises(InputError, "lightning-iterator"):
             workload(Iterating(), loader())
 
     @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ class TestRefusals:
             return configured(*(torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)))
 
         monkeypatch.setattr(Classifier, "configure_optimizers", configure_optimizers)
-        with pytest.raises(InputError, match=rf"returned {named}; expected one torch\.optim\.Optimizer"):
+        with raises(InputError, "lightning-optimizers", str(named)):
             workload(Classifier(), loader())
 
     @pytest.mark.parametrize(
@@ -405,20 +406,20 @@ class TestRefusals:
         assert isinstance(workload(Classifier(), loader()).optimizer, torch.optim.SGD)
 
     def test_several_loaders(self):
-        with pytest.raises(InputError, match="training loader is a dict; expected one loader"):
+        with raises(InputError, "lightning-several-loaders", "dict"):
             workload(Classifier(), {"a": loader(), "b": loader()})
 
     def test_several_loaders_in_one(self):
         """It yields its batches beside two numbers, of which a step knows nothing."""
-        with pytest.raises(InputError, match="training loader is a CombinedLoader; expected one loader"):
+        with raises(InputError, "lightning-several-loaders", "CombinedLoader"):
             workload(Classifier(), CombinedLoader({"a": loader(), "b": loader()}))
 
     def test_another_trainer(self):
-        with pytest.raises(InputError, match=r"trainer is a str; expected a lightning\.pytorch\.Trainer, or none"):
+        with raises(InputError, "lightning-trainer", "str"):
             workload(Classifier(), loader(), trainer="gpu")
 
     def test_no_sample(self):
-        with pytest.raises(WorkloadError, match="no sample"):
+        with raises(WorkloadError, "loader-empty"):
             workload(Classifier(), DataLoader([], batch_size=2))
 
     def test_a_step_that_skips(self):
@@ -426,5 +427,5 @@ class TestRefusals:
             def training_step(self, batch, batch_idx):
                 return None
 
-        with pytest.raises((InputError, UserCodeError), match="training_step returned a NoneType for its loss"):
+        with raises((InputError, UserCodeError), "lightning-step-loss", "NoneType"):
             tune(workload(Skipping(), loader()), devices="cpu:1MiB")

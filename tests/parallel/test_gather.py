@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raised import raises
 
 from autosplit.errors import WorkloadError
 from autosplit.parallel.gather import Gathering, Link
@@ -69,7 +70,7 @@ class TestScalars:
             joined(torch.tensor(1.0), torch.tensor(2.0), weights=weights)
 
     def test_a_scalar_beside_a_vector(self):
-        with pytest.raises(WorkloadError, match="different shapes"):
+        with raises(WorkloadError, "outputs-differ", "shapes"):
             joined(torch.tensor(1.0), torch.ones(2))
 
 
@@ -82,7 +83,7 @@ class TestPlainValues:
 
     @pytest.mark.parametrize("values", [(Colour.RED, Colour.BLUE), (Level.LOW, Level.HIGH), ("a", "b"), (b"a", b"b")])
     def test_what_differs_is_refused(self, values):
-        with pytest.raises(WorkloadError, match="different values"):
+        with raises(WorkloadError, "outputs-differ", "values"):
             joined(*values)
 
     def test_numbers_of_numpy_are_numbers(self):
@@ -97,7 +98,7 @@ class TestPlainValues:
     @pytest.mark.parametrize("shape", [(1,), (1, 1), (3,)])
     def test_arrays_are_refused_even_where_they_agree(self, shape):
         """An array per replica, each of one sample with the same value, came back as one sample."""
-        with pytest.raises(WorkloadError, match="different values"):
+        with raises(WorkloadError, "outputs-differ", "values"):
             joined(np.ones(shape), np.ones(shape))
 
 
@@ -166,12 +167,12 @@ class TestCaches:
         assert joined(caches.DynamicCache(), caches.DynamicCache()).layers == []
 
     def test_other_lengths_are_refused(self, caches):
-        with pytest.raises(WorkloadError, match="different shapes"):
+        with raises(WorkloadError, "outputs-differ", "shapes"):
             joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, length=4))
-        with pytest.raises(WorkloadError, match="different lengths"):
+        with raises(WorkloadError, "outputs-differ", "lengths"):
             joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, layers=1))
 
     def test_one_that_all_replicas_wrote_into_is_refused(self, caches):
         cache = filled(caches.DynamicCache(), 1)
-        with pytest.raises(WorkloadError, match=r"2 replicas returned one and the same DynamicCache.*use_cache=False"):
+        with raises(WorkloadError, "outputs-shared-cache", "2", "DynamicCache"):
             joined(cache, cache)

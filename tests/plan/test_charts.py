@@ -8,6 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from folders import ROOT
 from handmade import GIB, made_plan, solved_plan
+from raised import raises
 
 pytest.importorskip("matplotlib")
 
@@ -180,7 +181,7 @@ def test_the_users_settings_of_matplotlib_change_nothing(solved):
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InputError, match=r"needs matplotlib, .*pip install matplotlib"):
+    with raises(InputError, "package-missing", "matplotlib"):
         charts.charts_of(made_plan(), made_plan().explain())
 
 
@@ -232,5 +233,5 @@ def test_a_plot_leaves_pyplot_and_its_settings_alone():
 
 def test_a_plot_names_the_extra_that_it_takes(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InputError, match=r"plan\.plot\(\) needs matplotlib.*pip install matplotlib"):
+    with raises(InputError, "package-missing", "plan.plot()", "matplotlib"):
         made_plan().plot()

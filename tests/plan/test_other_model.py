@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from ddp_jobs import make_plan
+from raised import raises
 from torch import nn
 
 from autosplit.errors import InputError
@@ -32,13 +33,13 @@ def test_a_wrapped_model_is_refused():
     plan = make_plan((4, 2))
     wrapped = plan.wrap(nn.Linear(3, 3))
     for model in (wrapped, nn.DataParallel(nn.Linear(3, 3))):
-        with pytest.raises(InputError, match=r"model is in a \w*DataParallel already; expected the model within"):
+        with raises(InputError, "model-wrapped"):
             plan.wrap(model)
     assert plan.wrap(wrapped.module).module is wrapped.module
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(InputError, match=r"model is None; expected an nn\.Module"):
+    with raises(InputError, "model-type", "None"):
         make_plan((4, 2)).wrap(None)
-    with pytest.raises(InputError, match=r"model is <class .*Linear'>; expected an nn\.Module; pass the model"):
+    with raises(InputError, "model-type"):
         make_plan((4, 2)).wrap(nn.Linear)

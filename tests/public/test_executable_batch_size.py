@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from error_types import InputError
+from raised import raises
 
 import autosplit
 
@@ -81,7 +82,7 @@ def test_a_rule_that_does_not_shrink_ends_with_an_error_and_not_never():
     train = autosplit.find_executable_batch_size(
         failing_above(0, OOM, []), starting_batch_size=4, reduce_batch_size_fn=lambda: 4
     )
-    with pytest.raises(InputError, match="returned 4, and 4 ran out of memory"):
+    with raises(InputError, "executable-reduce", "4"):
         train()
 
 
@@ -104,7 +105,7 @@ def test_the_failed_call_is_freed_before_the_next():
 @pytest.mark.parametrize(("args", "kwargs"), [((1, "model"), {}), ((), {"batch_size": 4}), ((), {"unknown": 4})])
 def test_arguments_that_the_function_does_not_take(args, kwargs):
     train = autosplit.find_executable_batch_size(failing_above(9, OOM, []), starting_batch_size=4)
-    with pytest.raises(InputError, match="the batch size, which is passed for you"):
+    with raises(InputError, "executable-arguments"):
         train(*args, **kwargs)
 
 

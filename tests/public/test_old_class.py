@@ -16,6 +16,7 @@ import pytest
 import torch
 from balanced_models import RUNS, Echo, assert_same_gradients, joined, loss_of, tracked, wrap
 from error_types import DeviceError, InputError, WorkloadError
+from raised import raises
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,7 +175,7 @@ class TestFourteenDefects:
             assert type(outputs) is Pair
             assert outputs.first.sum() == 16
             assert old_call(2, Doubles(), 3)().tolist() == [1, 1]
-        with pytest.raises(DeviceError, match="weight is on meta; expected the first device, cpu"):
+        with raises(DeviceError, "module-device", "weight", "meta", "cpu"):
             old_call(2, nn.Linear(2, 2, device="meta"), 3)(torch.zeros(8, 2))
 
     @pytest.mark.parametrize("batch", [1, 2, 5, 8])
@@ -198,7 +199,7 @@ class TestFourteenDefects:
         Half a sample is refused by name. The 0 can be read off the wrapper, and trains as it should.
         """
         gpu0_bsz, acc_grad = 1, 2
-        with pytest.raises(InputError, match=r"gpu0_bsz is 0\.5; expected a whole number, 0 or more"):
+        with raises(InputError, "whole-number-type", "gpu0_bsz", "0.5"):
             old_call(gpu0_bsz / acc_grad, nn.BatchNorm1d(2), 3)
         module = nn.BatchNorm1d(2)
         wrapped = old_call(gpu0_bsz // acc_grad, module, 2)
@@ -227,7 +228,7 @@ class TestTheTrapInItsReadme:
         """Given as a split, the same loader mistake keeps everyone's share, and ceilings refuse what does not fit."""
         assert wrap(Echo(), 2, 3, 3).split_of(16) == (4, 6, 6)
         bounded = wrap(Echo(), 2, 3, 3, ceilings=(2, 4, 4))
-        with pytest.raises(InputError, match="16"):
+        with raises(InputError, "batch-above-limits", "16"):
             bounded(torch.zeros(16, 1))
 
 
@@ -303,14 +304,14 @@ class TestTrapsOfDataParallel:
         ids=["dicts of other lengths", "padded to other lengths"],
     )
     def test_outputs_that_do_not_fit_each_other_are_named(self, function, what, run):
-        with pytest.raises(WorkloadError, match=f"different {what}: .*expected the same from each; return"):
+        with raises(WorkloadError, "outputs-differ", str(what)):
             joined(function, 1, 3, run=run)
 
     def test_wrapping_a_compiled_module_emptied_it(self):
         """Replicating it set its parameters on the module below: afterwards that had none, and was lost."""
         module = nn.Linear(2, 2)
         values = [parameter.clone() for parameter in module.parameters()]
-        with pytest.raises(InputError, match="compiled"):
+        with raises(InputError, "module-compiled"):
             old_call(2, torch.compile(module, backend="eager"), 2)(torch.zeros(8, 2))
         assert all(torch.equal(one, other) for one, other in zip(module.parameters(), values, strict=True))
         assert len(values) == 2
@@ -319,7 +320,7 @@ class TestTrapsOfDataParallel:
         """The compiled call is bound to the module it was made of, and every replica kept that call."""
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         module.compile(backend="eager")
-        with pytest.raises(InputError, match="compiled"):
+        with raises(InputError, "module-compiled"):
             old_call(2, module, 2)
 
     @pytest.mark.parametrize("compiled_in_place", [True, False])
@@ -331,7 +332,7 @@ class TestTrapsOfDataParallel:
             module = nn.Sequential(part, nn.Linear(2, 2))
         else:
             module = nn.Sequential(torch.compile(part, backend="eager"), nn.Linear(2, 2))
-        with pytest.raises(InputError, match="compiled"):
+        with raises(InputError, "module-compiled"):
             old_call(2, module, 2)
         assert len(list(part.parameters())) == 2
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from errands import Errand, OnlyHere, die, hang, refuse
 from folders import ROOT, TESTS
+from raised import raises
 
 from autosplit.errors import InputError, UserCodeError
 from autosplit.runtime.child_process import Child, ChildLostError
@@ -163,14 +164,12 @@ def test_a_spoiled_pipe_is_a_death(child, errand, cause):
 
 
 def test_what_can_not_be_pickled_is_refused():
-    with pytest.raises(
-        InputError, match=r"isolate=True and the workload can't be pickled .*; expected .*; define them"
-    ):
+    with raises(InputError, "workload-not-picklable"):
         Child(lambda: 3)
 
 
 def test_what_can_not_be_loaded_there_is_refused(make):
-    with pytest.raises(InputError, match=r"can't be loaded in another process \(ImportError: no module named gone\)"):
+    with raises(InputError, "workload-not-unpicklable"):
         make(partial(Errand, OnlyHere())).call("has")
 
 

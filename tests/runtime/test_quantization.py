@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from raised import raises
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -44,25 +45,21 @@ def followed(workload, devices="sim:RTX3090"):
 def test_an_optimizer_with_kernels_of_its_own_is_refused_by_name(package, devices, wrapped):
     kind = package(torch.optim.AdamW, "AdamW8bit", "bitsandbytes.optim.adamw")
     workload = Workload(nn.Linear(4, 2), torch.randn(4, 4), optimizer=wrapped(kind))
-    with pytest.raises(
-        WorkloadError, match=r"the optimizer is bitsandbytes's AdamW8bit, which has kernels of its own: "
-    ):
+    with raises(WorkloadError, "quantized-parameter"):
         followed(workload, devices)
 
 
 def test_a_live_one_is_refused_too(package):
     kind = package(torch.optim.SGD, "SGD8bit", "bitsandbytes.optim.sgd")
     model = nn.Linear(4, 2)
-    with pytest.raises(WorkloadError, match="the optimizer is bitsandbytes's SGD8bit, "):
+    with raises(WorkloadError, "quantized-parameter"):
         followed(Workload(model, torch.randn(4, 4), optimizer=kind(model.parameters(), lr=0.1)))
 
 
 def test_a_quantised_layer_is_refused_by_name(package):
     kind = package(nn.Linear, "Linear4bit", "bitsandbytes.nn.modules")
     model = nn.Sequential(nn.Linear(4, 4), kind(4, 2).requires_grad_(False))
-    with pytest.raises(
-        WorkloadError, match="layer 1 is bitsandbytes's Linear4bit, with quantised weights: on simulated"
-    ):
+    with raises(WorkloadError, "quantized-parameter"):
         followed(Workload(model, torch.randn(4, 4)))
 
 
@@ -70,7 +67,7 @@ def test_a_weight_around_other_tensors_is_refused_and_never_faked_at_its_outer_s
     weight = TwoTensor(torch.randn(2, 4), torch.randn(2, 4))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[1].weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(WorkloadError, match=r"parameter 1\.weight is a TwoTensor, which holds other tensors: "):
+    with raises(WorkloadError, "quantized-parameter"):
         followed(Workload(model, torch.randn(4, 4)))
     with pytest.raises(NotImplementedError, match="a TwoTensor holds other tensors"):
         fake_like(weight, fake_mode(), torch.device("cpu"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deadly import dead_on_arrival, deadly
 from noted import kinds
+from raised import raises
 from workloads import small
 
 from autosplit.accelerators import accelerator_kind
@@ -92,15 +93,13 @@ def test_errors_arrive_as_what_they_are(start, capfd):
 
 
 def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
-    with pytest.raises(
-        AutosplitError, match=r"exited with code 3 before it had built the workload; .*__main__"
-    ) as told:
+    with raises(AutosplitError, "isolated-process-not-started") as told:
         start(dead_on_arrival).peaks(rank(4))
     assert not isinstance(told.value, OutOfMemoryError)
 
 
 def test_what_can_not_be_sent_is_refused():
-    with pytest.raises(InputError, match="isolate=True and the workload can't be pickled"):
+    with raises(InputError, "workload-not-picklable"):
         tune(small(loss_fn=lambda y, _: y.mean()), devices="cpu:1MiB", isolate=True, profile="off")
 
 
@@ -239,7 +238,7 @@ def test_one_that_dies_of_anything_is_not_started_for_ever(runtime):
     for n in (8, 4):
         with pytest.raises(StepLostError):
             apart.peaks(rank(n))
-    with pytest.raises(AutosplitError, match="died in each of its first 3 calls, the last time it was ended") as caught:
+    with raises(AutosplitError, "isolated-process-dies", "3") as caught:
         apart.peaks(rank(2))
     assert not isinstance(caught.value, OutOfMemoryError)
 
@@ -358,7 +357,7 @@ def test_hanging_ends_with_the_time_limit(runtime):
     for n in (64, 63):
         with pytest.raises(StepLostError):
             apart.peaks(rank(n))
-    with pytest.raises(AutosplitError, match=r"the time limit is over and 3 steps have hung; .*; ask for a max_batch"):
+    with raises(AutosplitError, "isolated-process-hangs", "3"):
         apart.peaks(rank(62))
 
 

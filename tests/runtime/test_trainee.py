@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from raised import raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -259,25 +260,25 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"optimizer": 3}, "optimizer is 3; expected a class, a factory or an optimizer; pass torch.optim"),
-            ({"optimizer": lambda p: 3}, "the optimizer factory returned a int; expected a torch.optim.Optimizer"),
+            ({"optimizer": 3}, "optimizer-type"),
+            ({"optimizer": lambda p: 3}, "optimizer-factory"),
             (
                 {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
-                r"holds 2 parameters that are not the model's, the first of shape \(2, 2\); expected.*build it from",
+                "optimizer-foreign-parameters",
             ),
-            ({"model": net().requires_grad_(False)}, "no trainable parameter; expected at least one; check"),
-            ({"model": lambda: 3}, "the model factory returned a int; expected an nn.Module; return the model"),
+            ({"model": net().requires_grad_(False)}, "no-trainable-parameter"),
+            ({"model": lambda: 3}, "model-factory"),
         ],
     )
     def test_what_can_not_be_trained(self, arguments, message, mode):
-        with pytest.raises(WorkloadError, match=message) as caught:
+        with raises(WorkloadError, message) as caught:
             training_copy(workload(**arguments), mode=mode)
         assert "\n" not in str(caught.value)
 
     def test_meta_is_for_simulated_devices(self):
         with torch.device("meta"):
             model = net()
-        with pytest.raises(WorkloadError, match=r"parameter 0.weight is on the meta device; expected.*sim:"):
+        with raises(WorkloadError, "meta-parameter", "0.weight"):
             training_copy(workload(model))
 
     @pytest.mark.parametrize("given", [torch.optim.LBFGS, lambda p: torch.optim.LBFGS(p, max_iter=2), "live"])
@@ -285,7 +286,7 @@ class TestErrors:
         """LBFGS.step() was called without the closure that it needs, and torch's TypeError blamed the user's code."""
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters()) if given == "live" else given
-        with pytest.raises(WorkloadError, match=r"LBFGS needs a closure.*expected one whose step\(\).*pass step="):
+        with raises(WorkloadError, "optimizer-closure", "LBFGS"):
             training_copy(workload(model, optimizer=optimizer), mode=mode)
 
     def test_the_users_own_error_is_shown(self):
@@ -382,7 +383,7 @@ class TestCustomSteps:
 
     def test_has_no_forward_of_its_own(self):
         trainee = training_copy(self.gan())
-        with pytest.raises(WorkloadError, match=r"has step=.*expected one model and a loss to evaluate; pass"):
+        with raises(WorkloadError, "evaluation-with-step"):
             trainee.evaluate(trainee.models, trainee.batch(2))
 
 
@@ -579,7 +580,7 @@ def test_bucket_bytes():
 def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
     """It ended in advice on a method of torch's that autosplit had called."""
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
-    with pytest.raises(WorkloadError, match=r"parameter 0\.weight has no shape yet.*run it once on the sample"):
+    with raises(WorkloadError, "lazy-parameter", "0.weight"):
         training_copy(workload(model), mode=mode)
     model(BATCH[0])
     assert len(training_copy(workload(model), mode=mode).parameters()) == 4

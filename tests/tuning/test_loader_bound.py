@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from noted import kinds, noted
+from raised import raises
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -146,7 +147,7 @@ def test_tune_measures_its_loader_first(monkeypatch):
 
 def test_what_is_no_loader_is_refused_before_anything_is_tuned(monkeypatch):
     monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
-    with pytest.raises(InputError, match="list"):
+    with raises(InputError, "loader-type", "list"):
         tuned("cpu", loader=[1, 2])
 
 

@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from gpus import COUNT, KIND
+from raised import raises
 from torch.nn import functional as F
 from workloads import char_gpt, mlp, net, net_batch, small, with_loss, without_fakes
 
@@ -153,14 +154,14 @@ class TestWrong:
             measure(devices=TWO, **options)
 
     def test_a_batchnorm_needs_two(self):
-        with pytest.raises(InputError, match="BatchNorm trains on no fewer than 2 samples"):
+        with raises(InputError, "batchnorm-least-samples", "2"):
             measure(small(), devices=TWO, split=(3, 1))
 
     def test_a_loss_over_the_batch_has_one_forward_and_no_ranks(self):
         workload = with_loss(loss_scope="batch")
-        with pytest.raises(WorkloadError, match=r"accumulation_steps is 2, and a loss over the whole batch"):
+        with raises(WorkloadError, "accumulation-not-possible", "2"):
             measure(workload, devices=TWO, split=(4, 4), accumulation_steps=2)
-        with pytest.raises(WorkloadError, match="DDP has no answer"):
+        with raises(WorkloadError, "no-ddp-plan"):
             measure(workload, devices=TWO, split=(4, 4), strategy="ddp")
 
     def test_what_the_model_raises_is_the_users(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from marks import slow
+from raised import raises
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -140,9 +141,9 @@ def test_it_is_tuned_for_in_each_precision():
 
 
 def test_what_names_no_layer_of_the_model_is_refused():
-    with pytest.raises(WorkloadError, match=r"checkpointing is 'Tower', and the Sequential has no such layer"):
+    with raises(WorkloadError, "checkpointing-no-layer", "'Tower'", "Sequential"):
         tuned("sim:RTX3090", checkpointing="Tower")
-    with pytest.raises(WorkloadError, match=r"checkpointing is 3; expected 'auto' for a model of transformers"):
+    with raises(WorkloadError, "checkpointing-value", "3"):
         tuned("sim:RTX3090", checkpointing=3)
 
 
@@ -151,5 +152,5 @@ def test_layers_of_several_models_are_refused():
         pytest.fail("it is refused before")
 
     pair = Workload((model(), model()), BATCH, step=step, optimizer=(torch.optim.SGD, torch.optim.SGD))
-    with pytest.raises(WorkloadError, match=r"checkpointing is given for 2 models; expected one: .*leave it out"):
+    with raises(WorkloadError, "checkpointing-several-models", "2"):
         tune(pair, devices="sim:RTX3090", checkpointing=Block, profile="off")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raised import raises
 from torch import Tensor
 
 from autosplit.errors import WorkloadError
@@ -177,20 +178,20 @@ class TestBatchSize:
         assert batch_size_of((torch.zeros(16, 5, 3), torch.zeros(16, 5)), dim=1) == 5
 
     def test_disagreement(self):
-        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5, 7\).*expected one size; make.*unsqueeze"):
+        with raises(WorkloadError, "batch-sizes-differ"):
             batch_size_of((rows(4), rows(5, 7)))
 
     def test_targets_of_another_number(self):
-        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5,\)"):
+        with raises(WorkloadError, "batch-sizes-differ"):
             batch_size_of((rows(4), torch.arange(5)))
 
     def test_empty(self):
-        with pytest.raises(WorkloadError, match=r"empty.*0 samples; expected at least 1; pass"):
+        with raises(WorkloadError, "batch-empty", "0"):
             batch_size_of({"x": torch.zeros(0, 3)})
 
     @pytest.mark.parametrize("batch", [(), {}, None, "text", torch.tensor(1.0), [None, 3], (Whole(torch.zeros(3)),)])
     def test_nothing_to_split(self, batch):
-        with pytest.raises(WorkloadError, match=r"no tensor with a dimension 0.*expected at least one.*pass"):
+        with raises(WorkloadError, "batch-without-dimension", "0"):
             batch_size_of(batch)
 
     def test_errors_are_one_line(self):

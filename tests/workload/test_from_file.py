@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from raised import raises
 
 from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.workload.from_file import Loaded, load_workload, split_spec
@@ -75,7 +76,7 @@ def test_a_function_is_returned_uncalled(write):
 
 def test_a_function_that_returns_something_else(write):
     function = load_workload(write("def workload():\n    return 3"))
-    with pytest.raises(InputError, match=r"train\.py:workload returned int; expected an autosplit\.Workload; "):
+    with raises(InputError, "workload-function", "int"):
         function()
 
 
@@ -143,47 +144,47 @@ def test_a_module_is_imported_from_the_current_folder(write, tmp_path, monkeypat
 def test_a_missing_file_names_the_nearest(write, tmp_path):
     write("", "char_gpt.py")
     write("", "other.py")
-    with pytest.raises(InputError, match=r"chargpt\.py does not exist; expected .*; .* has char_gpt\.py$"):
+    with raises(InputError, "workload-file-missing"):
         load_workload(str(tmp_path / "chargpt.py"))
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(InputError, match=r"does not exist, nor does its folder; .*; check the path"):
+    with raises(InputError, "workload-folder-missing", "check the path"):
         load_workload(str(tmp_path / "none" / "train.py"))
 
 
 def test_an_empty_folder(tmp_path):
-    with pytest.raises(InputError, match="has no Python files; check the path"):
+    with raises(InputError, "workload-file-missing"):
         load_workload(str(tmp_path / "train.py"))
 
 
 def test_a_folder(write, tmp_path):
     write("", "train.py")
-    with pytest.raises(InputError, match=r"is a folder; .* has train\.py"):
+    with raises(InputError, "workload-file-is-folder"):
         load_workload(str(tmp_path))
 
 
 def test_a_file_that_is_not_python(write):
-    with pytest.raises(InputError, match=r"train\.txt is not a \.py file; "):
+    with raises(InputError, "workload-file-type"):
         load_workload(write("", "train.txt"))
 
 
 @pytest.mark.parametrize("name", ["", "my-name", "3"])
 def test_a_name_that_is_none(write, name):
-    with pytest.raises(InputError, match=f"has the name {name!r}; expected"):
+    with raises(InputError, "workload-name"):
         load_workload(f"{write('')}:{name}")
 
 
 def test_a_missing_name_lists_what_there_is(write):
     path = write(f"{HEAD}big = {MADE}\ndef wrkload():\n    return {MADE}\ndef _own(): ...\ndef needs(a): ...")
-    with pytest.raises(InputError, match=r"has no 'workload'; .*; it has wrkload: write .*train\.py:wrkload$"):
+    with raises(InputError, "workload-missing", "'workload'"):
         load_workload(path)
-    with pytest.raises(InputError, match=r"has no 'zzz'; .*; it has big, wrkload: write .*train\.py:big$"):
+    with raises(InputError, "workload-missing", "'zzz'"):
         load_workload(f"{path}:zzz")
 
 
 def test_a_file_with_nothing_to_tune(write):
-    with pytest.raises(InputError, match=r"has no 'workload'; .*; define workload in it$"):
+    with raises(InputError, "workload-missing", "'workload'"):
         load_workload(write("x = 1"))
 
 
@@ -192,12 +193,12 @@ def test_a_file_with_nothing_to_tune(write):
     [("torch.nn.Linear(1, 1)", "Linear"), ("torch.nn.Linear", "class"), ("3", "int"), ("None", "NoneType")],
 )
 def test_something_else(write, value, kind):
-    with pytest.raises(InputError, match=f"train.py:workload is of type {kind}; expected an autosplit.Workload or"):
+    with raises(InputError, "workload-type", str(kind)):
         load_workload(write(f"{HEAD}workload = {value}"))
 
 
 def test_a_function_that_needs_arguments(write):
-    with pytest.raises(InputError, match=r"needs the arguments width, depth; .*; give them defaults"):
+    with raises(InputError, "workload-arguments", "width, depth"):
         load_workload(write("def workload(width, depth, *rest, heads=4, **more): ..."))
 
 
@@ -205,13 +206,13 @@ def test_a_file_beside_one_of_another_ending_does_not_run(tmp_path, monkeypatch)
     """``tune train.txt`` was read as the module train's ``txt``, and ran train.py before it said that there is none."""
     (tmp_path / "trained_beside.py").write_text("raise SystemExit('it ran')")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"neither a file nor a module trained_beside\.txt; .* has trained_beside\.py"):
+    with raises(InputError, "module-missing", "trained_beside.txt"):
         load_workload("trained_beside.txt")
 
 
 @pytest.mark.parametrize("spec", ["no_such_module_here", "no_such_module_here.train:workload", "json.no_such_part"])
 def test_a_missing_module(spec):
-    with pytest.raises(InputError, match=f"neither a file nor a module {spec.split(':')[0]}; "):
+    with raises(InputError, "module-missing", str(spec.split(":")[0])):
         load_workload(spec)
 
 
@@ -260,5 +261,5 @@ def test_a_mistyped_folder_is_answered_with_the_one_that_is_there(tmp_path, monk
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"did you mean examples[/\\]train\.py\?$"):
+    with raises(InputError, "workload-folder-missing"):
         load_workload("exmples/train.py")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow
+from raised import raises
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.cli.main import main
@@ -278,9 +279,7 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
     ran = tmp_path / "ran"
     for name in ("configuration", "modelling"):
         (tmp_path / "model" / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')")
-    with pytest.raises(
-        InputError, match=r"names code of its own \(auto_map\), which is not run; expected a model that"
-    ):
+    with raises(InputError, "config-own-code"):
         Workload.from_name(spec)
     assert not ran.exists()
 
@@ -289,17 +288,17 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("hf:meta-llama/Llama-2-7b", r"does not exist; expected a model's config\.json.*nothing is downloaded"),
-        ("hf:", r"does not exist; expected a model's config\.json"),
-        ("hf:/dev/zero", "does not exist; expected"),
-        ("hf:\0", "does not exist; expected"),
-        (f"hf:{'a' * 5000}", "can't be read: OSError: .*File name too long"),
-        ("keras:vgg", "'keras:vgg' names no model; expected hf:PATH"),
+        ("hf:meta-llama/Llama-2-7b", "config-missing"),
+        ("hf:", "config-missing"),
+        ("hf:/dev/zero", "config-missing"),
+        ("hf:\0", "config-missing"),
+        (f"hf:{'a' * 5000}", "config-unreadable"),
+        ("keras:vgg", "model-name"),
     ],
 )
 def test_what_is_not_there_is_not_looked_for_elsewhere(spec, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=said):
+    with raises(InputError, said):
         Workload.from_name(spec)
 
 
@@ -411,9 +410,7 @@ def test_unknown_classifiers_and_sizes_are_refused(spec, options, said):
 def test_a_library_that_is_not_there_is_named(library, save, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     spec = save() if library == "transformers" else f"{library}:resnet18"
-    with pytest.raises(
-        WorkloadError, match=rf"{library} .*; expected it, .*; install the build for this torch: pip install {library}"
-    ):
+    with raises(WorkloadError, "package-missing", str(library), str(library)):
         Workload.from_name(spec)
 
 
@@ -442,7 +439,7 @@ def test_what_is_named_travels_and_is_built_where_it_arrives(save, tmp_path, mon
 
 
 def test_options_of_a_model_do_not_go_with_a_file():
-    with pytest.raises(InputError, match=r"seq_len and task given for train\.py, whose workload has a sample batch"):
+    with raises(InputError, "model-options-unused", "seq_len and task", "train.py"):
         load_workload("train.py", seq_len=8, task="causal-lm")
 
 

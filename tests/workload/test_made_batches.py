@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ragged_models import RAGGED
+from raised import raises
 from torch import nn
 
 from autosplit import Workload
@@ -27,7 +28,7 @@ def test_a_sample_batch_is_counted_where_small_batches_grow(name, n):
 
 @pytest.mark.parametrize("name", [name for name, ragged in RAGGED.items() if not ragged.is_cut])
 def test_without_make_batch_the_advice_is_to_pass_it(name):
-    with pytest.raises(WorkloadError, match=r"disagree on the batch size.*pass make_batch="):
+    with raises(WorkloadError, "batch-sizes-differ"):
         RAGGED[name].workload(make_batch=None)
 
 
@@ -50,7 +51,7 @@ def test_a_batch_that_does_not_show_its_size_is_made_again():
 def test_wrong_numbers_of_samples_are_refused():
     data = torch.zeros(4, 2)
     workload = Workload(nn.Linear(2, 2), data, make_batch=lambda n: data[:n])
-    with pytest.raises(WorkloadError, match=r"make_batch\(9\) returned 4 samples; expected 9"):
+    with raises(WorkloadError, "make-batch-size", "9", "4"):
         workload.batch(9)
 
 
@@ -77,7 +78,7 @@ class TestLists:
 
     def test_two_readings_are_refused(self):
         images = [torch.zeros(3, 16, 16) for _ in range(8)]
-        with pytest.raises(AmbiguousBatchError, match=r"either 8 samples or 3 samples.*make_batch="):
+        with raises(AmbiguousBatchError, "batch-ambiguous"):
             batch_size_of({"images": images})
         assert batch_size_of({"images": images}, expected=8) == 8
 
