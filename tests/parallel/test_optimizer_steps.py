@@ -423,7 +423,7 @@ class TestMistakes:
         """Who moved zero_grad() of an ordinary loop into the inner one trained on the last micro-batch alone."""
         module = make_model()
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
-        with raises(InputError, "update-between-micro-batches", "gradients were thrown away"):  # noqa: PT012
+        with raises(InputError, "update-between-micro-batches", "gradients were thrown away"):
             for step in self.make():
                 for _, inputs, targets in step:
                     if when == "before the forward":
