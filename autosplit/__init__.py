@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import list_devices as list_devices
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
-    from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -40,7 +39,6 @@ _HOMES = {
     "compare": "tuning.compare",
     "data_parallel": "parallel.balanced",
     "find_ceiling": "probe.find_ceiling",
-    "find_executable_batch_size": "integrations.executable_batch_size",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
     "measure": "tuning.measure",
@@ -63,6 +61,11 @@ if not TYPE_CHECKING:  # a checker would take any name, misspelt ones too, for a
             from importlib.metadata import version
 
             value = version("autosplit")
+        elif name == "find_executable_batch_size":
+            raise AttributeError(
+                "autosplit.find_executable_batch_size was removed. Use accelerate.utils.find_executable_batch_size, or "
+                "autosplit.tune(), which predicts the largest batch size."
+            )
         else:
             raise AttributeError(f"module 'autosplit' has no attribute {name!r}")
         globals()[name] = value
