@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import list_devices as list_devices
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
+    from autosplit.extras.compare import compare as compare
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
     from autosplit.probe.loader_speed import measure_loader as measure_loader
-    from autosplit.tuning.compare import compare as compare
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.tree import Whole as Whole
@@ -36,7 +36,7 @@ _HOMES = {
     "Whole": "workload.tree",
     "Workload": "workload.workload",
     "check": "probe.gradient_check",
-    "compare": "tuning.compare",
+    "compare": "extras.compare",
     "data_parallel": "parallel.balanced",
     "find_ceiling": "probe.find_ceiling",
     "list_devices": "devices.spec",

@@ -13,6 +13,7 @@ from typing_extensions import assert_type
 
 import autosplit
 from autosplit.devices.device import Device
+from autosplit.extras.compare import Comparison
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.plan.exported import Export
@@ -22,7 +23,6 @@ from autosplit.plan.split_comparison import SplitComparison
 from autosplit.probe.check_result import Check
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning.compare import Comparison
 
 
 def names() -> None:

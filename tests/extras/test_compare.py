@@ -20,11 +20,11 @@ from autosplit.cli.commands.compare import print_comparison
 from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import DeviceError, InputError
+from autosplit.extras import compare as comparing
+from autosplit.extras.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.record import DdpPlan
-from autosplit.tuning import compare as comparing
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.tuning.progress import Progress
 
 GIB = 2**30

@@ -1,0 +1,1 @@
+"""Optional features that use a plan or a workload. No core package imports this one."""
