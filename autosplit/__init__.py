@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
     from autosplit.extras.compare import compare as compare
+    from autosplit.extras.from_name import workload_from_name as workload_from_name
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -45,6 +46,7 @@ _HOMES = {
     "measure_loader": "probe.loader_speed",
     "parse_devices": "devices.spec",
     "tune": "tuning.tune",
+    "workload_from_name": "extras.from_name",
 }
 
 __all__ = ["__version__", "ddp", *_HOMES]

@@ -67,6 +67,7 @@ WITHOUT_TORCH = (
     "cli.plan_report",
     "cli.check_report",
     "extras.report_page",
+    "extras.workload_spec",
     "plan.even_plan",
     "plan.export",
     "plan.canvas",
@@ -241,7 +242,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.lightning_workload": {"lightning"},
         "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
         "integrations.transformers_workload": {"transformers"},
-        "workload.from_name": {"transformers"},
+        "extras.from_name": {"transformers"},
     }
 
 

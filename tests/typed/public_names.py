@@ -33,7 +33,7 @@ def names() -> None:
 def tuning(model: nn.Module, batch: Tensor) -> None:
     workload = autosplit.Workload(model, batch)
     assert_type(workload, autosplit.Workload)
-    assert_type(autosplit.Workload.from_name("timm:resnet18"), autosplit.Workload)
+    assert_type(autosplit.workload_from_name("timm:resnet18"), autosplit.Workload)
     assert_type(autosplit.tune(model, batch, effective_batch_size=512), autosplit.Plan)
     assert_type(autosplit.tune(lambda: workload, devices="sim:2xL4", precision=("none", "bf16")), autosplit.Plan)
     assert_type(autosplit.measure(workload, devices="sim:2xL4", split=(8, 4)), MeasuredStep)

@@ -37,7 +37,7 @@ def compare(
 ) -> int:
     """Tune for one machine after the other, and print them in one table; the time limit is for all of them together."""
     from autosplit.extras import compare as comparing
-    from autosplit.workload.from_file import load_workload
+    from autosplit.extras.workload_spec import workload_of_spec
 
     prices = [price_given(text) for text in price]
     end_with_parent()
@@ -50,7 +50,7 @@ def compare(
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
     with progress(manner) as tell:
-        workload: Any = load_workload(spec, **model_options)
+        workload: Any = workload_of_spec(spec, **model_options)
 
         def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
             isolated = isolates(keywords.get("isolate"), devices)

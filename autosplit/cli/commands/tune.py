@@ -26,11 +26,12 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
+from autosplit.extras.workload_spec import is_model_name
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_REMEMBERED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
-from autosplit.workload.from_file import is_model_name, load_loader, split_spec
+from autosplit.workload.from_file import load_loader, split_spec
 
 
 def tune(
@@ -141,7 +142,7 @@ def _origin(
     arguments = _arguments(same)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     if is_model_name(spec):
-        model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
+        model = f"autosplit.workload_from_name({quoted(spec)}{_arguments(model_options)})"
         return had(f"autosplit.tune(lambda: {model}{arguments})", remark=remark)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
