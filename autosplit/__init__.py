@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from autosplit.errors import AutosplitError as AutosplitError
     from autosplit.extras.compare import compare as compare
     from autosplit.extras.from_name import workload_from_name as workload_from_name
+    from autosplit.extras.loader_bound import fit_to_loader as fit_to_loader
+    from autosplit.extras.loader_speed import measure_loader as measure_loader
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan as Plan
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
-    from autosplit.probe.loader_speed import measure_loader as measure_loader
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.tree import Whole as Whole
@@ -40,10 +41,11 @@ _HOMES = {
     "compare": "extras.compare",
     "data_parallel": "parallel.balanced",
     "find_ceiling": "probe.find_ceiling",
+    "fit_to_loader": "extras.loader_bound",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
     "measure": "tuning.measure",
-    "measure_loader": "probe.loader_speed",
+    "measure_loader": "extras.loader_speed",
     "parse_devices": "devices.spec",
     "tune": "tuning.tune",
     "workload_from_name": "extras.from_name",
