@@ -32,7 +32,6 @@ from autosplit.tuning.lone_session import CONTRADICTION
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
-from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
@@ -297,10 +296,16 @@ def _tuned_ways(
     return _tuned_by_length(lengths, ways, make, asked, notes)
 
 
+def without_lengths(plan: Plan) -> Plan:
+    """Return a plan for samples of one length: the plan in a profile may have several."""
+    return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
+
+
 def _tuned_by_length(
     lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[str, ...]
 ) -> Plan:
-    """Tune for samples of the longest length, then look at shorter ones, which is half of the progress."""
+    """Tune for samples of the longest length, then measure shorter ones, which is half of the progress."""
+    from autosplit.extras.tuned_lengths import with_lengths  # a known exception in tests/test_layers.py
 
     def longest(part: Progress) -> None:
         if part.stage != "done":
