@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autosplit.extras.from_name import workload_from_name as workload_from_name
     from autosplit.extras.loader_bound import fit_to_loader as fit_to_loader
     from autosplit.extras.loader_speed import measure_loader as measure_loader
+    from autosplit.extras.noise_scale import NoiseScale as NoiseScale
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AutosplitError": "errors",
     "BalancedDataParallel": "parallel.balanced",
+    "NoiseScale": "extras.noise_scale",
     "OutOfMemoryError": "oom",
     "Plan": "plan.plan",
     "Whole": "workload.tree",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.errors import InputError, PlanError
-from autosplit.parallel.noise_scale import NoiseScale
+from autosplit.extras.noise_scale import NoiseScale
 
 
 @given(noise=st.floats(0, 1e5))
@@ -48,7 +48,7 @@ def test_the_interval_is_that_of_the_noise_scale():
 def test_what_cannot_be_told_says_why():
     with pytest.raises(InputError, match=r"noise_scale is inf; expected .*a finite number"):
         solved_plan().goodput(math.inf)
-    with pytest.raises(InputError, match=r"noise_scale is '400'; expected step.noise_scale"):
+    with pytest.raises(InputError, match=r"noise_scale is '400'; expected an autosplit.NoiseScale"):
         solved_plan().goodput("400")
     with pytest.raises(PlanError, match="holds no fit"):
         made_plan().goodput(10)
