@@ -1,4 +1,4 @@
-"""What optimizer steps need of an estimator of the gradient noise scale; `autosplit.NoiseScale` is one."""
+"""The interface between optimizer steps and an estimate of the gradient noise scale, `autosplit.NoiseScale`."""
 
 from __future__ import annotations
 
