@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import list_devices as list_devices
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
-    from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
+    from autosplit.extras.compare import compare as compare
+    from autosplit.extras.from_name import workload_from_name as workload_from_name
+    from autosplit.extras.loader_bound import fit_to_loader as fit_to_loader
+    from autosplit.extras.loader_speed import measure_loader as measure_loader
+    from autosplit.extras.noise_scale import NoiseScale as NoiseScale
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -18,8 +22,6 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan as Plan
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
-    from autosplit.probe.loader_speed import measure_loader as measure_loader
-    from autosplit.tuning.compare import compare as compare
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.tree import Whole as Whole
@@ -32,21 +34,23 @@ if TYPE_CHECKING:
 _HOMES = {
     "AutosplitError": "errors",
     "BalancedDataParallel": "parallel.balanced",
+    "NoiseScale": "extras.noise_scale",
     "OutOfMemoryError": "oom",
     "Plan": "plan.plan",
     "Whole": "workload.tree",
     "Workload": "workload.workload",
     "check": "probe.gradient_check",
-    "compare": "tuning.compare",
+    "compare": "extras.compare",
     "data_parallel": "parallel.balanced",
     "find_ceiling": "probe.find_ceiling",
-    "find_executable_batch_size": "integrations.executable_batch_size",
+    "fit_to_loader": "extras.loader_bound",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
     "measure": "tuning.measure",
-    "measure_loader": "probe.loader_speed",
+    "measure_loader": "extras.loader_speed",
     "parse_devices": "devices.spec",
     "tune": "tuning.tune",
+    "workload_from_name": "extras.from_name",
 }
 
 __all__ = ["__version__", "ddp", *_HOMES]
@@ -63,6 +67,11 @@ if not TYPE_CHECKING:  # a checker would take any name, misspelt ones too, for a
             from importlib.metadata import version
 
             value = version("autosplit")
+        elif name == "find_executable_batch_size":
+            raise AttributeError(
+                "autosplit.find_executable_batch_size was removed. Use accelerate.utils.find_executable_batch_size, or "
+                "autosplit.tune(), which predicts the largest batch size."
+            )
         else:
             raise AttributeError(f"module 'autosplit' has no attribute {name!r}")
         globals()[name] = value

@@ -90,13 +90,14 @@ def recommended(plan: Plan) -> Goodput:
     """Estimate the noise scale by training at the plan's own batch, and recommend a batch for it."""
     net, loss_fn = network(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
-    for step in plan.steps(itertools.islice(batches(MICRO_BATCH, 1), 1000), noise_scale=True):
+    noise_scale = autosplit.NoiseScale()
+    for step in plan.steps(itertools.islice(batches(MICRO_BATCH, 1), 1000), noise_scale=noise_scale):
         for inputs, labels in step:
             step.backward(loss_fn(net(inputs), labels))
         optimizer.step()
         optimizer.zero_grad()
-    print(step.noise_scale)
-    return plan.goodput(step.noise_scale)
+    print(noise_scale)
+    return plan.goodput(noise_scale)
 
 
 def measured(found: Goodput, factors: dict[int, float]) -> dict[int, dict[str, float] | None]:

@@ -21,7 +21,7 @@ from autosplit.workload.from_file import load_workload
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
-STYLE = ROOT / "autosplit" / "cli" / "templates" / "report.css"
+STYLE = ROOT / "autosplit" / "extras" / "templates" / "report.css"
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
 EFFECTIVE_BATCH_SIZE = 1024
 PICTURES = {

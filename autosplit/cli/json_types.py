@@ -9,12 +9,12 @@ from typing import Any
 from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
+from autosplit.extras.compare import Misfit
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning.compare import Misfit
 
 
 @dataclass(frozen=True)

@@ -133,12 +133,12 @@ def loaded(
 
     In a job it is loaded where all ranks hear of it if one can't.
     """
-    from autosplit.workload.from_file import load_workload, loaded_workload
+    from autosplit.extras.workload_spec import built_workload, workload_of_spec
 
     if together:
-        later = functools.partial(loaded_workload, spec, **model_options)
+        later = functools.partial(built_workload, spec, **model_options)
         return later, later
-    workload = load_workload(spec, **model_options)
+    workload = workload_of_spec(spec, **model_options)
     return workload, sendable(spec, workload) if isolate else workload
 
 

@@ -29,7 +29,7 @@ from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
-from autosplit.parallel.noise_scale import noise_scale_for
+from autosplit.parallel.noise_estimate import NoiseEstimate, checked_estimate
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
@@ -243,7 +243,7 @@ class Context(CheckpointMethods):
         count: Count | None = None,
         loss_scope: LossScope | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
-        noise_scale: bool = False,
+        noise_scale: NoiseEstimate | None = None,
     ) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.
 
@@ -274,8 +274,8 @@ class Context(CheckpointMethods):
             on_oom: ``"cut"``, the same on every rank, lets a rank run a micro-batch that runs out of memory within
                 ``with step.attempt():`` again in two parts, while the others wait; see `Plan.steps` and
                 `OptimizerStep.attempt`. The ranks' gradients then meet after the last backward, not in it.
-            noise_scale: The same on every rank: estimate the gradient noise scale from the micro-batches of all ranks,
-                see `Plan.steps`. The ranks exchange three numbers a step, and all of them know it.
+            noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
+                micro-batches of all ranks, see `Plan.steps`. The ranks exchange three numbers a step.
 
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
@@ -301,17 +301,18 @@ class Context(CheckpointMethods):
             count=count,
             note=self.plan.note,
         )
-        self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale)
+        checked_estimate(noise_scale)
+        self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {
-            "noise_scale": noise_scale_for(loader, noise_scale),
+            "noise_scale": noise_scale,
             "sums_over_ranks": partial(sums_over_ranks, device=self.device),
         }
-        options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": bool(noise_scale)}
+        options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": noise_scale is not None}
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
         if spans_ranks:
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
             refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and draws_everything(loader):
@@ -357,7 +358,7 @@ class Context(CheckpointMethods):
         if noise_scale:
             self._refuse(
                 refuse_hook,
-                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
+                "noise_scale is given, and the model is shared out (ctx.shard); expected one that each rank holds "
                 "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
             )
 

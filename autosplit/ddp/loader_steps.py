@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.ddp.device import exchange_device, keep_for_gloo
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
-from autosplit.parallel.noise_scale import Sums
+from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
 from autosplit.torch_versions import private
@@ -58,7 +58,7 @@ def refuse_hook(wrapped: DistributedDataParallel) -> None:
     """Refuse a model whose gradient is not the average of the ranks', for the noise scale."""
     if private(wrapped, "_comm_hooks"):
         raise InputError(
-            "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
+            "noise_scale is given, and the wrapped model has a communication hook; expected none, because a step's "
             "gradient has to be the average of the ranks'; leave either out",
             code="noise-scale-hook",
         )

@@ -52,6 +52,7 @@ from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.noise_estimate import NoiseEstimate
 from autosplit.parallel.oom_cuts import CutWarning, OnOom
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.plan.other_model import parameters_in
@@ -172,14 +173,14 @@ class Accelerator(accelerate.Accelerator):
             several micro-batches per step pass `count`, too.
         on_oom: ``"cut"``, the same in every process, hands a micro-batch that runs out of memory within `accumulate`
             out again in two parts, see `Plan.steps`; gradients then meet after the last backward, not in it.
-        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
         **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
             where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
             is among them.
 
     Attributes:
         share: What this process does of the plan; None without one.
-        noise_scale: So far; None where it is not wanted, or without a plan.
+        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
@@ -204,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
         count: Count | None = None,
         loss_scope: LossScope | None = None,
         on_oom: OnOom = "raise",
-        noise_scale: bool = False,
+        noise_scale: NoiseEstimate | None = None,
         **kwargs: Any,
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
@@ -214,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
         self._collectives: LossCollectives | None = None
         if checked_scope(loss_scope):
             sums = self.share is not None and self.share.plan.loss_reduction == "sum"
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale, sums=sums)
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, sums=sums)
         self._own_loss: OwnLoss | None = None
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
         divides = False

@@ -14,34 +14,35 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.ddp.loader_steps import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
-from autosplit.parallel.noise_scale import NoiseScale, StepNorms
+from autosplit.parallel.noise_estimate import NoiseEstimate, checked_estimate
 
 
 class RunNorms:
     """The gradient norms of a run's optimizer steps.
 
     Attributes:
-        noise_scale: Of the steps so far.
+        noise_scale: The estimate to which each step is added.
     """
 
-    def __init__(self, share: Share) -> None:
-        self.noise_scale = NoiseScale()
+    def __init__(self, share: Share, noise_scale: NoiseEstimate) -> None:
+        self.noise_scale = noise_scale
         self._num_processes = share.num_processes
         self._over_ranks = partial(sums_over_ranks, device=share.device) if share.num_processes > 1 else None
         self.begin()
         self._has_looked = False
 
     @classmethod
-    def of_share(cls, share: Share | None, wanted: bool) -> RunNorms | None:
-        """Return those of a process's share; None where they are not wanted, or there is no plan."""
-        if not wanted or share is None:
+    def of_share(cls, share: Share | None, noise_scale: NoiseEstimate | None) -> RunNorms | None:
+        """Return the norms of a process. Return None without an estimate or without a plan."""
+        checked_estimate(noise_scale)
+        if noise_scale is None or share is None:
             return None
         refuse_sum(share.plan.loss_reduction == "sum")
-        return cls(share)
+        return cls(share, noise_scale)
 
     def begin(self) -> None:
         """Begin an optimizer step; one before it that was left in its middle is forgotten."""
-        self._step = StepNorms(self.noise_scale, self._over_ranks)
+        self._step = self.noise_scale.begin_step(self._over_ranks)
 
     def recorded(
         self, loss: torch.Tensor, weight: float, total: float, scaler: Any, models: Iterable[nn.Module]
@@ -79,7 +80,7 @@ def refuse_sum(is_sum: bool) -> None:
     """Refuse a loss that is a sum; raise InputError."""
     if is_sum:
         raise InputError(
-            "noise_scale is True, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "
+            "noise_scale is given, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "
             "and train with one, or leave noise_scale out",
             code="noise-scale-sum",
         )

@@ -37,6 +37,7 @@ from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarn
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.noise_estimate import NoiseEstimate
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.plan.other_model import parameters_in
@@ -163,13 +164,13 @@ class Shares(lightning.pytorch.Callback):
             optimizer step's micro-batches are held back until all are counted.
         loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
             several micro-batches per step pass `count`, too.
-        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
         on_oom: ``"cut"`` runs a micro-batch that runs out of memory in parts, see `Plan.steps`; the module is then to
             have `CutMixin` among its bases.
 
     Attributes:
         share: What this process does of the plan; None without one.
-        noise_scale: So far; None where it is not wanted, or without a plan.
+        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
@@ -189,7 +190,7 @@ class Shares(lightning.pytorch.Callback):
         model: nn.Module | None = None,
         count: Count | None = None,
         loss_scope: LossScope | None = None,
-        noise_scale: bool = False,
+        noise_scale: NoiseEstimate | None = None,
         on_oom: OnOom = "raise",
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
@@ -197,7 +198,7 @@ class Shares(lightning.pytorch.Callback):
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
         self._collectives: LossCollectives | None = None
         self._loader: SharesLoader | None = None
         self._finding: Finding | None = None

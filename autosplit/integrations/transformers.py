@@ -44,6 +44,7 @@ from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.parallel.noise_estimate import NoiseEstimate
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
 from autosplit.parallel.rank_scope import (
     LossScope,
@@ -91,14 +92,14 @@ class SharesMixin(Mixed):
             several micro-batches per step pass `count`, too.
         on_oom: ``"cut"``, the same in every process, runs a micro-batch that runs out of memory again in two parts, see
             `Plan.steps`; the processes' gradients then meet after the last backward, not in it.
-        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
         **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
             average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
             place.
 
     Attributes:
         share: What this process does of the plan; None without one.
-        noise_scale: So far; None where it is not wanted, or without a plan.
+        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
@@ -122,7 +123,7 @@ class SharesMixin(Mixed):
         count: Count | None = None,
         loss_scope: LossScope | None = None,
         on_oom: OnOom = "raise",
-        noise_scale: bool = False,
+        noise_scale: NoiseEstimate | None = None,
         **kwargs: Any,
     ) -> None:
         given = _argument("model", 0, args, kwargs)
@@ -130,7 +131,7 @@ class SharesMixin(Mixed):
         self.share = find_share(plan, parameters=parameters_in(given))
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale)
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
         self._collectives: LossCollectives | None = None
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()

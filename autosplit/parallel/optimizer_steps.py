@@ -23,7 +23,7 @@ from autosplit.parallel.batch_counts import Count, check_loader, count_samples, 
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_graph import read_loss, warn_of_reading
 from autosplit.parallel.loss_weights import require_one_number
-from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
+from autosplit.parallel.noise_estimate import NoiseEstimate, StepNorms, Sums, checked_estimate
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.parallel.rank_scope import (
     OverRanks,
@@ -152,8 +152,8 @@ class OptimizerStep:
         self._gathers = self.is_open
 
     @property
-    def noise_scale(self) -> NoiseScale | None:
-        """The run's gradient noise scale so far, this step included once its loop has ended; None where not wanted."""
+    def noise_scale(self) -> NoiseEstimate | None:
+        """The estimate that was passed to `steps`. It includes this step once the step's loop has ended."""
         return None if self.norms is None else self.norms.noise_scale
 
     @property
@@ -348,7 +348,7 @@ def steps(
     over_ranks: OverRanks | None = None,
     spans_ranks: bool = False,
     cuts: Cuts | None = None,
-    noise_scale: NoiseScale | None = None,
+    noise_scale: NoiseEstimate | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
 ) -> Iterator[OptimizerStep]:
     """Walk one epoch of a loader, an optimizer step at a time; as `Plan.steps`.
@@ -362,7 +362,7 @@ def steps(
         over_ranks: Adds each of a list of numbers up over the ranks; needed for `count` with one rank's slice.
         spans_ranks: The loss of a micro-batch is normalised over all ranks already, see `normalised_over_ranks`.
         cuts: How micro-batches that run out of memory are cut; None where they are not.
-        noise_scale: Estimated from the steps; None where it is not wanted.
+        noise_scale: Estimated from the steps, unless it is None.
         sums_over_ranks: Puts the ranks' sums of gradient norms together; None for a lone process.
     """
     check_loader(loader)
@@ -393,7 +393,7 @@ def steps(
 def checked(
     made: Iterator[OptimizerStep],
     cuts: Cuts | None = None,
-    noise_scale: NoiseScale | None = None,
+    noise_scale: NoiseEstimate | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
     *,
     reads_loss: bool = False,
@@ -403,11 +403,12 @@ def checked(
     Args:
         reads_loss: Warn if the graph of the first step's loss shows that it is no mean over samples.
     """
+    checked_estimate(noise_scale)
     for step in made:
         step.cuts = cuts
         if reads_loss:
             reads_loss, step.on_loss = False, [_warn_of_loss]
-        step.norms = None if noise_scale is None else StepNorms(noise_scale, sums_over_ranks)
+        step.norms = None if noise_scale is None else noise_scale.begin_step(sums_over_ranks)
         yield step
         step.check_finished()
 

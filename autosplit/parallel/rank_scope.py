@@ -29,7 +29,7 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
     """Raise InputError for options that exclude a loss that is normalised over the ranks."""
     for given, why in (
         ("on_oom='cut'" if on_oom == "cut" else "", "the ranks would run unequal numbers of collectives"),
-        ("noise_scale=True" if noise_scale else "", "no rank has the mean gradient of its own samples"),
+        ("noise_scale" if noise_scale else "", "no rank has the mean gradient of its own samples"),
         ("loss_reduction='sum'" if sums else "", "a loss that is divided by a number is no sum"),
     ):
         if given:

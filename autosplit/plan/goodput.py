@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
 from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
@@ -21,7 +21,7 @@ from autosplit.text import rate_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from autosplit.parallel.noise_scale import NoiseScale
+    from autosplit.parallel.noise_estimate import NoiseEstimate
     from autosplit.plan.record import PlanRecord
 
 REACH = 16
@@ -103,15 +103,12 @@ class Goodput:
         canvas.finish("effective batch, samples", "samples/s", 3)
 
 
-def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
+def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
     """Recommend; see `Plan.goodput`."""
-    from autosplit.parallel.noise_scale import NoiseScale
-
-    value = noise_scale.value if isinstance(noise_scale, NoiseScale) else noise_scale
-    ends = noise_scale.interval if isinstance(noise_scale, NoiseScale) else (noise_scale, noise_scale)
+    value, ends = _value_and_ends(noise_scale)
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
-            f"noise_scale is {shown(value)}; expected step.noise_scale of plan.steps(loader, noise_scale=True), or a "
+            f"noise_scale is {shown(value)}; expected an autosplit.NoiseScale that was passed to plan.steps, or a "
             "finite number of samples, 0 or more; estimate it over more steps",
             code="noise-scale-value",
         )
@@ -131,6 +128,14 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
         learning_rate_factor=best / now * worth[best].efficiency,
         gain=worth[best].goodput / worth[now].goodput,
     )
+
+
+def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any, Any]]:
+    """Return the noise scale and its 95% interval, or a number as it is, which may be anything."""
+    if hasattr(type(noise_scale), "interval"):
+        estimate: Any = noise_scale
+        return estimate.value, estimate.interval
+    return noise_scale, (noise_scale, noise_scale)
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:

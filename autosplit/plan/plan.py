@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-    from autosplit.parallel.noise_scale import NoiseScale
+    from autosplit.parallel.noise_estimate import NoiseEstimate
     from autosplit.parallel.optimizer_steps import OptimizerStep
     from autosplit.parallel.token_sampler import TokenBatchSampler
     from autosplit.plan.exported import Export
@@ -111,17 +111,17 @@ class Plan(PlanRecord):
 
         return compared_split(self, split, accumulation_steps)
 
-    def goodput(self, noise_scale: NoiseScale | float) -> Goodput:
+    def goodput(self, noise_scale: NoiseEstimate | float) -> Goodput:
         """Recommend the effective batch that trains fastest: samples/s times what a sample still brings.
 
-            goodput = plan.goodput(step.noise_scale)
+            goodput = plan.goodput(noise_scale)
             goodput.plot().savefig("goodput.pdf")
 
         Nothing is run; the samples/s are those that the plan's fit predicts of its own split.
 
         Args:
-            noise_scale: From `steps`, or a number of samples. One that counts tokens is first to be divided by the
-                tokens of a sample.
+            noise_scale: The `autosplit.NoiseScale` of a training run, or a number of samples. Divide a noise scale
+                that counts tokens by the tokens of a sample.
 
         Returns:
             Plain numbers; `str()` of them is a line for people.
@@ -347,7 +347,7 @@ class Plan(PlanRecord):
         *,
         count: Callable[[Any], float | torch.Tensor] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
-        noise_scale: bool = False,
+        noise_scale: NoiseEstimate | None = None,
     ) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.
 
@@ -366,9 +366,9 @@ class Plan(PlanRecord):
                 parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
                 size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch
                 goes whole into each part.
-            noise_scale: Estimate the gradient noise scale on the way, from one norm of each micro-batch's gradient:
-                read `step.noise_scale` after a step's loop, and hand it to `goodput`. It goes on for as long as the
-                loader lives. Replicas are made anew for each micro-batch, since those that are kept keep gradients.
+            noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from one norm of each
+                micro-batch's gradient. Pass the same object in every epoch, and hand it to `goodput`. Replicas are
+                then copied again for each micro-batch, because kept replicas add up gradients.
 
         Raises:
             InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
@@ -380,7 +380,6 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
-        from autosplit.parallel.noise_scale import noise_scale_for
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
@@ -392,7 +391,7 @@ class Plan(PlanRecord):
             effective_batch_size=self.effective_batch_size,
             count=count,
             cuts=cuts,
-            noise_scale=noise_scale_for(loader, noise_scale),
+            noise_scale=noise_scale,
         )
         # A count is in other units, and `steps` has compared the sizes of a plan's own sampler.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):

@@ -1,4 +1,4 @@
-"""`tune` and `compare`: measure, search, put the plan together, alone or by all ranks of a job.
+"""`tune` and `measure`: measure, search and assemble the plan, in one process or on all ranks of a job.
 
 May import the root, devices, solve, workload, runtime, probe, plan, profiles and ddp. Begin with `tune` (it
 composes) and `session` (it measures and searches).

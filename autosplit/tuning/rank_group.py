@@ -57,10 +57,17 @@ def joined(request: Request) -> Iterator[Job]:
         InputError: The ranks were not asked for the same, do not run the same versions, or not all of them came.
     """
     place = place_here()
-    with _talking(place) as peers, peers.interrupts.noted():
+    with peers_here() as peers:
         peers.all_run(lambda: _own_device(request.devices, place))  # what is wrong on one machine ends all
         yield _job(request, place, peers)
         peers.part()
+
+
+@contextmanager
+def peers_here() -> Iterator[Peers]:
+    """Connect to the other ranks of this job, which all call this, too. Call `Peers.part` at the end."""
+    with _talking(place_here()) as peers, peers.interrupts.noted():
+        yield peers
 
 
 def _job(request: Request, place: Place, peers: Peers) -> Job:

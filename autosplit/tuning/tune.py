@@ -9,18 +9,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from autosplit.errors import AutosplitError, UserCodeError, from_user_code
+from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import changed
-from autosplit.probe.loader_speed import measure_loader
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
@@ -31,12 +29,10 @@ from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
-from autosplit.tuning.loader_bound import bounded_by_loader
 from autosplit.tuning.lone_session import TIMES_DISAGREE
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
-from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
@@ -104,11 +100,11 @@ def tune(
     profile: str = "auto",
     name: str | None = None,
     seed: int = 0,
-    loader: DataLoader[Any] | None = None,
     lengths: Any = None,
     checkpointing: Any = None,
     fits: str | Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    **unknown: NoReturn,
 ) -> Plan:
     """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
 
@@ -154,9 +150,6 @@ def tune(
             time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
         name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
-        loader: The training's DataLoader, on each rank its own. What it loads is measured first and at every call, as
-            `measure_loader` does, and the plan says whether it or the devices bound the run. Where it does, and no
-            effective batch was asked for, the plan is the smallest batch that takes what it loads.
         lengths: The length of each sample of the data set, where they differ: a list, an array or a tensor. The sample
             batch is taken with samples of the longest (cropped or repeated; by ``make_batch(n, length=length)`` where
             one is given), and shorter ones are measured, too, so that `Plan.token_sampler` makes batches of like
@@ -183,6 +176,7 @@ def tune(
         DoubtfulTimesWarning: The plan's times contradict each other, also where it is remembered.
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
+    _refuse_unknown(unknown)
     if strategy == "ddp":
         from autosplit.tuning.rank_group import own_part
 
@@ -210,9 +204,24 @@ def tune(
 
     with job_for(request) as job, heard_by(progress) as heard:
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
-        plan = _tuned_ways(asked, source, precision, checkpointing, numbers, loader)
+        plan = _tuned_ways(asked, source, precision, checkpointing, numbers)
     _warn_of(plan)
     return plan
+
+
+_REPLACED = {"loader": "autosplit.fit_to_loader(plan, loader)"}
+"""Former arguments of `tune`, each with the call that replaces it."""
+
+
+def _refuse_unknown(keywords: Mapping[str, object]) -> None:
+    """Raise InputError for a former argument of `tune`, and TypeError for any other unknown keyword."""
+    for name in keywords:
+        if name in _REPLACED:
+            raise InputError(
+                f"{name}= is no longer an argument of tune(). Use {_REPLACED[name]} with the plan.",
+                code="argument-removed",
+            )
+        raise TypeError(f"tune() got an unexpected keyword argument {name!r}")
 
 
 def _warn_of(plan: Plan) -> None:
@@ -278,9 +287,8 @@ def _tuned_ways(
     precision: str | Sequence[str] | None,
     checkpointing: Any,
     lengths: Sequence[int] | None,
-    loader: DataLoader[Any] | None,
 ) -> Plan:
-    """Tune for each way to train that is asked for, for all lengths, and beside the loader that was measured first."""
+    """Tune for each requested combination of precision and checkpointing, and for all lengths."""
     peers, wanted = asked.job.peers, precision_list(precision)
     lacking = [*itertools.chain(*peers.all_run(lambda: without_bf16(wanted, asked.job.own.devices)))]
     precisions, notes = native_ones(wanted, lacking)
@@ -289,18 +297,21 @@ def _tuned_ways(
     def make(way: Way, length: int | None = None if lengths is None else max(lengths)) -> Source:
         return source(**vars(way), length=length)
 
-    loads = [] if loader is None else peers.all_run(lambda: measure_loader(loader))
     if lengths is None:
-        plan = without_lengths(_fastest_of(ways, make, asked, notes)[0])
-    else:
-        plan = _tuned_by_length(lengths, ways, make, asked, notes)
-    return bounded_by_loader(plan, loads) if loads else plan
+        return without_lengths(_fastest_of(ways, make, asked, notes)[0])
+    return _tuned_by_length(lengths, ways, make, asked, notes)
+
+
+def without_lengths(plan: Plan) -> Plan:
+    """Return a plan for samples of one length: the plan in a profile may have several."""
+    return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
 
 
 def _tuned_by_length(
     lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[Note, ...]
 ) -> Plan:
-    """Tune for samples of the longest length, then look at shorter ones, which is half of the progress."""
+    """Tune for samples of the longest length, then measure shorter ones, which is half of the progress."""
+    from autosplit.extras.tuned_lengths import with_lengths  # a known exception in tests/test_layers.py
 
     def longest(part: Progress) -> None:
         if part.stage != "done":

@@ -1,4 +1,4 @@
-"""Find the workload that a spec names: ``FILE[:NAME]`` or ``package.module[:NAME]``, which run, or a model's name."""
+"""Load the workload that a spec names: ``FILE[:NAME]`` or ``package.module[:NAME]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,6 @@ _EXPECTED = (
     "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
     "timm:NAME or torchvision:NAME"
 )
-
-_MODEL_NAMES = ("hf:", "timm:", "torchvision:")
-"""What a spec begins with that names a model instead of a file; see `Workload.from_name`."""
 
 
 class Loaded:
@@ -60,57 +56,22 @@ class Loaded:
         return load_workload, (self.spec,)
 
 
-def is_model_name(spec: str) -> bool:
-    """Tell whether a spec names a model, of which a workload is made without a file."""
-    return spec.startswith(_MODEL_NAMES)
-
-
-def load_workload(spec: str, **options: Any) -> Workload | Callable[[], Workload]:
-    """Run the file or import the module that a spec names, and return the workload in it; or find a model by its name.
+def load_workload(spec: str) -> Workload | Callable[[], Workload]:
+    """Run the file or import the module that a spec names, and return the workload in it.
 
     A file runs under a module name of its own, never as ``__main__``. Its folder stays on ``sys.path``, as with
-    ``python FILE``: functions of it may import their neighbours later.
+    ``python FILE``, because functions of the file may import neighbouring modules later.
 
     Args:
-        spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The name's default is ``workload``.
-            Or a model's name, as for `Workload.from_name`, whose options go with it.
+        spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The default name is ``workload``.
 
     Returns:
-        A `Workload`; or, where the name is a function that returns one, or a model's, what can be called for it and
-        can be sent to another process, so that its caller decides where the model is built.
+        A `Workload`. Or, if the name is a function that returns one, a `Loaded`, which can be sent to another process.
+        The caller then decides where the model is built.
     """
-    if is_model_name(spec):
-        return _by_name(spec, options)
-    if options:
-        raise InputError(
-            f"{' and '.join(options)} given for {spec}, whose workload has a sample batch of its own; expected them "
-            "for hf:PATH, timm:NAME or torchvision:NAME; leave them out",
-            code="model-options-unused",
-        )
     place, name = split_spec(spec)
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
     return _named(module, name, place)
-
-
-def loaded_workload(spec: str, **options: Any) -> Workload:
-    """Load what a spec names and build it: one call that can be sent to another process; see `load_workload`."""
-    from autosplit.workload.workload import Workload
-
-    found = load_workload(spec, **options)
-    return found if isinstance(found, Workload) else found()
-
-
-def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
-    """Check a model's name, and return what builds it."""
-    from autosplit.workload.from_name import model_by_name
-    from autosplit.workload.workload import Workload
-
-    scheme, _, name = spec.partition(":")
-    if scheme == "hf":  # which holds in any folder
-        home = os.path.expanduser(name)  # noqa: PTH111  # no shell does after a colon, and Path's raises for strangers
-        spec = f"hf:{Path(home).absolute()}"
-    model_by_name(spec, **options)
-    return partial(Workload.from_name, spec, **options)
 
 
 def load_loader(spec: str) -> Any:

@@ -10,13 +10,13 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autosplit.errors import WorkloadError, advise
+from autosplit.errors import InputError, WorkloadError, advise
 from autosplit.notes import Note
 from autosplit.text import counted_text
 from autosplit.workload.batch import (
@@ -30,7 +30,6 @@ from autosplit.workload.batch import (
 )
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.fits import COPYING, checked_fits
-from autosplit.workload.from_name import model_by_name
 from autosplit.workload.made_batches import MadeBatches
 from autosplit.workload.model_call import call_model, loss_of, loss_rule, on_device_of, on_first_device
 from autosplit.workload.models import Models, Several
@@ -211,39 +210,12 @@ class Workload:
         return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
 
     @classmethod
-    def from_name(
-        cls,
-        name: str,
-        *,
-        seq_len: int | None = None,
-        image_size: int | None = None,
-        task: str | None = None,
-        **options: Any,
-    ) -> Workload:
-        """Build a model with random weights from its name, with a batch that gives it a loss.
-
-        Nothing is downloaded and no code of a configuration is run. What is large is built without its memory for
-        ``sim:`` devices where a function does it::
-
-            autosplit.tune(lambda: autosplit.Workload.from_name("hf:llama/config.json"), devices="sim:8xA100-80GB")
-
-        Args:
-            name: ``"hf:PATH"`` of a config.json of transformers or its folder, ``"timm:NAME"``, ``"torchvision:NAME"``.
-                Weights are of the configuration's dtype; bfloat16 stands in for float16.
-            seq_len: Tokens of a sample, without padding; default 512, or as many as the model has positions for.
-            image_size: Height and width in pixels; default the model's own.
-            task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq"``, ``"classification"`` or ``"token-classification"``;
-                default that of the first of the configuration's ``architectures``.
-            **options: The other arguments of `Workload`; the optimizer's default is AdamW.
-
-        Raises:
-            InputError: There is no such model, it can't be built from its configuration (unknown types, code of its
-                own, quantised weights), or has no positions for so long a sequence or so large an image.
-            WorkloadError: The library that has the model is not installed.
-        """
-        parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task)()
-        given = {"optimizer": torch.optim.AdamW, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
-        return cls(parts.model, parts.sample_batch, **given)
+    def from_name(cls, name: str, **_options: Any) -> NoReturn:
+        """Raise InputError: this method was replaced by `autosplit.workload_from_name`."""
+        raise InputError(
+            f"Workload.from_name({name!r}) was removed. Use autosplit.workload_from_name with the same arguments.",
+            code="argument-removed",
+        )
 
     def _checked_models(self) -> Models | None:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -18,11 +18,11 @@ import autosplit.devices.inventory
 from autosplit.cli.json_types import ANSWERS, ProbedCeiling
 from autosplit.cli.main import app, main
 from autosplit.devices.inventory import DeviceReport
+from autosplit.extras import doctor
 from autosplit.probe import find_ceiling as probe
 from autosplit.probe import gradient_check as checks
 from autosplit.probe.check_result import Check
 from autosplit.profiles.store import store
-from autosplit.tuning import doctor
 from autosplit.tuning import tune as tuning
 
 DOCS = ROOT / "docs"

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
+from autosplit.extras.noise_scale import NoiseScale
 from autosplit.parallel.loss_graph import UnevenLossWarning
 
 EXACT = 1e-12
@@ -263,7 +264,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "undeclared": partial(refused, 8),
     "not counted": partial(refused, 16, loss_scope="ranks"),
     "no samples": partial(refused, 17, loss_scope="ranks", count=lambda batch: int(batch[1].sum())),
-    "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=True),
+    "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=NoiseScale()),
     "cut": partial(refused, 8, loss_scope="ranks", on_oom="cut"),
     "unknown scope": partial(refused, 8, loss_scope="job"),
     "uncounted": uncounted,
@@ -297,7 +298,7 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
         ("undeclared", "The ranks ran a collective between the draw of a micro-batch and the backward of its loss"),
         ("not counted", "loss_scope is 'ranks' in a step of 2 micro-batches"),
         ("no samples", "some rank has no samples in a micro-batch"),
-        ("noise scale", "loss_scope is 'ranks' and noise_scale=True"),
+        ("noise scale", "loss_scope is 'ranks' and noise_scale:"),
         ("cut", "loss_scope is 'ranks' and on_oom='cut'"),
         ("unknown scope", "loss_scope is 'job'. Expected 'sample', or 'ranks'"),
     ],

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
+from autosplit.extras.noise_scale import NoiseScale
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ NUM_SAMPLES = 9600
 INPUTS = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(NUM_SAMPLES, 1, generator=torch.Generator().manual_seed(2))
 CLOSED_FORM = 13.0
-"""As tests/parallel/test_noise_scale.py has it: S = 416, |G|^2 = 32."""
+"""As tests/extras/test_noise_scale.py has it: S = 416, |G|^2 = 32."""
 
 
 def estimated(sizes: tuple[int, ...], effective: int, *, own_loader: bool = False) -> tuple[float, int]:
@@ -34,11 +35,12 @@ def estimated(sizes: tuple[int, ...], effective: int, *, own_loader: bool = Fals
         loader: Any = DataLoader(data, batch_sampler=ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=7))
         if own_loader:
             loader = list(loader)
-        for step in ctx.steps(loader, noise_scale=True):
+        noise_scale = NoiseScale()
+        for step in ctx.steps(loader, noise_scale=noise_scale):
             for inputs, targets in step:
                 step.backward(nn.functional.mse_loss(model(inputs), targets))
             model.zero_grad()
-        return step.noise_scale.value, len(step.noise_scale)
+        return noise_scale.value, len(noise_scale)
 
 
 def refused() -> str:
@@ -46,7 +48,7 @@ def refused() -> str:
         model = ctx.wrap(nn.Linear(8, 1))
         model.register_comm_hook(None, fp16_compress_hook)
         try:
-            ctx.steps([], noise_scale=True)
+            ctx.steps([], noise_scale=NoiseScale())
         except InputError as error:
             return str(error)
         return ""

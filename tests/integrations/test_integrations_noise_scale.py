@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
+from autosplit.extras.noise_scale import NoiseScale
 from autosplit.integrations.accelerate import Accelerator
 from autosplit.integrations.lightning import Shares
 from autosplit.integrations.transformers import Trainer
@@ -78,7 +79,7 @@ def by_hand(plan: Any) -> tuple[float, int]:
     with ddp.setup(plan) as ctx:
         model = ctx.wrap(Regression())
         sampler = ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=shared.SEED)
-        for step in ctx.steps(DataLoader(Rows(), batch_sampler=sampler), noise_scale=True):
+        for step in ctx.steps(DataLoader(Rows(), batch_sampler=sampler), noise_scale=NoiseScale()):
             for batch in step:
                 step.backward(model(**batch)["loss"])
             model.zero_grad()
@@ -87,7 +88,7 @@ def by_hand(plan: Any) -> tuple[float, int]:
 
 def by_accelerate(plan: Any, **options: Any) -> tuple[float, int]:
     shared.forget_accelerate()
-    accelerator = Accelerator(plan=plan, cpu=True, noise_scale=True, **options)
+    accelerator = Accelerator(plan=plan, cpu=True, noise_scale=NoiseScale(), **options)
     net = Regression()
     loader = accelerator.shares_of(DataLoader(Rows(), shuffle=True), seed=shared.SEED)
     model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), loader)
@@ -116,7 +117,7 @@ def make_trainer(plan: Any, **options: Any) -> Trainer:
         disable_tqdm=True,
     )
     return Trainer(
-        **{"model": Regression(), "train_dataset": Rows(), **options}, args=args, plan=plan, noise_scale=True
+        **{"model": Regression(), "train_dataset": Rows(), **options}, args=args, plan=plan, noise_scale=NoiseScale()
     )
 
 
@@ -128,7 +129,7 @@ def by_transformers(plan: Any, **options: Any) -> tuple[float, int]:
 
 def by_lightning(plan: Any) -> tuple[float, int]:
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
-    shares = Shares(plan, noise_scale=True)
+    shares = Shares(plan, noise_scale=NoiseScale())
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
         max_epochs=1,
@@ -176,7 +177,7 @@ def test_it_is_what_a_loop_of_ones_own_finds(ranks, name):
 @pytest.mark.parametrize("way", [by_accelerate, by_transformers])
 def test_a_sum_is_refused(way):
     plan = shared.shares_plan((16,), 32)
-    with pytest.raises(InputError, match=r"noise_scale is True, and the loss is a sum; .* leave noise_scale out"):
+    with pytest.raises(InputError, match=r"noise_scale is given, and the loss is a sum; .* leave noise_scale out"):
         way(type(plan).from_json(plan.to_json().replace('"loss_reduction": "mean"', '"loss_reduction": "sum"')))
 
 
@@ -197,7 +198,7 @@ def test_a_model_that_divides_by_the_steps_tokens_itself():
         collate_fn=shared.COLLATE["gpt"],
         batch_sampler=plan.batch_sampler(len(shared.TEXTS), shuffle=True, seed=shared.SEED),
     )
-    for step in plan.steps(loader, count=shared.count_tokens, noise_scale=True):
+    for step in plan.steps(loader, count=shared.count_tokens, noise_scale=NoiseScale()):
         for batch in step:
             step.backward(shared.loss_on(model, batch))
         model.zero_grad()

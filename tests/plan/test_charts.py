@@ -195,7 +195,7 @@ def test_the_landscape_tells_what_is_near_the_best_apart(solved):
 
 
 def test_a_figure_has_the_pages_light_colours():
-    css = (ROOT / "autosplit" / "cli" / "templates" / "report.css").read_text(encoding="utf-8")
+    css = (ROOT / "autosplit" / "extras" / "templates" / "report.css").read_text(encoding="utf-8")
     light = dict(re.findall(r"--(\w+): (#\w+);", css.split("}")[0]))
     assert {name: light[name] for name in LIGHT} == LIGHT
 

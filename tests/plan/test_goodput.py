@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raised import raises
 
 from autosplit.errors import InputError, PlanError
-from autosplit.parallel.noise_scale import NoiseScale
+from autosplit.extras.noise_scale import NoiseScale
 
 
 @given(noise=st.floats(0, 1e5))

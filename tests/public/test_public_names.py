@@ -121,6 +121,12 @@ def test_an_unknown_name_is_an_attribute_error():
         getattr(autosplit, "tun" + "es")
 
 
+def test_the_error_for_a_removed_name_names_its_replacement():
+    removed = "find_executable_batch_size"
+    with pytest.raises(AttributeError, match=rf"Use accelerate\.utils\.{removed}"):
+        getattr(autosplit, removed)
+
+
 @pytest.mark.parametrize("kind", [autosplit.AutosplitError, autosplit.OutOfMemoryError])
 def test_every_error_has_a_base_that_is_public(kind):
     assert issubclass(kind, autosplit.AutosplitError)

@@ -13,6 +13,7 @@ from typing_extensions import assert_type
 
 import autosplit
 from autosplit.devices.device import Device
+from autosplit.extras.compare import Comparison
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.plan.exported import Export
@@ -22,7 +23,6 @@ from autosplit.plan.split_comparison import SplitComparison
 from autosplit.probe.check_result import Check
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning.compare import Comparison
 
 
 def names() -> None:
@@ -33,7 +33,7 @@ def names() -> None:
 def tuning(model: nn.Module, batch: Tensor) -> None:
     workload = autosplit.Workload(model, batch)
     assert_type(workload, autosplit.Workload)
-    assert_type(autosplit.Workload.from_name("timm:resnet18"), autosplit.Workload)
+    assert_type(autosplit.workload_from_name("timm:resnet18"), autosplit.Workload)
     assert_type(autosplit.tune(model, batch, effective_batch_size=512), autosplit.Plan)
     assert_type(autosplit.tune(lambda: workload, devices="sim:2xL4", precision=("none", "bf16")), autosplit.Plan)
     assert_type(autosplit.measure(workload, devices="sim:2xL4", split=(8, 4)), MeasuredStep)

@@ -13,12 +13,12 @@ from autosplit.cli.workload_arguments import users_errors
 
 def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print what was found."""
+    from autosplit.extras.workload_spec import workload_of_spec
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of
-    from autosplit.workload.from_file import load_workload
 
     with progress(manner) as tell:
-        workload = load_workload(spec, **model_options)
+        workload = workload_of_spec(spec, **model_options)
         with users_errors(spec):
             tell(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)

@@ -16,9 +16,9 @@ from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer,
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly
 from autosplit.errors import InputError
+from autosplit.extras.compare import ComparedMachine, Comparison
 from autosplit.plan.plan import Plan
 from autosplit.text import counted_text, printable, rate_text, size_text
-from autosplit.tuning.compare import ComparedMachine, Comparison
 
 EXIT_MISFIT = 3
 
@@ -36,8 +36,8 @@ def compare(
     **keywords: Any,
 ) -> int:
     """Tune for one machine after the other, and print them in one table; the time limit is for all of them together."""
-    from autosplit.tuning import compare as comparing
-    from autosplit.workload.from_file import load_workload
+    from autosplit.extras import compare as comparing
+    from autosplit.extras.workload_spec import workload_of_spec
 
     prices = [price_given(text) for text in price]
     end_with_parent()
@@ -51,7 +51,7 @@ def compare(
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
     with progress(manner) as tell:
-        workload: Any = load_workload(spec, **model_options)
+        workload: Any = workload_of_spec(spec, **model_options)
 
         def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
             isolated = isolates(keywords.get("isolate"), devices)

@@ -28,7 +28,7 @@ from autosplit.text import rate_text, size_text
 def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None) -> int:
     """Examine this machine, print what was found, and `save` the rates of its cards to a file where one is named."""
     from autosplit.devices.examination import cards_toml
-    from autosplit.tuning.doctor import examine
+    from autosplit.extras.doctor import examine
 
     with stdout_kept_clean():
         found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))

@@ -16,7 +16,7 @@ from autosplit.text import ms_text, rate_text
 
 def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
     """Measure the loader of a file, and print what was found."""
-    from autosplit.probe.loader_speed import measure_loader
+    from autosplit.extras.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader
 
     with stdout_kept_clean(), users_errors(spec):

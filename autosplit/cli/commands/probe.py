@@ -102,11 +102,11 @@ def _find_ceilings(
 ) -> None:
     """Add the ceiling of each device in each role to `ceilings`, 0 where nothing fits, and why to `misfits`."""
     from autosplit.devices.spec import parse_devices
+    from autosplit.extras.workload_spec import workload_of_spec
     from autosplit.oom import DoesNotFitError
     from autosplit.probe.find_ceiling import find_ceiling
-    from autosplit.workload.from_file import load_workload
 
-    workload: Any = load_workload(spec, **model_options)
+    workload: Any = workload_of_spec(spec, **model_options)
     devices = parse_devices(devices_spec)
     keywords["isolate"] = isolates(isolate, devices)
     source = sendable(spec, workload) if keywords["isolate"] else workload

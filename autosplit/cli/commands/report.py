@@ -12,7 +12,7 @@ from autosplit.errors import InputError
 
 def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
     """Write a plan's page."""
-    from autosplit.cli.report_page import check_page, page_of, write_page
+    from autosplit.extras.report_page import check_page, page_of, write_page
 
     to_stdout = output == "-"
     if to_stdout and manner.as_json:

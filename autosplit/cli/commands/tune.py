@@ -26,11 +26,12 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
+from autosplit.extras.workload_spec import is_model_name
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
-from autosplit.workload.from_file import is_model_name, load_loader, split_spec
+from autosplit.workload.from_file import load_loader, split_spec
 
 
 def tune(
@@ -58,9 +59,10 @@ def tune(
     with progress(manner) as tell, stop_like_ctrl_c():
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         workload, source = loaded(spec, model_options, together=together, isolate=isolate)
+        fit = _fit_to(keywords.pop("loader", None))
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
-        called |= {**_loader(keywords.pop("loader", None)), **lengths, **({"isolate": True} if isolate else {})}
-        plan, interrupted = _tuned(source, spec, called, tell)
+        called |= {**lengths, **({"isolate": True} if isolate else {})}
+        plan, interrupted = _tuned(source, spec, called, tell, fit)
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
     unkept = next((one for one in plan.notes if one.kind == NOT_SAVED), None)
@@ -98,23 +100,39 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
     return {"devices": devices[0]} if devices else {}
 
 
-def _loader(spec: str | None) -> dict[str, Any]:
-    """Return the loader of a file as a keyword of `autosplit.tune`; none where there is no file."""
+def _fit_to(spec: str | None) -> Callable[[Plan], Plan]:
+    """Return the function that fits a plan to the DataLoader in a file, which is loaded and checked now."""
     if spec is None:
-        return {}
+        return lambda plan: plan
+    from autosplit.extras.loader_bound import fit_to_loader
+    from autosplit.extras.loader_speed import check_loader
+
     with users_errors(spec):
-        return {"loader": load_loader(spec)}
+        loader = load_loader(spec)
+        check_loader(loader)
+
+    def fit(plan: Plan) -> Plan:
+        with users_errors(spec):
+            return fit_to_loader(plan, loader)
+
+    return fit
 
 
 def _tuned(
-    workload: object, spec: str, keywords: Mapping[str, Any], tell: Callable[[Progress], None]
+    workload: object,
+    spec: str,
+    keywords: Mapping[str, Any],
+    tell: Callable[[Progress], None],
+    fit: Callable[[Plan], Plan],
 ) -> tuple[Plan, KeyboardInterrupt | None]:
-    """Tune; return also what interrupted it where the plan is only the best so far."""
+    """Tune, then fit the plan to the loader. If Ctrl-C comes, return the best plan so far and the interrupt."""
+    best: Plan | None = None
     try:
-        return tuned_quietly(spec, workload, **keywords, progress=tell), None
+        best = tuned_quietly(spec, workload, **keywords, progress=tell)
+        return fit(best), None
     except KeyboardInterrupt as error:
-        # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
-        best: Plan | None = getattr(error, "plan", None)
+        # TuningInterrupted carries the best plan so far. An earlier Ctrl-C carries none.
+        best = getattr(error, "plan", best)
         if best is None:
             raise
         return best, error
@@ -142,7 +160,7 @@ def _origin(
     arguments = _arguments(same)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     if is_model_name(spec):
-        model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
+        model = f"autosplit.workload_from_name({quoted(spec)}{_arguments(model_options)})"
         return had(f"autosplit.tune(lambda: {model}{arguments})", remark=remark)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place

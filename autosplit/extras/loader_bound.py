@@ -1,19 +1,60 @@
-"""Hold a plan against a DataLoader: which of them bounds the run, and a smaller batch where devices would wait."""
+"""Fit a plan to a DataLoader: report which of them limits the run, and choose a smaller batch if devices would wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from torch.utils.data import DataLoader
+
+from autosplit.errors import InputError
+from autosplit.extras.loader_speed import measure_loader
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.text import rate_text
+from autosplit.tuning.rank_group import in_a_job, peers_here
+
+
+def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
+    """Return the plan with the speed and the fastest settings of the training's DataLoader.
+
+    If the loader is slower than the devices and no effective batch size was requested, the returned plan has the
+    smallest batch that keeps up with the loader. The saved profile stays as it is.
+
+    In a job, call this function on every rank after `tune`, if the plan is for DDP alone (``strategy="ddp"``). The
+    ranks exchange their measurements, and each returns the same plan.
+
+    Args:
+        plan: The plan that `tune` returned.
+        loader: The DataLoader (each rank's own), or what `measure_loader` returned for it.
+
+    Raises:
+        InputError: The speed of the loader cannot be measured, or the job and the plan differ in their ranks.
+        RankFailedError: The measurement failed on another rank.
+    """
+
+    def measured() -> MeasuredLoader:
+        return loader if isinstance(loader, MeasuredLoader) else measure_loader(loader)
+
+    if plan.region is not None or not in_a_job():
+        return bounded_by_loader(plan, [measured()])
+    with peers_here() as peers:
+        loads = peers.all_run(measured)
+        peers.part()
+    if len(loads) != len(plan.split):
+        raise InputError(
+            f"the job has {len(loads)} ranks and the plan has {len(plan.split)}. Expected the same number. Call "
+            "fit_to_loader in the job that tuned the plan.",
+            code="world-size",
+        )
+    return bounded_by_loader(plan, loads)
 
 
 def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
-    """Return the plan with what its loader loads; of one forward of any size, the smallest that takes as much."""
+    """Return the plan fitted to measured loaders: one for the whole process, or one for each rank."""
     shares = plan.split if len(found) > 1 else (plan.batch_size,)
     rates = [
         one.samples_per_s * plan.batch_size / share if share else float("inf")

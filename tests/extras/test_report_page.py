@@ -16,10 +16,10 @@ from raised import raises
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from autosplit.cli import report_page as pages
 from autosplit.cli.main import main
-from autosplit.cli.report_page import page_of, write_page
 from autosplit.errors import InputError
+from autosplit.extras import report_page as pages
+from autosplit.extras.report_page import page_of, write_page
 from autosplit.plan.canvas import Chart
 from autosplit.plan.record import DdpPlan
 from autosplit.plan.redact import LEFT_OUT
@@ -109,7 +109,7 @@ class TestWords:
         assert {"batch_size", "256"} <= set(texts)
 
     def test_words_of_others_stay_words(self, monkeypatch):
-        monkeypatch.setattr("autosplit.cli.report_page.shareable", lambda plan: plan)  # some of it looks like a path
+        monkeypatch.setattr("autosplit.extras.report_page.shareable", lambda plan: plan)  # some of it looks like a path
         hostile = "</style><script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}\x00\x1b[31m\u202e&amp;"
         plan = solved_plan(
             notes=noted(hostile),

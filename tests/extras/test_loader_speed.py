@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import autosplit
 from autosplit.cli.main import main
 from autosplit.errors import InputError, UserCodeError
-from autosplit.probe import loader_speed
+from autosplit.extras import loader_speed
+from autosplit.extras.loader_speed import GAIN, fewest_of_the_fastest, rate_of, search, worker_counts
 from autosplit.probe.loader_result import LoaderSettings, TimedLoader
-from autosplit.probe.loader_speed import GAIN, fewest_of_the_fastest, rate_of, search, worker_counts
 
 BARE = LoaderSettings()
 

@@ -85,7 +85,7 @@ def measure_loader(
         raise InputError(
             f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60", code="time-limit"
         )
-    _check(loader)
+    check_loader(loader)
     ends_s = time.monotonic() + time_limit_s
     cores = _cores()
     dataset, notes = _copied(loader.dataset)
@@ -332,7 +332,8 @@ def _with(
     )
 
 
-def _check(loader: Any) -> None:
+def check_loader(loader: Any) -> None:
+    """Raise InputError if the speed of a loader cannot be measured."""
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"loader is a {type(loader).__name__}; expected a torch.utils.data.DataLoader; pass one", code="loader-type"

@@ -16,16 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import InputError
+from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.oom_cuts import AddedGradients
-
-Sums = tuple[float, float, float]
-"""Of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
 
 WINDOW = 1000
 """Most optimizer steps that the estimate is over: the noise scale grows while the loss falls, and the latest count.
@@ -39,9 +36,15 @@ Z_95 = 1.96
 
 
 class NoiseScale:
-    """The noise scale of the latest half of a run's optimizer steps, at most `WINDOW`.
+    """The gradient noise scale of a training run, estimated from the latest half of its optimizer steps.
 
-    It counts in what the mean loss averages over: samples, or what `count` of the steps counts.
+        noise_scale = autosplit.NoiseScale()
+        for epoch in range(10):
+            for step in plan.steps(loader, noise_scale=noise_scale):
+                ...
+        print(noise_scale, plan.goodput(noise_scale))
+
+    Its unit is what the mean loss averages over: samples, or what the argument `count` of the steps counts.
     """
 
     def __init__(self) -> None:
@@ -51,6 +54,10 @@ class NoiseScale:
     def __len__(self) -> int:
         """Count the steps that it is estimated from."""
         return len(self._steps)
+
+    def begin_step(self, over_ranks: Callable[[Sums], Sums] | None = None) -> StepNorms:
+        """Return what records the gradient norms of the next optimizer step."""
+        return StepNorms(self, over_ranks)
 
     def add(self, sums: Sums, num_samples: float) -> None:
         """Add a step; one of a single micro-batch, or whose gradient is not finite, is left out.
@@ -62,8 +69,8 @@ class NoiseScale:
         scatter, freedom = weighted - num_samples * squared, number - 1
         if freedom < 1 and not self._steps:
             raise InputError(
-                f"noise_scale is True, and the optimizer step has {number:g} micro-batch over all ranks; expected 2 or "
-                "more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2",
+                f"noise_scale is given, and the optimizer step has {number:g} micro-batch over all ranks; expected 2 "
+                "or more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2",
                 code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
@@ -150,7 +157,7 @@ class StepNorms:
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(
-                "noise_scale is True, and reentrant checkpointing hides parameters from the graph; expected one that "
+                "noise_scale is given, and reentrant checkpointing hides parameters from the graph; expected one that "
                 "shows them all; pass use_reentrant=False",
                 code="noise-scale-reentrant",
             )
@@ -191,16 +198,3 @@ def _total(squares: Any) -> float:
     for square in squares:
         by_device.setdefault(square.device, []).append(square)
     return math.fsum(number for held in by_device.values() for number in torch.stack(held).tolist())
-
-
-_RUNS: WeakKeyDictionary[Any, NoiseScale] = WeakKeyDictionary()
-
-
-def noise_scale_for(loader: Any, wanted: bool) -> NoiseScale | None:
-    """Return the estimate of a loader's run, which goes on from one epoch to the next; None where it is not wanted."""
-    if not wanted:
-        return None
-    try:
-        return _RUNS.setdefault(loader, NoiseScale())
-    except TypeError:  # a list or the like: no two epochs are known to be of one run
-        return NoiseScale()

@@ -68,7 +68,7 @@ def with_lengths(
     job.peers.each_run(lambda: refuse_differing("the digest of lengths", digests))
     least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
     if least > 1:
-        return without_lengths(plan).with_notes(last=[BATCHNORM_NOTE])
+        return replace(plan, lengths=None).kept_at(plan.path).with_notes(last=[BATCHNORM_NOTE])
     tried = lengths_to_tune(lengths)
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[Note, ...] = ()
@@ -77,11 +77,6 @@ def with_lengths(
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
     return (plan if found == plan.lengths else amended(plan, job, lengths=found)).with_notes(last=notes)
-
-
-def without_lengths(plan: Plan) -> Plan:
-    """Return a plan as it is where no lengths were given: its profile may know some."""
-    return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
 
 
 def _points(

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.cli.main import main
 from autosplit.errors import InputError, WorkloadError
+from autosplit.extras.from_name import workload_from_name
+from autosplit.extras.workload_spec import built_workload, workload_of_spec
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.tuning import tune as tuning
-from autosplit.workload.from_file import load_workload, loaded_workload
 from autosplit.workload.workload import Workload
 
 TEXT = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -138,7 +139,7 @@ def loss_of(workload: Workload) -> float:
 )
 def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, labels, chance):
     pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
-    workload = Workload.from_name(save(known), **options)
+    workload = workload_from_name(save(known), **options)
     inputs = workload.sample_batch["pixel_values" if known in ("vit", "resnet") else "input_ids"]
     assert tuple(inputs.shape) == shape
     assert tuple(workload.sample_batch["labels"].shape) == labels
@@ -164,7 +165,7 @@ def hub():
     ],
 )
 def test_weights_are_of_the_dtype_that_the_configuration_says(save, dtype, weights, said):
-    workload = Workload.from_name(save("llama", torch_dtype=dtype))
+    workload = workload_from_name(save("llama", torch_dtype=dtype))
     assert {p.dtype for p in workload.model.parameters()} == {weights}
     assert workload.assumed[0].startswith(said)
     assert len(workload.assumed) == (1 if dtype is None else 2)
@@ -173,8 +174,8 @@ def test_weights_are_of_the_dtype_that_the_configuration_says(save, dtype, weigh
 @pytest.mark.usefixtures("hub")
 def test_a_number_or_several_classes_at_once_have_a_loss_too(save):
     one = {"architectures": ["BertForSequenceClassification"]}
-    reward = Workload.from_name(save("bert", **one, id2label={"0": "reward"}))
-    several = Workload.from_name(save("bert", **one, problem_type="multi_label_classification"))
+    reward = workload_from_name(save("bert", **one, id2label={"0": "reward"}))
+    several = workload_from_name(save("bert", **one, problem_type="multi_label_classification"))
     assert loss_of(reward) < 2
     assert loss_of(several) == pytest.approx(math.log(2), rel=0.3)
 
@@ -182,13 +183,13 @@ def test_a_number_or_several_classes_at_once_have_a_loss_too(save):
 @pytest.mark.usefixtures("hub")
 def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
     spec = save()
-    first = workload_of(Workload.from_name(spec, seq_len=16))
+    first = workload_of(workload_from_name(spec, seq_len=16))
     (tmp_path / "elsewhere").mkdir()
-    again = workload_of(Workload.from_name(save(folder="elsewhere"), seq_len=16))
-    fake = workload_of(built_without_memory(lambda: Workload.from_name(spec, seq_len=16), fake_mode()))
+    again = workload_of(workload_from_name(save(folder="elsewhere"), seq_len=16))
+    fake = workload_of(built_without_memory(lambda: workload_from_name(spec, seq_len=16), fake_mode()))
     assert first == again == fake
-    assert first != workload_of(Workload.from_name(spec, seq_len=17))
-    assert first != workload_of(Workload.from_name(save(vocab_size=61), seq_len=16))
+    assert first != workload_of(workload_from_name(spec, seq_len=17))
+    assert first != workload_of(workload_from_name(save(vocab_size=61), seq_len=16))
 
 
 @pytest.mark.slow
@@ -196,8 +197,8 @@ def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
 def test_the_key_is_the_same_in_every_process(save):
     """Where transformers took itself for the user's code, a number that it draws in each process was in the key."""
     code = (
-        "from autosplit.profiles.key import workload_of; from autosplit.workload.workload import Workload\n"
-        f"print(workload_of(Workload.from_name({save()!r})))"
+        "from autosplit.profiles.key import workload_of; from autosplit.extras.from_name import workload_from_name\n"
+        f"print(workload_of(workload_from_name({save()!r})))"
     )
     said = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)]
     assert said[0] == said[1] != b""
@@ -208,7 +209,7 @@ def test_the_key_is_the_same_in_every_process(save):
 def test_seven_billion_parameters_take_no_memory(tmp_path):
     large = {**CONFIGS["llama"], "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps({**large, "num_attention_heads": 32, "num_hidden_layers": 32}))
-    workload = built_without_memory(lambda: Workload.from_name(f"hf:{tmp_path}/config.json"), fake_mode())
+    workload = built_without_memory(lambda: workload_from_name(f"hf:{tmp_path}/config.json"), fake_mode())
     parameters = list(workload.model.parameters())
     assert sum(p.numel() for p in parameters) == 6_738_415_616
     assert all(isinstance(p, FakeTensor) for p in parameters)
@@ -227,7 +228,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
         "from_config",
         lambda *args, **kwargs: (seen.append(constants.HF_HUB_OFFLINE), build(*args, **kwargs))[1],
     )
-    Workload.from_name(save())
+    workload_from_name(save())
     assert seen == [True]
     assert constants.HF_HUB_OFFLINE is False
 
@@ -269,7 +270,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
 )
 def test_what_can_not_be_built_is_refused_on_one_line(save, known, changed, options, said):
     with pytest.raises(InputError, match=said) as caught:
-        Workload.from_name(save(known, **changed), **options)
+        workload_from_name(save(known, **changed), **options)
     assert "\n" not in str(caught.value)
 
 
@@ -280,7 +281,7 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
     for name in ("configuration", "modelling"):
         (tmp_path / "model" / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')")
     with raises(InputError, "config-own-code"):
-        Workload.from_name(spec)
+        workload_from_name(spec)
     assert not ran.exists()
 
 
@@ -299,13 +300,13 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
 def test_what_is_not_there_is_not_looked_for_elsewhere(spec, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises(InputError, said):
-        Workload.from_name(spec)
+        workload_from_name(spec)
 
 
 @pytest.mark.usefixtures("hub", "_no_network")
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
 def test_kernels_from_the_hub_are_not_asked_for(save, name):
-    workload = Workload.from_name(save("llama", **{name: "someone/flash"}))
+    workload = workload_from_name(save("llama", **{name: "someone/flash"}))
     assert workload.model.config._attn_implementation == "sdpa"
 
 
@@ -375,13 +376,13 @@ def _classifiers(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_classifiers")
 def test_classifiers_have_images_and_a_loss():
-    workload = Workload.from_name("timm:resnet18.tag")
+    workload = workload_from_name("timm:resnet18.tag")
     assert tuple(workload.sample_batch[0].shape) == (4, 3, 24, 24)
     assert workload.assumptions() == (
         "images of 24 x 24 pixels are assumed; --image-size (image_size=) says another size",
     )
     assert loss_of(workload) == pytest.approx(math.log(7), rel=0.3)
-    workload = Workload.from_name("torchvision:googlenet", image_size=28)
+    workload = workload_from_name("torchvision:googlenet", image_size=28)
     assert tuple(workload.sample_batch[0].shape) == (4, 3, 28, 28)
     assert loss_of(workload) == pytest.approx(2 * math.log(1000), rel=0.1)  # with that of its second head
     assert workload.model.training
@@ -403,15 +404,15 @@ def test_classifiers_have_images_and_a_loss():
 )
 def test_unknown_classifiers_and_sizes_are_refused(spec, options, said):
     with pytest.raises(InputError, match=said):
-        Workload.from_name(spec, **options)
+        workload_from_name(spec, **options)
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision", "transformers"])
 def test_a_library_that_is_not_there_is_named(library, save, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     spec = save() if library == "transformers" else f"{library}:resnet18"
-    with raises(WorkloadError, "package-missing", str(library), str(library)):
-        Workload.from_name(spec)
+    with raises(WorkloadError, "package-missing", str(library)):
+        workload_from_name(spec)
 
 
 @pytest.mark.slow
@@ -420,7 +421,7 @@ def test_a_library_that_is_not_there_is_named(library, save, monkeypatch):
 )
 def test_the_libraries_own_classifiers_have_a_loss(spec):
     pytest.importorskip(spec.partition(":")[0])
-    assert math.isfinite(loss_of(Workload.from_name(spec)))
+    assert math.isfinite(loss_of(workload_from_name(spec)))
 
 
 # The command line
@@ -430,17 +431,22 @@ def test_the_libraries_own_classifiers_have_a_loss(spec):
 def test_what_is_named_travels_and_is_built_where_it_arrives(save, tmp_path, monkeypatch):
     save()
     monkeypatch.chdir(tmp_path)
-    found = load_workload("hf:model", seq_len=8)
+    found = workload_of_spec("hf:model", seq_len=8)
     sent = pickle.dumps(found)
     assert len(sent) < 500
     monkeypatch.chdir("/")
     assert tuple(pickle.loads(sent)().sample_batch["input_ids"].shape) == (4, 8)
-    assert isinstance(loaded_workload(f"hf:{tmp_path}/model"), Workload)
+    assert isinstance(built_workload(f"hf:{tmp_path}/model"), Workload)
+
+
+def test_the_old_method_names_the_new_function():
+    with pytest.raises(InputError, match=r"'timm:resnet18'\) was removed. Use autosplit\.workload_from_name"):
+        Workload.from_name("timm:resnet18", image_size=32)
 
 
 def test_options_of_a_model_do_not_go_with_a_file():
     with raises(InputError, "model-options-unused", "seq_len and task", "train.py"):
-        load_workload("train.py", seq_len=8, task="causal-lm")
+        workload_of_spec("train.py", seq_len=8, task="causal-lm")
 
 
 @pytest.mark.usefixtures("hub")
@@ -459,7 +465,7 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     (source,) = called
     assert source.keywords == {"seq_len": 8, "task": "causal-lm"}
     assert "\nbatch_size " in out
-    model = 'lambda: autosplit.Workload.from_name("hf:model", seq_len=8, task="causal-lm")'
+    model = 'lambda: autosplit.workload_from_name("hf:model", seq_len=8, task="causal-lm")'
     assert f'plan = autosplit.tune({model}, devices="cpu:1GiB", max_batch_size=4, profile="off")\n' in out
 
 

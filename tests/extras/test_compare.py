@@ -20,11 +20,11 @@ from autosplit.cli.commands.compare import print_comparison
 from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import DeviceError, InputError
+from autosplit.extras import compare as comparing
+from autosplit.extras.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.record import DdpPlan
-from autosplit.tuning import compare as comparing
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.tuning.progress import Progress
 
 GIB = 2**30
@@ -441,7 +441,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
 
     assert main(["compare", "--help"]) == 0
     out = capsys.readouterr().out
-    in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler", "loader"}
+    in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler"}
     in_python |= {"lengths", "progress"}
     parameters = inspect.signature(tuning.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from ddp_jobs import make_plan
+from folders import EXAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 from noted import kinds, noted
-from raised import raises
+from ranks import found_by, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autosplit
+from autosplit.cli.main import main
 from autosplit.errors import InputError
+from autosplit.extras import loader_bound
+from autosplit.extras.loader_bound import bounded_by_loader
 from autosplit.plan.plan import Plan
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader
 from autosplit.solve.memory import MemoryFit, Region
@@ -26,7 +33,6 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.solve.trial import KNEE_SHARE
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.loader_bound import bounded_by_loader
 
 WORKERS = LoaderSettings(2, 4, persistent_workers=True)
 
@@ -139,16 +145,71 @@ def test_tune_measures_its_loader_first(monkeypatch):
         told.append(loader)
         return loads(1.0)
 
-    monkeypatch.setattr(tuning, "measure_loader", measured)
+    monkeypatch.setattr(loader_bound, "measure_loader", measured)
     loader = DataLoader([torch.zeros(1)])
-    assert tuned("cpu", loader=loader, n_trials=1, max_batch_size=64).loader_samples_per_s == 1.0
+    plan = tuned("cpu", n_trials=1, max_batch_size=64)
+    assert autosplit.fit_to_loader(plan, loader).loader_samples_per_s == 1.0
     assert told == [loader]
 
 
-def test_what_is_no_loader_is_refused_before_anything_is_tuned(monkeypatch):
+def test_a_measured_loader_is_not_measured_again(plan):
+    assert autosplit.fit_to_loader(plan, loads(2.0)) == bounded_by_loader(plan, [loads(2.0)])
+
+
+def test_the_old_keyword_names_the_new_function(monkeypatch):
     monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
-    with raises(InputError, "loader-type", "list"):
-        tuned("cpu", loader=[1, 2])
+    with pytest.raises(InputError, match=r"loader= is no longer .* Use autosplit\.fit_to_loader\(plan, loader\)"):
+        tuned("cpu", loader=DataLoader([torch.zeros(1)]))
+    with pytest.raises(TypeError, match=r"tune\(\) got an unexpected keyword argument 'loaders'"):
+        tuned("cpu", loaders=[])
+
+
+def test_the_command_refuses_other_objects_before_it_tunes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    (tmp_path / "loading.py").write_text("loader = [1, 2]")
+    words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "cpu:1GiB", "--loader", f"{tmp_path}/loading.py"]
+    assert main(words) == 2
+    assert "loader is a list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_command_fits_its_plan_to_the_loader(monkeypatch, tmp_path, capsys, plan, interrupted):
+    def measured(loader: object) -> MeasuredLoader:
+        assert list(loader) == [0, 1]
+        if interrupted:
+            raise KeyboardInterrupt
+        return loads(1.0)
+
+    monkeypatch.setattr(tuning, "tune", lambda *_, **keywords: plan if "loader" not in keywords else None)
+    monkeypatch.setattr(loader_bound, "measure_loader", measured)
+    (tmp_path / "loading.py").write_text("from torch.utils.data import DataLoader\nloader = DataLoader([0, 1])")
+    words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "sim:T4", "--loader", f"{tmp_path}/loading.py"]
+    assert main([*words, "--json"]) == (4 if interrupted else 0)
+    assert json.loads(capsys.readouterr().out)["loader_samples_per_s"] == (None if interrupted else 1.0)
+
+
+def fitted_by_ranks() -> float | None:
+    """Fit a plan on each rank to a loader of its own: the second waits longer for its part of the batch."""
+    plan = make_plan((6, 2), effective_batch_size=8, region=None, effective_batch_sizes=(8, 8))
+    own_rate = (60.0, 8.0)[int(os.environ["RANK"])]
+    return autosplit.fit_to_loader(plan, loads(own_rate)).loader_samples_per_s
+
+
+def fitted_by_too_few_ranks() -> str:
+    plan = make_plan((6, 2, 2), region=None)
+    with pytest.raises(InputError) as caught:
+        autosplit.fit_to_loader(plan, loads(1.0))
+    return str(caught.value)
+
+
+SCENARIOS = {"fitted": fitted_by_ranks, "too few": fitted_by_too_few_ranks}
+
+
+@pytest.mark.slow
+def test_ranks_fit_their_plan_together(tmp_path):
+    ranks = run_ranks(__name__, "SCENARIOS", 2, tmp_path, limit_s=300)
+    assert found_by(ranks, "fitted") == [32.0, 32.0]  # 8 samples/s for 2 of each 8 samples
+    assert all("the job has 2 ranks and the plan has 3" in message for message in found_by(ranks, "too few"))
 
 
 class Sleeping(Dataset):
@@ -165,7 +226,7 @@ class Sleeping(Dataset):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_loader_that_sleeps():
-    found = tuned("cpu", loader=DataLoader(Sleeping(), batch_size=16), n_trials=3)
+    found = autosplit.fit_to_loader(tuned("cpu", n_trials=3), DataLoader(Sleeping(), batch_size=16))
     assert found.loader_samples_per_s is not None
     assert found.loader_samples_per_s < 2500
     assert found.loader_settings is not None

@@ -14,16 +14,16 @@ from raised import raises
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
-from autosplit.ddp import collective_check as meeting
-from autosplit.devices import measured_rates as rates
 from autosplit.devices import peer_copy_check as links
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card
 from autosplit.devices.examination import Copy, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError
-from autosplit.tuning import doctor
-from autosplit.tuning.doctor import examine
+from autosplit.extras import collective_check as meeting
+from autosplit.extras import doctor
+from autosplit.extras import measured_rates as rates
+from autosplit.extras.doctor import examine
 
 GIB = 2**30
 CPU = torch.device("cpu")

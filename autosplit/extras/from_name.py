@@ -1,6 +1,6 @@
-"""Build a model and a batch for it from a name: a config.json of transformers, a model of timm's or of torchvision's.
+"""Build a workload from a model's name: a config.json of transformers, or a model of timm or torchvision.
 
-Weights are random and nothing is downloaded: memory and time depend on shapes alone.
+Weights are random and nothing is downloaded. Memory and time depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line, shown
+from autosplit.workload.workload import Workload
 
 SAMPLES = 4
 """Samples in the batch: as few as the gradient check can cut."""
@@ -59,10 +60,44 @@ class ModelParts:
     assumed: tuple[str, ...]
 
 
+def workload_from_name(
+    name: str,
+    *,
+    seq_len: int | None = None,
+    image_size: int | None = None,
+    task: str | None = None,
+    **options: Any,
+) -> Workload:
+    """Build a workload from a model's name: random weights, and a batch that gives the model a loss.
+
+    Nothing is downloaded, and code that a configuration names does not run. For ``sim:`` devices pass `tune` a function
+    that calls this one, so that a large model is built without its memory::
+
+        autosplit.tune(lambda: autosplit.workload_from_name("hf:llama/config.json"), devices="sim:8xA100-80GB")
+
+    Args:
+        name: ``"hf:PATH"`` (a config.json of transformers, or its folder), ``"timm:NAME"`` or ``"torchvision:NAME"``.
+            Weights have the configuration's dtype, except that bfloat16 replaces float16.
+        seq_len: Tokens of a sample, without padding. Default: 512, or the number of positions if the model has fewer.
+        image_size: Height and width in pixels. Default: the model's own size.
+        task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq"``, ``"classification"`` or ``"token-classification"``.
+            Default: the task of the configuration's first architecture.
+        **options: Other arguments of `Workload`. The default optimizer is AdamW.
+
+    Raises:
+        InputError: No such model exists. Or its configuration is not supported (unknown type, code of its own,
+            quantised weights). Or the sequence or the image is too large for the model.
+        WorkloadError: The library that defines the model is not installed.
+    """
+    parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task)()
+    given = {"optimizer": torch.optim.AdamW, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
+    return Workload(parts.model, parts.sample_batch, **given)
+
+
 def model_by_name(
     spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
 ) -> Callable[[], ModelParts]:
-    """Return the function that builds what a name stands for; see `Workload.from_name`."""
+    """Return the function that builds the model and its batch; see `workload_from_name`."""
     scheme, _, name = str(spec).partition(":")
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -13,8 +13,8 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import InputError
+from autosplit.extras.noise_scale import NoiseScale
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.noise_scale import NoiseScale
 from autosplit.parallel.optimizer_steps import steps
 
 SIZES = st.lists(st.integers(1, 500), min_size=2, max_size=6)
@@ -116,14 +116,21 @@ class TestInTheLoop:
         loader = torch.utils.data.DataLoader(list(torch.randn(64, 5)), batch_size=4)
         net = nn.Linear(5, 1)
         plan = make_plan((4,), 8)
+        noise_scale = NoiseScale()
         for _epoch in range(2):
-            for step in plan.steps(loader, noise_scale=True):
+            for step in plan.steps(loader, noise_scale=noise_scale):
                 for inputs in step:
                     step.backward(net(inputs).square().mean())
                 net.zero_grad()
-        assert len(step.noise_scale) == 8  # the latest half
-        assert "optimizer steps)" in str(step.noise_scale)
+        assert step.noise_scale is noise_scale
+        assert len(noise_scale) == 8  # the latest half
+        assert "optimizer steps)" in str(noise_scale)
         assert next(iter(plan.steps(loader))).noise_scale is None
+
+    @pytest.mark.parametrize("former", [True, False])
+    def test_a_flag_is_refused(self, former):
+        with pytest.raises(InputError, match=rf"noise_scale is {former}\. Expected an autosplit\.NoiseScale\(\)"):
+            next(make_plan((4,), 8).steps([torch.zeros(4, 5)] * 2, noise_scale=former))
 
     def test_one_micro_batch_per_step_is_refused(self):
         with raises(InputError, "noise-scale-one-micro-batch", "1"):

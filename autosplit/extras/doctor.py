@@ -20,8 +20,6 @@ import torch
 from torch import nn
 
 from autosplit.accelerators import backend, is_accelerator
-from autosplit.ddp.collective_check import met
-from autosplit.devices import measured_rates as rates
 from autosplit.devices.catalog import GpuSpec, find_card
 from autosplit.devices.device import Device
 from autosplit.devices.examination import Card, Copy, Examination, Problem, Training
@@ -30,6 +28,8 @@ from autosplit.devices.nvml import started_nvml
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, first_line
+from autosplit.extras import measured_rates as rates
+from autosplit.extras.collective_check import met
 from autosplit.text import size_text
 from autosplit.torch_versions import accelerator_index
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from autosplit.errors import InputError, UserCodeError, WorkloadError
+from autosplit.extras import tuned_lengths
 from autosplit.plan.plan import Plan
 from autosplit.profiles.less_memory import Lack, solved_again
-from autosplit.tuning import tuned_lengths
 from autosplit.tuning.measure import measure
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload

@@ -1,0 +1,63 @@
+"""Load the workload that a spec names: a Python file, a module, or a model's name such as ``timm:resnet18``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.errors import InputError
+from autosplit.workload.from_file import load_workload
+
+if TYPE_CHECKING:
+    from autosplit.workload.workload import Workload
+
+_MODEL_PREFIXES = ("hf:", "timm:", "torchvision:")
+
+
+def is_model_name(spec: str) -> bool:
+    """Return whether a spec names a model, which needs no file."""
+    return spec.startswith(_MODEL_PREFIXES)
+
+
+def workload_of_spec(spec: str, **options: Any) -> Workload | Callable[[], Workload]:
+    """Return the workload that a spec names, or a function that builds it.
+
+    The function can be sent to another process. Its caller decides where the model is built.
+
+    Args:
+        spec: A file or a module, as for `load_workload`, or a model's name, as for `workload_from_name`.
+        **options: Options of `workload_from_name`, such as `seq_len`. A file takes none.
+    """
+    if is_model_name(spec):
+        return _by_name(spec, options)
+    if options:
+        raise InputError(
+            f"{' and '.join(options)} given for {spec}, whose workload has its own sample batch. These options are for "
+            "hf:PATH, timm:NAME and torchvision:NAME. Leave them out.",
+            code="model-options-unused",
+        )
+    return load_workload(spec)
+
+
+def built_workload(spec: str, **options: Any) -> Workload:
+    """Load and build the workload that a spec names. Another process can unpickle and call this function."""
+    from autosplit.workload.workload import Workload
+
+    found = workload_of_spec(spec, **options)
+    return found if isinstance(found, Workload) else found()
+
+
+def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
+    """Check a model's name, and return the function that builds its workload."""
+    from autosplit.extras.from_name import model_by_name, workload_from_name
+
+    scheme, _, name = spec.partition(":")
+    if scheme == "hf":  # an absolute path is valid in any folder
+        # The shell expands no ~ after a colon. Path.expanduser raises for unknown users, os.path.expanduser does not.
+        home = os.path.expanduser(name)  # noqa: PTH111
+        spec = f"hf:{Path(home).absolute()}"
+    model_by_name(spec, **options)
+    return partial(workload_from_name, spec, **options)
