@@ -57,8 +57,7 @@ class OptimizerStep:
     Attributes:
         on_draw: Called before each micro-batch, with whether it is the last. Returns whether the ranks synchronise in
             its backward. None: they do in the last.
-        uncounted: Context around a micro-batch of weight 0, which must not enter statistics over the ranks. Called with
-            whether the rank runs the samples of another rank.
+        uncounted: Context around a micro-batch of weight 0. Called with whether the samples are another rank's.
         silenced: Context around a backward of weight 0, which runs because the other ranks wait for it.
         on_end: Called after the backward of the last micro-batch.
         cuts: Cuts micro-batches that run out of memory in an `attempt`.
