@@ -80,12 +80,13 @@ WITHOUT_TORCH = (
     "cli.commands.report",
     "cli.commands.export",
     "cli.options",
+    "cli.parser",
     "cli.main",
 )
 TOOLS = ("accelerate", "lightning", "transformers")
 """Each is imported by its own integration, and by what builds a model of its by name: nobody has to have it."""
 
-HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
+HEAVY = ("torch", "optuna", "pynvml", "rich")
 
 
 def modules_in(root: Path) -> dict[str, Path]:
@@ -275,7 +276,7 @@ def test_import_autosplit_loads_nothing_heavy() -> None:
 
 
 def test_wrappers_stand_without_the_tuner() -> None:
-    assert not loaded_by("import autosplit.parallel.balanced, autosplit.ddp") & {"optuna", "typer", "rich"}
+    assert not loaded_by("import autosplit.parallel.balanced, autosplit.ddp") & {"optuna", "rich"}
 
 
 @pytest.mark.parametrize(("name", "home"), sorted(autosplit._HOMES.items()))

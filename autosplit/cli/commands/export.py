@@ -16,7 +16,7 @@ from autosplit.files import what_stands_at
 
 
 def export(
-    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool
+    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
 ) -> int:
     """Print a plan's settings, or save them."""
     to = _checked(to, output, force=force)
