@@ -1,46 +1,22 @@
-"""Options that several commands share, and the types that read their values."""
+"""Options that several commands share, and what an option's declaration means.
+
+An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``. The
+metavar decides the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the metavar
+means that the option can be given several times. A declaration without dashes is an argument: ``"spec FILE[:NAME]"``.
+"""
 
 from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from autosplit.errors import shown
 
-
-@dataclass(frozen=True)
-class Option:
-    """An option or an argument of a command.
-
-    Attributes:
-        names: Its flags. An argument has one name, without dashes.
-        panel: The heading in the help under which it is listed.
-        settings: Keyword arguments of `argparse.ArgumentParser.add_argument`.
-    """
-
-    names: tuple[str, ...]
-    panel: str
-    settings: Mapping[str, Any]
-
-    @property
-    def usage(self) -> str:
-        """The argument in the usage line, in brackets if it may be left out."""
-        metavar: str = self.settings["metavar"]
-        return f"[{metavar}]" if self.settings.get("nargs") in ("?", "*") else metavar
-
-
-def option(names: str, metavar: str | None, text: str, panel: str = "Output", **settings: Any) -> Option:
-    """Return an option that takes a value. `names` are separated by spaces, and `text` is the help."""
-    return Option(tuple(names.split()), panel, {"metavar": metavar, "help": text.replace("%", "%%"), **settings})
-
-
-def switch(name: str, text: str, panel: str = "Output", **settings: Any) -> Option:
-    """Return an option without a value."""
-    return Option((name,), panel, {"action": "store_true", "help": text, **settings})
+Options = Mapping[str, str]
+"""Help texts by declaration."""
 
 
 def whole(text: str) -> int:
@@ -74,9 +50,7 @@ def split(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(whole, text.split(",")))
     except ArgumentTypeError:
-        raise ArgumentTypeError(
-            f"{shown(text)}: expected a whole number for each device, such as --split 4,8"
-        ) from None
+        raise ArgumentTypeError(f"{shown(text)}: expected a whole number for each device, such as 4,8") from None
 
 
 def price(text: str) -> tuple[str, float]:
@@ -90,140 +64,104 @@ def price(text: str) -> tuple[str, float]:
     )
 
 
-# ------------------------------------------------------------------------------------------------- every command
+TYPES: Mapping[str, Callable[[str], object]] = {
+    "N": whole,
+    "N|LEAST:MOST": whole_or_range,
+    "N,N,...": split,
+    "SECONDS": seconds,
+    "SPEC=MONEY": price,
+}
+"""The functions that read a value, by metavar. Other values are strings."""
 
-HELP = Option(("-h", "--help"), "Output", {"action": "help", "help": "Print this help and exit."})
-OF_ALL = (
-    switch("--json", "Print JSON, alone on stdout. docs/json.md describes its keys.", dest="as_json"),
-    switch("--quiet", "Print the answer, and only errors on stderr."),
-    switch("--verbose", "Log every step and its reason on stderr."),
-    HELP,
-)
+_COUNTS = {"which": "?", "key": "?", "keys": "*", "arguments": "+"}
+_KEYWORDS = {"--json": "as_json", "--print": "print_only", "--all": "everything", "--yes": "confirmed"}
 
-# ---------------------------------------------------------------------------------------------- workload, devices
 
-SPEC = option(
-    "spec",
-    "FILE[:NAME]",
-    "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a function that returns "
-    "one. Or the name of a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
-    "Workload",
-)
-PRECISION = option(
-    "--precision",
-    "none|bf16|fp16",
-    "Default: the workload's. Of several, such as none,bf16, autosplit takes the fastest.",
-    "Workload",
-)
-CHECKPOINTING = option(
-    "--checkpointing",
-    "auto|CLASS",
-    "Class of the model's layers, or auto for a transformers model. autosplit tries to checkpoint none, every second "
-    "and all of them. Default: the model as it is.",
-    "Workload",
-)
-FITS = option(
-    "--fits",
-    "resume|save|eval",
-    "What must also fit: a checkpoint that was loaded onto the device, a copy that is being saved, evaluation. "
-    "Several are possible, as in resume,eval. Default: nothing.",
-    "Workload",
-)
-SEQ_LEN = option(
-    "--seq-len",
-    "N",
-    "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
-    "Workload",
-    type=whole,
-)
-IMAGE_SIZE = option(
-    "--image-size",
-    "N",
-    "For a named model: height and width in pixels. Default: the model's own.",
-    "Workload",
-    type=whole,
-)
-TASK = option(
-    "--task",
-    "TASK",
-    "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: that of its "
-    "architecture.",
-    "Workload",
-)
-WORKLOAD = (SPEC, SEQ_LEN, IMAGE_SIZE, TASK)
-"""The argument of every command that runs a workload, and its model options."""
+def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of an option, and the keywords that `argparse.ArgumentParser.add_argument` gets with them."""
+    found = re.fullmatch(r"((?:-\S+ ?)+|\w+ )(.*?)( \.\.\.)?", declaration)
+    assert found is not None, declaration
+    names, metavar = found[1].split(), found[2]
+    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if names[-1] in _KEYWORDS:
+        settings["dest"] = _KEYWORDS[names[-1]]
+    if names[-1] in ("--help", "--isolate"):
+        settings["action"] = "help" if names[-1] == "--help" else BooleanOptionalAction
+    elif not metavar:
+        settings["action"] = "store_true"
+    else:
+        settings |= {"metavar": metavar, "type": TYPES.get(metavar, str)}
+    if found[3]:
+        settings["action"] = "append"
+    if names[0] in _COUNTS:
+        settings["nargs"] = _COUNTS[names[0]]
+    return names, settings
+
+
+HELP = {"-h --help": "Print this help and exit."}
+OF_ALL = {
+    "--json": "Print JSON, alone on stdout. docs/json.md describes its keys.",
+    "--quiet": "Print the answer, and only errors on stderr.",
+    "--verbose": "Log every step and its reason on stderr.",
+    **HELP,
+}
+"""The options of every command."""
+
+WORKLOAD = {
+    "spec FILE[:NAME]": "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a "
+    "function that returns one. Or the name of a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
+    "--seq-len N": "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
+    "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",
+    "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: that "
+    "of its architecture.",
+}
+"""The options of every command that runs a workload."""
 
 MODEL_OPTIONS = ("seq_len", "image_size", "task")
 """The keywords that `commands` gets as one argument, `model_options`."""
+
+PRECISION = {
+    "--precision none|bf16|fp16": "Default: the workload's. If you name several, as in none,bf16, autosplit takes the "
+    "fastest."
+}
+TRAINING = {
+    **PRECISION,
+    "--checkpointing auto|CLASS": "Class of the model's layers, or auto for a transformers model. autosplit tries to "
+    "checkpoint none, every second and all of them. Default: the model as it is.",
+    "--fits resume|save|eval": "What must also fit: a checkpoint that was loaded onto the device, a copy that is being "
+    "saved, evaluation. Several are possible, as in resume,eval. Default: nothing.",
+}
 
 DEVICES_HELP = (
     "auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. Default: every "
     "visible GPU, or cpu if there is none."
 )
-DEVICES = option("--devices", "SPEC", DEVICES_HELP, "Devices")
-STRATEGY = option(
-    "--strategy",
-    "auto|balanced|ddp",
-    "How the devices train together. ddp starts one process per real device with torchrun. Default: auto.",
-    "Devices",
-)
-RESERVE = option(
-    "--reserve",
-    "SIZE|SHARE",
-    "Memory to keep free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.",
-    "Devices",
-)
-ISOLATE = Option(
-    ("--isolate",),
-    "Devices",
-    {
-        "action": BooleanOptionalAction,
-        "help": "Run real steps in a separate process, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
-    },
-)
+STEPS = {
+    "--reserve SIZE|SHARE": "Memory to keep free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.",
+    "--isolate": "Run real steps in a separate process, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+}
+STRATEGY = {
+    "--strategy auto|balanced|ddp": "How the devices train together. ddp starts one process per real device with "
+    "torchrun. Default: auto.",
+    **STEPS,
+}
 
-# --------------------------------------------------------------------------------------------------------- search
+MAX_BATCH_SIZE = {"--max-batch-size N": "Largest number of samples per forward."}
+SEARCH = {
+    "--effective-batch-size N|LEAST:MOST": "Samples per optimizer step, kept exactly, or a range to take the fastest "
+    "from. Default: any number.",
+    **MAX_BATCH_SIZE,
+    "--n-trials N": "Largest number of trials per machine. Default: 24.",
+    "--time-limit-s SECONDS": "Start no trial after this time. compare divides it among its machines.",
+    "--storage URL": "An Optuna storage that keeps the study.",
+    "--seed N": "Random seed of the search. Default: 0.",
+    "--profile auto|refresh|off": "auto uses and keeps a plan for this machine and workload. refresh tunes again. off "
+    "does neither. Default: auto.",
+    "--name NAME": "Keeps plans of equal workloads apart.",
+}
 
-MAX_BATCH_SIZE = option("--max-batch-size", "N", "Largest number of samples per forward.", "Search", type=whole)
-SEARCH = (
-    option(
-        "--effective-batch-size",
-        "N|LEAST:MOST",
-        "Samples per optimizer step, kept exactly, or a range to take the fastest from. Default: any number.",
-        "Search",
-        type=whole_or_range,
-    ),
-    MAX_BATCH_SIZE,
-    option("--n-trials", "N", "Largest number of trials per machine. Default: 24.", "Search", type=whole),
-    option(
-        "--time-limit-s",
-        "SECONDS",
-        "Start no trial after this time. compare divides it among its machines.",
-        "Search",
-        type=seconds,
-    ),
-    option("--storage", "URL", "An Optuna storage that keeps the study.", "Search"),
-    option("--seed", "N", "Random seed of the search. Default: 0.", "Search", type=whole),
-    option(
-        "--profile",
-        "auto|refresh|off",
-        "auto uses and keeps a plan for this machine and workload. refresh tunes again. off does neither. "
-        "Default: auto.",
-        "Search",
-    ),
-    option("--name", "NAME", "Keeps plans of equal workloads apart.", "Search"),
-)
-"""The options of the search, the same for `tune` and `compare`."""
-
-# ------------------------------------------------------------------------------------------------- stored plans
-
-STORED_PLAN = option(
-    "which",
-    "PLAN",
-    "A plan's file, or the first characters of a profile's key. Default: the newest profile.",
-    "Arguments",
-    nargs="?",
-)
-KEY = option("key", "KEY", "The first characters of a profile's key.", "Arguments", nargs="?")
-DETAILS = switch("--details", "Print the full report.")
-CODE = switch("--code", "Print only the code that uses the plan.")
+KEY = {"key [KEY]": "The first characters of a profile's key."}
+PLAN = {"which [PLAN]": "A plan's file, or the first characters of a profile's key. Default: the newest profile."}
+DETAILS = {"--details": "Print the full report."}
+CODE = {"--code": "Print only the code that uses the plan."}
+OUTPUT_FILE = "-o --output PATH"

@@ -154,8 +154,8 @@ def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_
 
 def examples():
     """Return the examples of all commands."""
-    assert all(command.examples for command in COMMANDS.values())
-    return [line for command in COMMANDS.values() for line in command.examples]
+    assert all(command.example for command in COMMANDS.values())
+    return [line for command in COMMANDS.values() for line in command.example.splitlines()]
 
 
 # These take seconds: a model is built, and traced or run.
