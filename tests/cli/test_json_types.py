@@ -14,7 +14,7 @@ from handmade import CARD, examined, made_ceiling, made_plan
 from marks import slow
 
 import autosplit.devices.inventory
-from autosplit.cli.json_types import ANSWERS, ProbedCeiling
+from autosplit.cli.json_types import ANSWERS, ProbedCeiling, answer_of
 from autosplit.cli.main import main
 from autosplit.cli.parser import COMMANDS
 from autosplit.devices.inventory import DeviceReport
@@ -131,6 +131,6 @@ def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
 
 def test_a_ceiling_is_shown_with_its_headroom():
     ceiling = made_ceiling("cpu:0", 7, 2**20)
-    shown = ProbedCeiling.of(ceiling)
+    shown = answer_of(ceiling, ProbedCeiling)
     assert shown.headroom_bytes == ceiling.headroom_bytes
     assert all(getattr(shown, one.name) == getattr(ceiling, one.name) for one in fields(ceiling))

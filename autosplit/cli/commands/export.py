@@ -6,9 +6,8 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from autosplit.cli.json_types import Exported
+from autosplit.cli.json_types import Exported, answer_of
 from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, json_text, note, write_json
 from autosplit.errors import InputError
@@ -24,8 +23,7 @@ def export(
     found = plan.export(to, path=path)
     text = found.text
     if manner.as_json:
-        settings: Any = found.settings
-        text = json_text(Exported(to, found.exact, found.lost_share, tuple(found.notes), settings, found.text))
+        text = json_text(answer_of(found, Exported))
     if output is not None:
         replace(found, text=text).save(output)
     if not manner.as_json and (output is not None or not found.tells_notes):
