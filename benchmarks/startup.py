@@ -128,7 +128,7 @@ def measured(runs: int) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "typer", "rich")},
+            **{name: version(name) for name in ("torch", "rich")},
         },
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }

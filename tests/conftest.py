@@ -38,7 +38,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 if emulated.wanted():
     emulated.switch_on()
 
-# Each makes typer and rich write colour into a pipe; typer reads them while it is imported. A width is pytest-xdist's.
+# FORCE_COLOR and the others make rich write colour into a pipe. pytest-xdist sets COLUMNS.
 for _name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(_name, None)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import rich.console
 import rich.table
-import typer
 
 from autosplit import ddp, tune
 
-__all__ = ["ddp", "rich", "tune", "typer"]
+__all__ = ["ddp", "rich", "tune"]

@@ -91,6 +91,7 @@ WITHOUT_TORCH = (
     "cli.commands.report",
     "cli.commands.export",
     "cli.options",
+    "cli.parser",
     "cli.main",
 )
 MOST_MODULES = 144
@@ -100,7 +101,7 @@ MOST_LINES = 27_500
 TOOLS = ("accelerate", "lightning", "transformers")
 """Each is imported by its own integration, and by what builds a model of its by name: nobody has to have it."""
 
-HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
+HEAVY = ("torch", "optuna", "pynvml", "rich")
 
 
 def modules_in(root: Path) -> dict[str, Path]:
@@ -312,7 +313,7 @@ print(len(loaded), sum(len(Path(module.__file__).read_text(encoding="utf-8").spl
 
 
 def test_wrappers_stand_without_the_tuner() -> None:
-    assert not loaded_by("import autosplit.parallel.balanced, autosplit.ddp") & {"optuna", "typer", "rich"}
+    assert not loaded_by("import autosplit.parallel.balanced, autosplit.ddp") & {"optuna", "rich"}
 
 
 @pytest.mark.parametrize(("name", "home"), sorted(autosplit._HOMES.items()))

@@ -1,10 +1,12 @@
-"""Types of ``--json``, one for each command: docs/json.md is made of them, and answers are tested against them."""
+"""What each command prints with ``--json``. docs/json.md and docs/json-schema.json are made from these types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
 
 from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
@@ -16,14 +18,21 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.solve.memory import Ceiling
 
+T = TypeVar("T")
+
+
+def answer_of(value: object, answer: type[T]) -> T:
+    """Return a value as one of these types: each field is the attribute, or the key, of the same name."""
+    return msgspec.convert(value, answer, from_attributes=True)
+
 
 @dataclass(frozen=True)
 class Devices:
     """The GPUs of this machine.
 
     Attributes:
-        devices: One for each; empty where there is none.
-        notes: What there is to say of all of them, a sentence each.
+        devices: One report per GPU. Empty if there is no GPU.
+        notes: Notes on all GPUs, one sentence each.
     """
 
     devices: tuple[DeviceReport, ...]
@@ -32,20 +41,13 @@ class Devices:
 
 @dataclass(frozen=True)
 class ProbedCeiling(Ceiling):
-    """A ceiling, with what it leaves.
+    """A ceiling and its headroom.
 
     Attributes:
-        headroom_bytes: What is left of the capacity at the ceiling; below 0 where not even one sample fits.
+        headroom_bytes: The part of the capacity that is free at the ceiling. Negative if not even one sample fits.
     """
 
-    # A number beside the others in JSON, where the ceiling itself computes it.
     headroom_bytes: int = 0
-
-    @classmethod
-    def of(cls, ceiling: Ceiling) -> ProbedCeiling:
-        """Return a ceiling with its headroom."""
-        known: dict[str, Any] = {one.name: getattr(ceiling, one.name) for one in fields(ceiling)}
-        return cls(**known, headroom_bytes=ceiling.headroom_bytes)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Ceilings:
     """The ceilings that were found.
 
     Attributes:
-        simulated: They are of cards that are not here.
-        ceilings: One for each device and role, in the order in which they were asked for.
-        notes: What there is to say of them, a sentence each.
+        simulated: Whether the GPUs are simulated.
+        ceilings: One for each device and role, in the order of the command line.
+        notes: Notes on the ceilings, one sentence each.
     """
 
     simulated: bool
@@ -65,10 +67,10 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks of a workload: how its training depends on the cut of its batch.
+    """Whether splitting the batch changes the training.
 
     Attributes:
-        checks: One for each thing that was looked at.
+        checks: One for each part of the training that was compared.
     """
 
     checks: tuple[Check, ...]
@@ -76,11 +78,11 @@ class Checks:
 
 @dataclass(frozen=True)
 class Profiles:
-    """The cache.
+    """The profiles in the cache.
 
     Attributes:
-        folder: Where profiles are kept; it may not exist yet.
-        profiles: The newest first.
+        folder: The folder of the profiles. It may not exist yet.
+        profiles: The profiles, newest first.
     """
 
     folder: str
@@ -89,10 +91,10 @@ class Profiles:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is kept.
+    """A path.
 
     Attributes:
-        path: The folder of all profiles, or the file of the one that was named; of `report` the page.
+        path: The folder of all profiles, the file of the named profile, or the page that `report` wrote.
     """
 
     path: str
@@ -103,7 +105,7 @@ class Removed:
     """The profiles that were removed.
 
     Attributes:
-        folder: Where profiles are kept.
+        folder: The folder of the profiles.
         removed: The files that were removed.
     """
 
@@ -117,8 +119,8 @@ class LaunchCommand:
 
     Attributes:
         command: The program and its arguments.
-        environment: Variables that it gets in addition.
-        plan: Which plan it is, in words.
+        environment: Additional environment variables.
+        plan: A description of the plan.
     """
 
     command: tuple[str, ...]
@@ -128,15 +130,15 @@ class LaunchCommand:
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """The numbers of a plan; `tune` with the same devices has all of it.
+    """The main numbers of a plan. `tune` with the same devices prints the full plan.
 
     Attributes:
         split: Samples per device in one forward.
-        gpu0_bsz: The first of them.
+        gpu0_bsz: The first number of the split.
         batch_size: Samples per forward.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step.
-        precision: What was the fastest of those asked for.
+        precision: The fastest of the requested precisions.
     """
 
     split: tuple[int, ...]
@@ -149,20 +151,21 @@ class ComparedPlan:
 
 @dataclass(frozen=True)
 class ComparedMachine:
-    """A machine with its plan and its price.
+    """A machine, its plan and its price.
 
     Attributes:
-        devices: Its device spec, as it was given.
-        plan: The plan; None where the workload does not fit.
-        misfit: Why it does not; None where it does.
-        predicted: The samples/s are computed and not measured.
-        complete: False where the search was interrupted and this is the best so far.
-        samples_per_s: Throughput of the plan; None where there is none.
-        ddp_samples_per_s: That of DDP; None where there is no answer for it.
-        headroom_bytes: What is left of the capacity on the device that is closest to it.
-        headroom_device: That device.
-        price_per_hour: Money for an hour, in whatever currency it was given; None where it was not.
-        cost_per_million_samples: In the same currency; None without a price or a plan.
+        devices: The device spec from the command line.
+        plan: The plan. None if the workload does not fit.
+        misfit: Why the workload does not fit. None if it fits.
+        predicted: Whether the samples/s are predicted and not measured.
+        complete: False if the search was interrupted and this is the best plan so far.
+        ddp_samples_per_s: Throughput of DDP. None if it is unknown.
+        samples_per_s: Throughput of the plan. None without a plan.
+        headroom_bytes: The free part of the capacity on the fullest device.
+        headroom_device: The fullest device.
+        price_per_hour: The price per hour, in the currency of the command line. None if it was not given.
+        cost_per_million_samples: The cost of training on a million samples, in the same currency. None without a price
+            or a plan.
     """
 
     devices: str
@@ -170,8 +173,8 @@ class ComparedMachine:
     misfit: Misfit | None
     predicted: bool
     complete: bool
-    samples_per_s: float | None
     ddp_samples_per_s: float | None
+    samples_per_s: float | None
     headroom_bytes: int | None
     headroom_device: str | None
     price_per_hour: float | None
@@ -183,12 +186,12 @@ class Compared:
     """The same workload on several machines.
 
     Attributes:
-        schema_version: Of this JSON.
-        sorted_by: What the order of the machines goes by.
-        complete: False where Ctrl-C left machines out, or cut a search short.
-        machines: The best first; those that the workload does not fit come last.
+        schema_version: The version of this JSON.
+        sorted_by: The key by which the machines are sorted.
+        complete: False if Ctrl-C stopped the comparison or a search early.
+        machines: The machines, best first. Machines that the workload does not fit come last.
         not_compared: Machines that were left out because of Ctrl-C.
-        notes: What there is to say of them, a sentence each.
+        notes: Notes on the machines, one sentence each.
     """
 
     schema_version: int
@@ -201,16 +204,15 @@ class Compared:
 
 @dataclass(frozen=True)
 class Exported:
-    """Another tool's settings for a plan.
+    """A plan as the settings of another tool.
 
     Attributes:
         to: The tool or the format.
-        exact: The tool trains with them as the plan says.
-        lost_share: Of the plan's samples per second, how much is lost by what the tool can't express, as predicted;
-            None where that is unknown.
-        notes: What the tool can't express, a sentence each.
-        settings: By the tool's own names.
-        text: To paste.
+        exact: Whether the tool trains exactly as the plan does.
+        lost_share: The predicted loss of samples/s, as a share of the plan's. None if it is unknown.
+        notes: What the tool cannot do, one sentence each.
+        settings: The settings by the tool's own names.
+        text: The text to paste.
     """
 
     to: str
@@ -240,4 +242,4 @@ ANSWERS: Mapping[str, type] = {
     "export": Exported,
     "launch": LaunchCommand,
 }
-"""The type of what each command prints with ``--json``."""
+"""The type of each command's answer."""

@@ -1,216 +1,167 @@
-"""Flags that several commands share, the reading of their values, and a command that is parsed and not yet run."""
+"""Options that several commands share, and what an option's declaration means.
+
+An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``. The
+metavar decides the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the metavar
+means that the option can be given several times. A declaration without dashes is an argument: ``"spec FILE[:NAME]"``.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import re
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from autosplit.errors import shown
 
-from autosplit.cli.output import Manner, logged
-from autosplit.errors import InputError, shown
-
-Text = str | None
+Options = Mapping[str, str]
+"""Help texts by declaration."""
 
 
-def option(metavar: str | None, said: str, *names: str) -> Any:
-    """Return the typer option of a parameter, None by default.
-
-    Args:
-        said: The option's help.
-        names: The option's flags. Give them if `metavar` is the parameter's name in capitals.
-    """
-    return typer.Option(None, *names, metavar=metavar, help=said)
-
-
-Details = Annotated[bool, typer.Option("--details", help="Say all there is to say, not the short report.")]
-
-Code = Annotated[bool, typer.Option("--code", help="Print the lines to paste that use the plan, and nothing else.")]
-
-Isolate = Annotated[
-    bool | None,
-    typer.Option(
-        "--isolate/--no-isolate",
-        help="Run real steps in a process of its own, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
-        show_default=False,
-    ),
-]
-
-
-SameWorkload = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")]
-
-SEQ_LEN = option("N", "Of hf:PATH: tokens of a sample. Default: 512, or as many as it takes.")
-IMAGE_SIZE = option("N", "Of a named model: height and width in pixels. Default: the model's own.")
-TASK = option(
-    "TASK",
-    "Of hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: its architecture's.",
-    "--task",  # typer < 0.28 names an option after its metavar if the two differ only in case
-)
-RESERVE = option("SIZE|SHARE", "Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.")
-
-StoredPlan = Annotated[
-    Text,
-    typer.Argument(
-        metavar="[PLAN]",
-        help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
-    ),
-]
-
-ToRun = Callable[[], int]
-"""A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
-
-_MODEL_OPTIONS = ("seq_len", "image_size", "task")
-
-
-def example(*lines: str) -> str:
-    """Return the end of a command's help; the mark before it keeps a line to copy on one line."""
-    return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
-
-
-Declared = Callable[..., None]
-"""A function whose parameters are a command's options, and whose docstring is its help."""
-
-
-def command(
-    app: typer.Typer, name: str, body: str, *examples: str, **settings: Any
-) -> Callable[[Declared], Callable[..., ToRun]]:
-    """Register a function as a command; `settings` are typer's. See `parsed_by`."""
-
-    def registered(declared: Declared) -> Callable[..., ToRun]:
-        parsed = parsed_by(body)(declared)
-        app.command(name, epilog=example(*examples), **settings)(parsed)
-        return parsed
-
-    return registered
-
-
-def parsed_by(body: str) -> Callable[[Declared], Callable[..., ToRun]]:
-    """Let a function return what is to run with what was typed; it gets the flags that every command has, too.
-
-    Args:
-        body: A function of a module of `commands`, called with a `Manner` and what was typed, less what was left out.
-            The options of a named model are one argument, `model_options`.
-    """
-
-    def declared_by(declared: Declared) -> Callable[..., ToRun]:
-        own = inspect.signature(declared, eval_str=True).parameters
-
-        def parsed(context: typer.Context, **typed: Any) -> ToRun:
-            flags = {one.name: typed.pop(one.name, False) for one in fields(Manner)}
-            if isinstance(context.obj, Manner):  # of those before a group's command
-                flags = {flag: given or getattr(context.obj, flag) for flag, given in flags.items()}
-            context.obj = Manner(**flags)
-            given = keywords_given(**typed)
-            if "seq_len" in own:
-                given["model_options"] = {one: given.pop(one) for one in _MODEL_OPTIONS if one in given}
-            return functools.partial(_run, body, context.obj, given)
-
-        parsed.__doc__ = declared.__doc__
-        of_all = inspect.signature(_of_all, eval_str=True).parameters
-        parsed.__signature__ = inspect.Signature([*own.values(), *(of_all[one] for one in of_all if one not in own)])  # type: ignore[attr-defined]
-        return parsed
-
-    return declared_by
-
-
-def _of_all(
-    *,
-    context: typer.Context,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")
-    ] = False,
-) -> None:
-    """Declare what every command has."""
-
-
-def _run(body: str, manner: Manner, given: dict[str, Any]) -> int:
-    place, name = body.split(".")
-    with logged(manner):
-        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(manner, **given)
-    return exit_code
-
-
-def _whole(flag: str, text: str) -> int:
-    """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
-    # Bounded: int() refuses thousands of digits with an error of its own.
+def whole(text: str) -> int:
+    """Read a whole number. The called function checks its range."""
+    # int() raises an error of its own for thousands of digits.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
-        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64", code="flag-whole-number")
+        raise ArgumentTypeError(f"{shown(text)}: expected a whole number, such as 64")
     return int(text)
 
 
-def _whole_or_range(flag: str, text: str) -> int | str:
-    """Read a whole number, or a range as ``256:1024``, which `tune` knows as well."""
+def whole_or_range(text: str) -> int | str:
+    """Read a whole number, or check a range such as ``256:1024``, which `tune` reads."""
     if ":" not in text:
-        return _whole(flag, text)
+        return whole(text)
     ends = text.split(":")
     if len(ends) != 2:
-        raise InputError(
-            f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024", code="flag-range"
-        )
-    return ":".join(str(_whole(flag, end)) for end in ends)
+        raise ArgumentTypeError(f"{shown(text)}: expected a whole number or a range, such as 256:1024")
+    return ":".join(str(whole(end)) for end in ends)
 
 
-def _seconds(flag: str, text: str) -> float:
+def seconds(text: str) -> float:
+    """Read a number of seconds. The called function checks its range."""
     try:
         return float(text)
     except ValueError:
-        raise InputError(
-            f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60", code="flag-seconds"
-        ) from None
+        raise ArgumentTypeError(f"{shown(text)}: expected a number of seconds, such as 60") from None
 
 
-def _split(flag: str, text: str) -> tuple[int, ...]:
+def split(text: str) -> tuple[int, ...]:
+    """Read one batch size per device."""
     try:
-        return tuple(_whole(flag, share) for share in text.split(","))
-    except InputError:
-        raise InputError(
-            f"{flag} {shown(text)}: expected a whole number for each device; write it as {flag} 4,8",
-            code="flag-split",
-        ) from None
+        return tuple(map(whole, text.split(",")))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{shown(text)}: expected a whole number for each device, such as 4,8") from None
 
 
-_READERS: Mapping[str, Callable[[str, str], object]] = {
-    "effective_batch_size": _whole_or_range,
-    "accumulation_steps": _whole,
-    "image_size": _whole,
-    "max_batch_size": _whole,
-    "n_trials": _whole,
-    "processes": _whole,
-    "seed": _whole,
-    "seq_len": _whole,
-    "split": _split,
-    "time_limit_s": _seconds,
-}
-
-
-def keywords_given(**options: Any) -> dict[str, Any]:
-    """Return the keywords of the options that were given, numbers read; the others have the defaults of `tune`."""
-    keywords = {}
-    for keyword, value in options.items():
-        if value is not None:
-            read = _READERS.get(keyword)
-            keywords[keyword] = value if read is None else read(f"--{keyword.replace('_', '-')}", value)
-    return keywords
-
-
-def price_given(text: str) -> tuple[str, float]:
-    """Read a machine and its price for an hour."""
+def price(text: str) -> tuple[str, float]:
+    """Read a machine and its price per hour."""
     machine, equals, money = text.rpartition("=")
     with suppress(ValueError):
         if equals and machine.strip():
             return machine, float(money)
-    raise InputError(
-        f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it as "
-        "--price 2xL4=1.2",
-        code="price-format",
+    raise ArgumentTypeError(
+        f"{shown(text)}: expected a machine and money for an hour, a number without a currency, such as 2xL4=1.2"
     )
+
+
+TYPES: Mapping[str, Callable[[str], object]] = {
+    "N": whole,
+    "N|LEAST:MOST": whole_or_range,
+    "N,N,...": split,
+    "SECONDS": seconds,
+    "SPEC=MONEY": price,
+}
+"""The functions that read a value, by metavar. Other values are strings."""
+
+_COUNTS = {"which": "?", "key": "?", "keys": "*", "arguments": "+"}
+_KEYWORDS = {"--json": "as_json", "--print": "print_only", "--all": "everything", "--yes": "confirmed"}
+
+
+def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of an option, and the keywords that `argparse.ArgumentParser.add_argument` gets with them."""
+    found = re.fullmatch(r"((?:-\S+ ?)+|\w+ )(.*?)( \.\.\.)?", declaration)
+    assert found is not None, declaration
+    names, metavar = found[1].split(), found[2]
+    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if names[-1] in _KEYWORDS:
+        settings["dest"] = _KEYWORDS[names[-1]]
+    if names[-1] in ("--help", "--isolate"):
+        settings["action"] = "help" if names[-1] == "--help" else BooleanOptionalAction
+    elif not metavar:
+        settings["action"] = "store_true"
+    else:
+        settings |= {"metavar": metavar, "type": TYPES.get(metavar, str)}
+    if found[3]:
+        settings["action"] = "append"
+    if names[0] in _COUNTS:
+        settings["nargs"] = _COUNTS[names[0]]
+    return names, settings
+
+
+HELP = {"-h --help": "Print this help and exit."}
+OF_ALL = {
+    "--json": "Print JSON, alone on stdout. docs/json.md describes its keys.",
+    "--quiet": "Print the answer, and only errors on stderr.",
+    "--verbose": "Log every step and its reason on stderr.",
+    **HELP,
+}
+"""The options of every command."""
+
+WORKLOAD = {
+    "spec FILE[:NAME]": "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a "
+    "function that returns one. Or the name of a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
+    "--seq-len N": "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
+    "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",
+    "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: that "
+    "of its architecture.",
+}
+"""The options of every command that runs a workload."""
+
+MODEL_OPTIONS = ("seq_len", "image_size", "task")
+"""The keywords that `commands` gets as one argument, `model_options`."""
+
+PRECISION = {
+    "--precision none|bf16|fp16": "Default: the workload's. If you name several, as in none,bf16, autosplit takes the "
+    "fastest."
+}
+TRAINING = {
+    **PRECISION,
+    "--checkpointing auto|CLASS": "Class of the model's layers, or auto for a transformers model. autosplit tries to "
+    "checkpoint none, every second and all of them. Default: the model as it is.",
+    "--fits resume|save|eval": "What must also fit: a checkpoint that was loaded onto the device, a copy that is being "
+    "saved, evaluation. Several are possible, as in resume,eval. Default: nothing.",
+}
+
+DEVICES_HELP = (
+    "auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. Default: every "
+    "visible GPU, or cpu if there is none."
+)
+STEPS = {
+    "--reserve SIZE|SHARE": "Memory to keep free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.",
+    "--isolate": "Run real steps in a separate process, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+}
+STRATEGY = {
+    "--strategy auto|balanced|ddp": "How the devices train together. ddp starts one process per real device with "
+    "torchrun. Default: auto.",
+    **STEPS,
+}
+
+MAX_BATCH_SIZE = {"--max-batch-size N": "Largest number of samples per forward."}
+SEARCH = {
+    "--effective-batch-size N|LEAST:MOST": "Samples per optimizer step, kept exactly, or a range to take the fastest "
+    "from. Default: any number.",
+    **MAX_BATCH_SIZE,
+    "--n-trials N": "Largest number of trials per machine. Default: 24.",
+    "--time-limit-s SECONDS": "Start no trial after this time. compare divides it among its machines.",
+    "--storage URL": "An Optuna storage that keeps the study.",
+    "--seed N": "Random seed of the search. Default: 0.",
+    "--profile auto|refresh|off": "auto uses and keeps a plan for this machine and workload. refresh tunes again. off "
+    "does neither. Default: auto.",
+    "--name NAME": "Keeps plans of equal workloads apart.",
+}
+
+KEY = {"key [KEY]": "The first characters of a profile's key."}
+PLAN = {"which [PLAN]": "A plan's file, or the first characters of a profile's key. Default: the newest profile."}
+DETAILS = {"--details": "Print the full report."}
+CODE = {"--code": "Print only the code that uses the plan."}
+OUTPUT_FILE = "-o --output PATH"

@@ -7,6 +7,7 @@ and what others wrote passes `text.printable`, so that it shows itself and does 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,14 @@ def plain_table(*headings: str, figures: Container[str] = ()) -> Table:
 
 
 def add_row(table: Table, *cells: str | Text) -> None:
-    """Add cells as they are: a name with brackets is no markup, and none acts on the terminal."""
+    """Add cells as plain text: brackets are no markup, and control characters are escaped.
+
+    Percentages are printed as ``50%``, because rich would break the line between a number and ``%``.
+    """
     from rich.text import Text
 
-    table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+    texts = (re.sub(r"(?<=\d) %", "%", printable(cell)) if isinstance(cell, str) else cell for cell in cells)
+    table.add_row(*(Text(text) if isinstance(text, str) else text for text in texts))
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -100,9 +105,9 @@ def short_bytes_text(nbytes: int) -> str:
 
 
 def memory_text(peak_bytes: int, capacity_bytes: int) -> str:
-    """Write ``18.2 of 24.0 GiB (75 %)``; the share is rounded down, so that only what is full reads 100 %."""
+    """Return ``18.2 of 24.0 GiB (75%)``. The share is rounded down, so that only a full memory has 100%."""
     peak, capacity = short_bytes_text(peak_bytes), short_bytes_text(capacity_bytes)
     if peak[-3:] == capacity[-3:]:
         peak = peak[:-4]
     share = 100 * peak_bytes // capacity_bytes if capacity_bytes else 0
-    return f"{peak} of {capacity} ({share} %)"
+    return f"{peak} of {capacity} ({share}%)"

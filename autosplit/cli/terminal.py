@@ -162,7 +162,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
     bar = Narrower(
         TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
-        TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=BAR_WIDTH),
+        TextColumn("{task.percentage:.0f}%", markup=False) if narrow else BarColumn(bar_width=BAR_WIDTH),
         TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
         TimeElapsedColumn(),
         console=console,

@@ -116,7 +116,7 @@ def test_a_narrow_bar_says_what_is_done(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31, ooms=1, best_samples_per_s=1234.56))
     assert "trial 3 of 24" in text
-    assert "50 %" in text
+    assert "50%" in text
     assert "31 steps, 1 OOM, 1,235/s" in text
 
 

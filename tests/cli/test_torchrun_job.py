@@ -93,6 +93,13 @@ def test_the_line_is_a_shells(plan_file, capsys):
     ]
 
 
+@pytest.mark.parametrize("apart", [[], ["--"]])
+def test_the_words_after_launchs_own_options_are_torchruns(plan_file, capsys, apart):
+    words = ["--nnodes", "1", "--max-restarts=2", "train.py", "--plan", "theirs", "-o", "--", "--json"]
+    assert main(["launch", f"--plan={plan_file}", "--print", *apart, *words]) == 0
+    assert shlex.split(capsys.readouterr().out)[-len(words) :] == words
+
+
 def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file, capsys):
     """torchrun's own answer was a traceback."""
     assert main(["launch", "--plan", plan_file, "none.py"]) == 2
@@ -102,7 +109,7 @@ def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file,
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["launch"], "Missing argument"),
+        (["launch"], "the following arguments are required: [TORCHRUN OPTIONS] SCRIPT"),
         (["launch", "train.py"], "no plan is named"),
         (["launch", "--plan", "none.json", "train.py"], "can't be read"),
     ],

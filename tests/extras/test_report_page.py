@@ -62,7 +62,7 @@ class TestWords:
             "10,234 samples/s",
             "1.31 times the even split (128, 128)",
             "cuda:0 RTX 3090",
-            "18.0 of 23.0 GiB (78 %)",
+            "18.0 of 23.0 GiB (78%)",
             "12 GiB",
             "BatchNorm2d at 1",
             "50 % off",

@@ -92,7 +92,7 @@ class TestHelp:
     def test_of_each_command_has_an_example(self, run, command):
         ran = run(command, "--help")
         assert (ran.code, ran.err) == (0, "")
-        assert ran.out.startswith("Usage: autosplit")
+        assert ran.out.startswith("usage: autosplit")
         assert f"  autosplit {command}" in ran.out
 
 

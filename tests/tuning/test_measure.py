@@ -212,7 +212,7 @@ class TestCommand:
         assert main(["measure", script, "--devices", "sim:RTX3090@1MiB", "--split", "800"]) == 3
         assert "does not fit sim:0 (RTX3090)" in capsys.readouterr().err
         assert main(["measure", script, "--split", "4;8"]) == 2
-        assert "write it as --split 4,8" in capsys.readouterr().err
+        assert "such as 4,8" in capsys.readouterr().err
 
     def test_every_keyword_has_its_flag(self, capsys):
         assert main(["measure", "--help"]) == 0

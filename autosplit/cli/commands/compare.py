@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from autosplit.cli.exit_code import end_with_parent
-from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly
@@ -31,7 +30,7 @@ def compare(
     *,
     spec: str,
     devices: Sequence[str] = (),
-    price: Sequence[str] = (),
+    price: Sequence[tuple[str, float]] = (),
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
@@ -39,7 +38,6 @@ def compare(
     from autosplit.extras import compare as comparing
     from autosplit.extras.workload_spec import workload_of_spec
 
-    prices = [price_given(text) for text in price]
     end_with_parent()
     if one_of_several():
         raise InputError(
@@ -47,7 +45,7 @@ def compare(
             "torchrun out",
             code="compare-one-process",
         )
-    machines = comparing.asked_machines(devices, prices, keywords)
+    machines = comparing.asked_machines(devices, price, keywords)
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
     with progress(manner) as tell:

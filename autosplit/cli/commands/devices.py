@@ -51,7 +51,7 @@ def _table(devices: Sequence[DeviceReport]) -> Table:
             _known(device.physical_index, "{}"),
             short_name(device.name),
             *("?" if n is None else short_bytes_text(n) for n in sizes),
-            _known(device.utilization_percent, "{} %"),
+            _known(device.utilization_percent, "{}%"),
             _known(device.temperature_c, "{} C"),
             _known(device.power_w, "{:.0f} W"),
         )

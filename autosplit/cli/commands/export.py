@@ -6,9 +6,8 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from autosplit.cli.json_types import Exported
+from autosplit.cli.json_types import Exported, answer_of
 from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, json_text, note, write_json
 from autosplit.errors import InputError
@@ -16,7 +15,7 @@ from autosplit.files import what_stands_at
 
 
 def export(
-    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool
+    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
 ) -> int:
     """Print a plan's settings, or save them."""
     to = _checked(to, output, force=force)
@@ -24,8 +23,7 @@ def export(
     found = plan.export(to, path=path)
     text = found.text
     if manner.as_json:
-        settings: Any = found.settings
-        text = json_text(Exported(to, found.exact, found.lost_share, tuple(found.notes), settings, found.text))
+        text = json_text(answer_of(found, Exported))
     if output is not None:
         replace(found, text=text).save(output)
     if not manner.as_json and (output is not None or not found.tells_notes):

@@ -12,7 +12,7 @@ from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
 
-def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool) -> int:
+def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
     """Become torchrun; or print its command, as a line for a shell or as JSON."""
     from autosplit.cli.torchrun_job import launch_of
 

@@ -35,7 +35,7 @@ def _print(found: MeasuredLoader, console: Console) -> None:
             f"{one.settings.prefetch_factor or '-'}",
             "yes" if one.settings.pin_memory else "no",
             rate_text(one.samples_per_s),
-            f"{100 * one.error_share:.1f} %",
+            f"{100 * one.error_share:.1f}%",
             ms_text(one.start_s),
         )
     print_plain(table, console)

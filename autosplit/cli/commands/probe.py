@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.json_types import Ceilings, ProbedCeiling
+from autosplit.cli.json_types import Ceilings, answer_of
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
@@ -63,7 +63,7 @@ def probe(
         simulated = ceilings[0].device.startswith("sim:")
         no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
         notes = tuple(dict.fromkeys(map(str, [*no_gpu, *(note for one in ceilings for note in one.notes)])))
-        answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, ceilings)), notes)
+        answer = answer_of({"simulated": simulated, "ceilings": ceilings, "notes": notes}, Ceilings)
         print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
         if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
             _plot(ceilings, plot)

@@ -53,7 +53,9 @@ def show_path(manner: Manner, *, key: str | None = None) -> int:
     return 0
 
 
-def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: bool, confirmed: bool) -> int:
+def remove_profiles(
+    manner: Manner, *, keys: Sequence[str] = (), everything: bool = False, confirmed: bool = False
+) -> int:
     """Remove profiles by the beginnings of their keys, or all, and say which; none is removed unless all are found."""
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"

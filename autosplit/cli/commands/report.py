@@ -10,7 +10,7 @@ from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
 
-def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
+def report(manner: Manner, *, which: str | None = None, output: str = "report.html", force: bool = False) -> int:
     """Write a plan's page."""
     from autosplit.extras.report_page import check_page, page_of, write_page
 

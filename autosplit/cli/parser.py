@@ -1,0 +1,353 @@
+"""The commands: their options, their help, and the parser of a command line.
+
+`commands` has a module for each command, which is imported when the command runs. So `--help` needs neither torch nor
+rich.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import sys
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from autosplit.cli import options as o
+from autosplit.cli.options import Options
+from autosplit.cli.output import Manner, logged
+from autosplit.errors import InputError, shown
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        body: The module of `commands` and its function. The function gets a `Manner` and the options that were given.
+        text: The help. The list of commands shows its first line.
+        example: Lines that run.
+        panels: The options under the headings of the help.
+    """
+
+    body: str
+    text: str
+    example: str
+    panels: Mapping[str, Options]
+
+
+COMMANDS: Mapping[str, Command] = {
+    "devices": Command("devices.devices", "List the GPUs and their load.", "autosplit devices --json", {}),
+    "doctor": Command(
+        "doctor.doctor",
+        "Diagnose this machine and suggest fixes.",
+        "autosplit doctor --json",
+        {
+            "Devices": {"--devices SPEC": "Default: every GPU, or cpu:256MiB if there is none."},
+            "Output": {"--save FILE": "Save the measured rates of the GPUs, for AUTOSPLIT_GPUS and sim: devices."},
+        },
+    ),
+    "tune": Command(
+        "tune.tune",
+        "Find the best split, batch size and accumulation steps.",
+        "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2",
+        {
+            "Workload": {
+                **o.WORKLOAD,
+                **o.TRAINING,
+                "--loader FILE[:NAME]": "The training's DataLoader (default name: loader), or a function that returns "
+                "it. autosplit checks whether it keeps up.",
+                "--lengths FILE": "The lengths of the samples, one number per line. autosplit also plans batches of "
+                "similar length.",
+            },
+            "Devices": {"--devices SPEC ...": o.DEVICES_HELP, **o.STRATEGY},
+            "Search": o.SEARCH,
+            "Output": {"--output PATH": "Save the plan as JSON.", **o.DETAILS},
+        },
+    ),
+    "compare": Command(
+        "compare.compare",
+        "Tune for several machines and compare their cost.",
+        "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2",
+        {
+            "Workload": {**o.WORKLOAD, **o.TRAINING},
+            "Devices": {
+                "--devices SPEC ...": "A machine: sim:2xL4 is predicted, cuda is measured. Give this option once per "
+                "machine.",
+                "--price SPEC=MONEY ...": "Price of a machine per hour, as 2xL4=1.2. Give it once per machine.",
+                **o.STRATEGY,
+            },
+            "Search": o.SEARCH,
+        },
+    ),
+    "measure": Command(
+        "measure.measure",
+        "Measure the time and memory of one setting.\nHere, --strategy auto means balanced.",
+        "autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32",
+        {
+            "Workload": {**o.WORKLOAD, **o.PRECISION},
+            "Devices": {"--devices SPEC": o.DEVICES_HELP, **o.STRATEGY},
+            "Setting": {
+                "--split N,N,...": "Samples per device in one forward. Default: the sample batch, split evenly.",
+                "--accumulation-steps N": "Forwards per optimizer step. Default: 1.",
+            },
+        },
+    ),
+    "probe": Command(
+        "probe.probe",
+        "Find the largest batch that fits on each device.",
+        "autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval",
+        {
+            "Workload": o.WORKLOAD,
+            "Devices": {"--devices SPEC": o.DEVICES_HELP, **o.STEPS},
+            "Search": {
+                "--role primary|replica|rank|eval|resume|save ...": "What a device does: device 0 of "
+                "BalancedDataParallel, another device of it, a DDP process, a forward without gradients, a DDP process "
+                "next to a loaded checkpoint or to a copy that is being saved. Give this option once per role. "
+                "Default: rank.",
+                **o.MAX_BATCH_SIZE,
+                "--exact": "Also run one sample more, which must run out of memory.",
+                "--time-limit-s SECONDS": "Time for all devices. After it, no step confirms a result.",
+            },
+            "Output": {"--plot PATH": "Plot bytes against batch size (.png, .pdf, .svg). Needs matplotlib."},
+        },
+    ),
+    "check": Command(
+        "check.check",
+        "Check whether splitting the batch changes the training.",
+        "autosplit check examples/char_gpt.py",
+        {"Workload": o.WORKLOAD},
+    ),
+    "loader": Command(
+        "loader.loader",
+        "Find the fastest settings of a DataLoader.",
+        "autosplit loader examples/loader.py",
+        {
+            "Workload": {
+                "spec FILE[:NAME]": "A Python file, or package.module. NAME (default: loader) is a DataLoader or a "
+                "function that returns one."
+            },
+            "Search": {
+                "--processes N": "Processes of this machine that load at the same time, such as the ranks of DDP. "
+                "Default: 1.",
+                "--time-limit-s SECONDS": "Try no other setting after this time. Default: 60.",
+            },
+        },
+    ),
+    "show": Command(
+        "show.show",
+        "Print a saved plan.",
+        "autosplit show plan.json",
+        {"Plan": o.PLAN, "Output": {**o.DETAILS, **o.CODE}},
+    ),
+    "report": Command(
+        "report.report",
+        "Write a plan's report as an HTML page.\nThe page has charts, checks and every setting to copy, and works "
+        "offline. Needs matplotlib.",
+        "autosplit report plan.json -o report.html",
+        {
+            "Plan": o.PLAN,
+            "Output": {
+                o.OUTPUT_FILE: "The page, or - for stdout. Default: report.html.",
+                "--force": "Replace a file that is not a report.",
+            },
+        },
+    ),
+    "export": Command(
+        "export.export",
+        "Print a plan as the settings of another tool.",
+        "autosplit export plan.json --to transformers",
+        {
+            "Plan": o.PLAN,
+            "Output": {
+                "--to transformers|accelerate|lightning|torchrun|env|json": "The tool. The first three train with one "
+                "batch size on all ranks, so autosplit computes the nearest even plan for them.",
+                o.OUTPUT_FILE: "Save the settings to a file.",
+                "--force": "Replace an existing file.",
+            },
+        },
+    ),
+    "launch": Command(
+        "launch.launch",
+        "Start a training script with torchrun and a plan.\nWrite these options first. torchrun gets all other words.",
+        "autosplit launch --plan plan.json --print train.py --epochs 3",
+        {
+            "Job": {
+                "arguments [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]": "torchrun's options, the script and its arguments.",
+                "--plan PLAN": "A plan's file, or the first characters of a profile's key. Default: AUTOSPLIT_PROFILE, "
+                "or the only plan remembered for this machine.",
+            },
+            "Output": {"--print": "Print the command instead of running it."},
+        },
+    ),
+    "profiles": Command(
+        "profiles.list_profiles",
+        "List, show and remove profiles: the plans that autosplit keeps.\nWithout a command, list them.",
+        "autosplit profiles\nautosplit profiles remove 3f2a",
+        {},
+    ),
+    "profiles list": Command(
+        "profiles.list_profiles", "List the profiles, newest first.", "autosplit profiles list --json", {}
+    ),
+    "profiles show": Command(
+        "show.show_profile",
+        "Print a profile's plan. Without a key, print the newest.",
+        "autosplit profiles show 3f2a",
+        {"Plan": o.KEY, "Output": {**o.DETAILS, **o.CODE}},
+    ),
+    "profiles path": Command(
+        "profiles.show_path",
+        "Print the folder of the profiles, or a profile's file.",
+        "autosplit profiles path\nautosplit profiles path 3f2a",
+        {"Plan": o.KEY},
+    ),
+    "profiles remove": Command(
+        "profiles.remove_profiles",
+        "Remove profiles and list them.",
+        "autosplit profiles remove 3f2a 91c0\nautosplit profiles remove --all --yes",
+        {
+            "Plan": {
+                "keys [KEY ...]": "The first characters of a profile's key.",
+                "--all": "Remove all profiles. On a terminal, autosplit asks first.",
+                "--yes": "Do not ask.",
+            }
+        },
+    ),
+}
+"""Every command by the words that name it."""
+
+EXIT_CODES = """Exit codes:
+  0  done
+  2  bad input
+  3  does not fit
+  4  interrupted; the best plan so far is shown and saved
+  5  the workload's own code raised
+Ctrl-C stops with the best plan so far. A second Ctrl-C stops at once."""
+
+
+class _Layout(RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action: Any) -> str:
+        """Print ``-o, --output PATH`` before Python 3.13, too."""
+        return super()._format_action_invocation(action).replace("-o PATH,", "-o,")
+
+
+class _Parser(ArgumentParser):
+    """A parser that raises InputError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError with the message of argparse, which begins with the flag."""
+        message = message.removeprefix("argument ").replace(": '", " '", 1)
+        raise InputError(f"{message}; see {self.prog} --help", code="command-line")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise InputError for words that the parser does not know, and suggest the nearest option."""
+        import difflib
+
+        wrong = next((word for word in unknown if word.startswith("-")), None)
+        if wrong is None:
+            self.error(f"unexpected argument {shown(unknown[0])}")
+        near = difflib.get_close_matches(wrong.partition("=")[0], self._option_string_actions, 1)
+        self.error(f"{shown(wrong)} is not an option; expected {near[0] if near else 'one of its options'}")
+
+
+_SETTINGS: Mapping[str, Any] = {
+    "formatter_class": _Layout,
+    "add_help": False,  # OF_ALL has --help
+    "allow_abbrev": False,
+    "argument_default": SUPPRESS,  # an option that was not given has the default of the Python function
+}
+
+
+def make_parser() -> _Parser:
+    """Return the parser of the command line."""
+    text = "Find the fastest batch size, per-GPU split and accumulation steps for training a PyTorch model."
+    usage, epilog = "autosplit [OPTIONS] COMMAND ...", f"{_listed('')}\n\n{EXIT_CODES}"
+    top = _Parser(prog="autosplit", usage=usage, description=text, epilog=epilog, **_SETTINGS)
+    _add_options(top, {"Options": {"--version": "Print the version and exit.", **o.HELP}})
+    top.set_defaults(parser=top)
+    groups = {"": top.add_subparsers(metavar="COMMAND", help=SUPPRESS)}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        made = groups[group].add_parser(
+            last, prog=f"autosplit {name}", description=command.text, epilog=_examples(command), **_SETTINGS
+        )
+        metavars = _add_options(made, {**command.panels, "Output": {**command.panels.get("Output", {}), **o.OF_ALL}})
+        made.set_defaults(parser=made, command=command)
+        if name == "profiles":
+            groups[name] = made.add_subparsers(metavar="[COMMAND]", help=SUPPRESS)
+            metavars, made.epilog = ["[COMMAND]"], f"{_listed(name)}\n\n{made.epilog}"
+        made.usage = " ".join(["autosplit", name, "[OPTIONS]", *metavars])
+    return top
+
+
+def _add_options(parser: _Parser, panels: Mapping[str, Options]) -> list[str]:
+    """Add options under their headings, and return the metavars of the arguments."""
+    arguments = []
+    for title, options in panels.items():
+        group = parser.add_argument_group(title)
+        for declaration, text in options.items():
+            names, settings = o.settings_of(declaration, text)
+            group.add_argument(*names, **settings)
+            arguments += [] if names[0].startswith("-") else [settings["metavar"]]
+    return arguments
+
+
+def _listed(group: str) -> str:
+    """Return the list of the commands of a group. argparse would print another line above it."""
+    found = {name.rpartition(" ")[2]: one.text for name, one in COMMANDS.items() if name.rpartition(" ")[0] == group}
+    return "\n".join(["Commands:", *(f"  {name:<10}{text.splitlines()[0]}" for name, text in found.items())])
+
+
+def _examples(command: Command) -> str:
+    lines = command.example.splitlines()
+    return "\n  ".join([f"Example{'s' * (len(lines) > 1)}:", *lines])
+
+
+def parse(words: Sequence[str]) -> Callable[[], int]:
+    """Return the command that was typed, as a function without arguments.
+
+    Raises:
+        InputError: It is no command, or an option is wrong.
+        SystemExit: The help was printed.
+    """
+    parser = make_parser()
+    found, unknown = parser.parse_known_args(_with_torchruns_words_apart(words) if words[:1] == ["launch"] else words)
+    typed = vars(found)
+    if unknown:
+        typed["parser"].refuse(unknown)
+    if typed.pop("version", False):
+        return _print_version
+    if "command" not in typed:
+        parser.error("the command is missing")
+    del typed["parser"]
+    command: Command = typed.pop("command")
+    manner = Manner(**{one.name: typed.pop(one.name) for one in fields(Manner) if one.name in typed})
+    if o.WORKLOAD.items() <= command.panels.get("Workload", {}).items():
+        typed["model_options"] = {name: typed.pop(name) for name in o.MODEL_OPTIONS if name in typed}
+    return functools.partial(_run, command.body, manner, typed)
+
+
+def _with_torchruns_words_apart(words: Sequence[str]) -> list[str]:
+    """Put ``--`` before the first word that is not an option of `launch`. argparse leaves the words after it alone."""
+    declared = " ".join([*o.OF_ALL, *itertools.chain(*COMMANDS["launch"].panels.values())])
+    own = {word for word in declared.split() if word.startswith("-")}
+    place = 1
+    while place < len(words) and words[place].partition("=")[0] in own:
+        place += 2 if words[place] == "--plan" else 1
+    return [*words[:place], *([] if words[place : place + 1] == ["--"] else ["--"]), *words[place:]]
+
+
+def _print_version() -> int:
+    from autosplit import __version__
+
+    sys.stdout.write(f"autosplit {__version__}\n")
+    return 0
+
+
+def _run(body: str, manner: Manner, typed: dict[str, Any]) -> int:
+    module, name = body.split(".")
+    with logged(manner):
+        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{module}"), name)(manner, **typed)
+    return exit_code
