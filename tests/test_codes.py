@@ -1,0 +1,127 @@
+"""Errors have codes and notes have kinds, and nothing else reads their texts."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from folders import DOCS, ROOT
+
+from autosplit import errors
+from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError
+from autosplit.notes import Note
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+
+MODULES = sorted((ROOT / "autosplit").rglob("*.py"))
+NEED_CODES = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, AutosplitError)
+} - {"UserCodeError", "RankFailedError"}
+MESSAGES = r"str\(error.*\)(\.lower\(\))?|(\w+\.)?(note|message|text|failure|reason)"
+"""Expressions that are the text of an error or a note."""
+
+TEXTS = {"cause", "error", "failure", "message", "misfit", "note", "notes", "reason", "said", "text", "why"}
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+
+
+def is_a_text(node: ast.expr) -> bool:
+    """Return whether an expression is a text of several characters, or a name."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and len(node.value) > 2
+    return isinstance(node, ast.Name | ast.JoinedStr)
+
+
+def test_every_error_is_created_with_a_code() -> None:
+    lacking = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in MODULES
+        for call in calls(path)
+        if isinstance(call.func, ast.Name) and call.func.id in NEED_CODES and call.args
+        if not any(word.arg == "code" for word in call.keywords)
+    ]
+    assert not lacking
+
+
+def test_codes_and_kinds_are_words_with_hyphens() -> None:
+    found = {
+        word.value.value
+        for path in MODULES
+        for call in calls(path)
+        for word in call.keywords
+        if word.arg == "code" and isinstance(word.value, ast.Constant)
+    }
+    kinds = {
+        call.args[0].value
+        for path in MODULES
+        for call in calls(path)
+        if isinstance(call.func, ast.Name) and call.func.id == "Note" and isinstance(call.args[0], ast.Constant)
+    }
+    assert len(found) > 400
+    assert len(kinds) > 40
+    assert [one for one in found | kinds if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", str(one))] == []
+
+
+def test_no_code_branches_on_the_text_of_a_note_or_an_error_of_ours() -> None:
+    """`note.startswith("...")` decided what was printed, so no sentence could be rewritten."""
+    found = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in MODULES
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute) and call.func.attr in {"startswith", "endswith"}
+        if ast.unparse(call.func.value).rpartition(".")[2].strip("()") in TEXTS
+    ]
+    assert found == []
+
+
+def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
+    """Torch raises a plain RuntimeError for many things, so its text is the only sign."""
+    found = {
+        (str(path.relative_to(ROOT / "autosplit")), ast.unparse(node.left))
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and is_a_text(node.left)
+        if re.fullmatch(MESSAGES, ast.unparse(node.comparators[0]))
+    }
+    assert found == {
+        ("ddp/rendezvous.py", "'EADDRINUSE'"),  # TCPStore's
+        ("ddp/rendezvous.py", "'address already in use'"),
+        ("errors.py", "'backward through the graph a second time'"),  # autograd's
+        ("errors.py", "text"),  # the lack of a device
+        ("parallel/parallel_apply.py", "f'in replica {position} on device'"),  # of torch's parallel_apply
+        ("runtime/data_dependent.py", "text"),  # of operators without a fake version
+        ("workload/workload.py", "'argument'"),  # of Python's calls
+        ("workload/workload.py", "'positional argument'"),
+    }
+
+
+def test_the_page_of_the_codes_is_made_from_the_code() -> None:
+    made = runpy.run_path(str(DOCS / "errors.py"))
+    assert (DOCS / "errors.md").read_text(encoding="utf-8") == made["page"](), "run python docs/errors.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("a", code="b-c"), "b-c"),
+        (DeviceError("a", code="b-c"), "b-c"),
+        (AutosplitError("a"), "error"),
+        (UserCodeError("a", ("frame",)), "user-code"),
+        (OutOfMemoryError("a", device="cpu"), "out-of-memory"),
+        (DoesNotFitError("a"), "does-not-fit"),
+        (DoesNotFitError("a", code="b-c"), "b-c"),
+    ],
+)
+def test_a_code_passes_to_another_process(error: AutosplitError, code: str) -> None:
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there), there.code) == (type(error), "a", code)
+
+
+def test_a_note_prints_its_text() -> None:
+    assert str(Note("no-gpu", "no GPU is visible")) == "no GPU is visible"
