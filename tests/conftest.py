@@ -53,11 +53,15 @@ def pytest_report_header() -> str:
     return f"autosplit: python {platform.python_version()}, {found}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests time on a busy machine, and skip what needs an accelerator where there is none.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests for a release, give slow tests a long timeout, and skip GPU tests if there is no accelerator.
 
-    torch is imported only if such a test was collected.
+    Import torch only if a GPU test was collected.
     """
+    if not os.environ.get("AUTOSPLIT_RELEASE"):
+        left_out = [item for item in items if item.get_closest_marker("release")]
+        items[:] = [item for item in items if not item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))

@@ -10,3 +10,8 @@ import pytest
 def slow(*values: Any) -> Any:
     """Leave a test with these values to the slow ones, where another parameter shows the same quickly."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def for_release(*values: Any) -> Any:
+    """Run a test with these values only if `AUTOSPLIT_RELEASE` is set. Other values of it run in every slow stage."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.release])
