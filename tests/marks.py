@@ -1,10 +1,14 @@
-"""Marks of single parameters."""
+"""Marks of single parameters, and whether this run is for a release."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+
+FOR_RELEASE = bool(os.environ.get("AUTOSPLIT_RELEASE"))
+"""Whether this run also has the tests, and the numbers of repeats, that only a release needs."""
 
 
 def slow(*values: Any) -> Any:

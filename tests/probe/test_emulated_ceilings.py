@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpus import KIND
+from marks import FOR_RELEASE
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 MIB = 2**20
 SPEC = "emu:0"
-CASES = 40 if os.environ.get("AUTOSPLIT_RELEASE") else 20
+CASES = 40 if FOR_RELEASE else 20
 """20 cases have every model with both optimizers, and every model but `dense` with both roles."""
 
 

@@ -40,7 +40,6 @@ from autosplit.errors import UserCodeError
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan
-from autosplit.probe import stopwatch
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import cpu
 from autosplit.runtime import tracer as tracing
@@ -48,7 +47,6 @@ from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
 from autosplit.torch_versions import default_device
-from autosplit.tuning import lone_session
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
@@ -71,17 +69,6 @@ def _loaded():
     assert {name for name in before if before[name] != after[name]} <= {"optimizers' global hooks"}
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    """What is timed is not looked at here."""
-    for module, name in (
-        (lone_session, "POINT_BUDGET_S"),
-        (lone_session, "TRIAL_BUDGET_S"),
-        (stopwatch, "DOUBLING_BUDGET_S"),
-    ):
-        monkeypatch.setattr(module, name, 0.001)
 
 
 def small(**options: Any) -> Workload:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from gpus import COUNT, KIND
-from marks import slow
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -120,7 +119,8 @@ class Positions(nn.Module):
         return self.head(self.layers(x).tanh())
 
 
-@pytest.mark.parametrize("devices", [slow("sim:RTX3090@1331KiB+RTX3090@1126KiB"), "sim:RTX3090@1228KiB+RTX3090@921KiB"])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["sim:RTX3090@1331KiB+RTX3090@1126KiB", "sim:RTX3090@1228KiB+RTX3090@921KiB"])
 def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
     """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
     lengths = [*range(4, 65)]

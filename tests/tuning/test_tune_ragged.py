@@ -20,7 +20,7 @@ FEW = {"max_batch_size": 8, "n_trials": 2, "profile": "off"}
     ("name", "devices"),
     [
         ("graphs", "sim:1xA100-40GB"),
-        ("vision-language", "sim:1xA100-40GB"),
+        slow("vision-language", "sim:1xA100-40GB"),
         # These models loop over their samples, so each trace takes seconds. `test_two_devices` tunes one of them.
         for_release("detector", "sim:1xA100-40GB"),
         for_release("detr", "cpu:256MiB"),
@@ -49,7 +49,7 @@ def test_two_devices(name):
     assert plan.checks[0].split_error == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name, ragged in RAGGED.items() if not ragged.is_cut])
+@pytest.mark.parametrize("name", ["graphs", slow("vision-language")])
 def test_two_devices_need_ddp_if_a_batch_cannot_be_cut(name):
     with pytest.raises(WorkloadError, match=r"rows.*cannot be cut trains on one device or with DDP"):
         autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", **FEW)
