@@ -249,7 +249,7 @@ def test_no_time_leaves_the_longest_alone():
     assert any("the time limit was over" in note and "length 64 and below" in note for note in found.notes)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["cpu:24MiB,cpu:12MiB", "cpu:24MiB"])
 def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
     plan = tuned(devices, n_trials=6)
@@ -275,7 +275,7 @@ def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
     assert max(sizes) > 5 * plan.batch_size
 
 
-@slow
+@pytest.mark.slow
 def test_a_process_of_its_own_measures_the_same_lengths():
     plan = tuned("cpu:24MiB", isolate=True, n_trials=2)
     assert plan.lengths is not None
