@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import emulated
 import pytest
 from hypothesis import settings
+from marks import FOR_RELEASE
+from short_budgets import short_budgets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,11 +55,15 @@ def pytest_report_header() -> str:
     return f"autosplit: python {platform.python_version()}, {found}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests time on a busy machine, and skip what needs an accelerator where there is none.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests for a release, give slow tests a long timeout, and skip GPU tests if there is no accelerator.
 
-    torch is imported only if such a test was collected.
+    Import torch only if a GPU test was collected.
     """
+    if not FOR_RELEASE:
+        left_out = [item for item in items if item.get_closest_marker("release")]
+        items[:] = [item for item in items if not item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))
@@ -114,6 +120,17 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _no_stage_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no command tell its stages, which a busy machine makes it do in the midst of what a test expects."""
     monkeypatch.setattr("autosplit.cli.terminal.SILENT_S", math.inf)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_budgets(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Repeat a timed step three times instead of for a second. Modules that are marked `alone` compare times."""
+    marks = getattr(request.module, "pytestmark", [])
+    if any(mark.name == "alone" for mark in (marks if isinstance(marks, list) else [marks])):
+        yield
+        return
+    with short_budgets():
+        yield
 
 
 _unfreeze = gc.unfreeze

@@ -33,13 +33,13 @@ from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.split import accumulation_steps
 
 NUM_SAMPLES = 50
-STEPS = 50
-"""Optimizer steps."""
+STEPS = 20
+"""Optimizer steps: at least two epochs of every job in `JOBS`."""
 
-STOPS_AT = 23
-"""The step whose checkpoint is resumed; in the middle of an epoch of 3 or 4 steps."""
+STOPS_AT = 10
+"""The optimizer step whose checkpoint is resumed. It is the first of the 3 steps of its epoch."""
 
-LR, WARMUP, CLIP, SEED = 1e-3, 5, 0.5, 3
+LR, WARMUP, CLIP, SEED = 1e-3, 5, 0.3, 3
 LENGTH, TOKENS = 12, 80
 FIRST = 10
 """The token that begins sample 0."""

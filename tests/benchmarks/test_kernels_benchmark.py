@@ -17,7 +17,7 @@ import cuda_kernels
 import kernel_tracing
 from kernel_cases import DEFAULT_CAPABILITY, all_cases
 from kernel_exceptions import reason_for
-from marks import slow
+from marks import for_release, slow
 
 COLUMN = cuda_kernels.read_column(cuda_kernels.column_path()) if cuda_kernels.column_path().exists() else {}
 CASES = {case.name: case for case in all_cases()}
@@ -102,12 +102,20 @@ QUICK = [
     *rows(*MODELS, capabilities=(DEFAULT_CAPABILITY,)),
 ]
 IN_HALF = [name for name in CASES if name.endswith(" [bf16]") and name.rpartition(" [")[0] not in UNTRACEABLE]
-# In the column, 8.6 and 12.0 have the bytes of 8.0, and 10.0 has those of 9.0.
+REPEATED = ("HuBERT", "Swin", "T5, eager", "T5, no dropout", "T5, gated")
+"""Models whose layers another model of the slow tests has, too: wav2vec2, Swin v2 and T5."""
+# In the column, 8.6 and 12.0 have the bytes of 8.0, and 10.0 has those of 9.0. The quick tests compare 7.5 and 9.0 for
+# the operators whose kernels depend on the capability, so all other cases wait for a release.
 SLOW = [row for row in rows(*IN_HALF) if row not in QUICK and row[1] in (75, 80, 90)]
+IN_GATE = [row for row in SLOW if row[1] == DEFAULT_CAPABILITY and row[0].rpartition(" [")[0] not in REPEATED]
+FOR_RELEASE = [row for row in SLOW if row not in IN_GATE]
 
 
 @needs_column
-@pytest.mark.parametrize(("name", "capability"), [*QUICK, *(slow(*row) for row in SLOW)])
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [*QUICK, *(slow(*row) for row in IN_GATE), *(for_release(*row) for row in FOR_RELEASE)],
+)
 def test_a_step_is_traced_as_on_cuda(name, capability):
     for package in CASES[name].needs:
         pytest.importorskip(package)

@@ -19,6 +19,7 @@ from ddp_jobs import make_plan
 from folders import TESTS
 from gpus import COUNT, KIND
 from ranks import found_by, run_ranks
+from short_budgets import short_budgets
 from torch import distributed as dist
 from torch import nn
 
@@ -155,7 +156,10 @@ def tuned(*, profile: str = "auto", **options: Any) -> Plan:
     batch = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.AdamW, **options}
     workload = autosplit.Workload(Net(), batch, **given)
-    return autosplit.tune(workload, devices=KIND, strategy="ddp", effective_batch_size=64, n_trials=2, profile=profile)
+    with short_budgets():
+        return autosplit.tune(
+            workload, devices=KIND, strategy="ddp", effective_batch_size=64, n_trials=2, profile=profile
+        )
 
 
 def tuned_and_trained() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from gpus import COUNT, KIND
-from marks import slow
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -122,7 +121,8 @@ class Positions(nn.Module):
         return self.head(self.layers(x).tanh())
 
 
-@pytest.mark.parametrize("devices", [slow("sim:RTX3090@1331KiB+RTX3090@1126KiB"), "sim:RTX3090@1228KiB+RTX3090@921KiB"])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["sim:RTX3090@1331KiB+RTX3090@1126KiB", "sim:RTX3090@1228KiB+RTX3090@921KiB"])
 def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
     """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
     lengths = [*range(4, 65)]
@@ -253,7 +253,7 @@ def test_no_time_leaves_the_longest_alone():
     assert any("the time limit was over" in str(note) and "length 64 and below" in str(note) for note in found.notes)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["cpu:24MiB,cpu:12MiB", "cpu:24MiB"])
 def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
     plan = tuned(devices, n_trials=6)
@@ -279,7 +279,7 @@ def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
     assert max(sizes) > 5 * plan.batch_size
 
 
-@slow
+@pytest.mark.slow
 def test_a_process_of_its_own_measures_the_same_lengths():
     plan = tuned("cpu:24MiB", isolate=True, n_trials=2)
     assert plan.lengths is not None

@@ -112,7 +112,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_fifty_steps_on_two_cards_are_those_of_one_process(tool, ranks):
+def test_twenty_steps_on_two_cards_are_those_of_one_process(tool, ranks):
     bound = with_transformers.BOUNDS["gpt"] if tool == "transformers" else 1e-9
     found = found_by(ranks, tool)
     shared.check_trained(found, JOB, bound)

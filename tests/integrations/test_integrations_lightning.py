@@ -102,7 +102,7 @@ def trained(
     plan_of: Any = shared.shares_plan,
     **place: str,
 ) -> dict[str, Any]:
-    """Train 50 steps; then from the checkpoint of the middle of an epoch to the end."""
+    """Train for `STEPS` steps. If `resumes`, load the checkpoint of step `STOPS_AT` and train to the end again."""
     shared.clean_workers()
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
     plan = plan_of(sizes, effective)
@@ -231,7 +231,7 @@ def two(tmp_path_factory):
 @pytest.mark.slow
 class TestTwoRanks:
     @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
-    def test_fifty_steps_are_those_of_one_process(self, two, name):
+    def test_twenty_steps_are_those_of_one_process(self, two, name):
         shared.check_trained(found_by(two, name), {**JOBS[2], **RESUMED}[name])
 
     @pytest.mark.parametrize("name", RESUMED)

@@ -114,12 +114,12 @@ def trained(
     workers: int = 0,
     plan_of: Any = shared.shares_plan,
 ) -> dict[str, Any]:
-    """Train 50 steps, with evaluation in between; then from its checkpoint in the middle of an epoch to the end."""
+    """Train for `STEPS` steps and evaluate twice. If `resumes`, train again from checkpoint `STOPS_AT`."""
     shared.clean_workers()
     plan = plan_of(sizes, effective)
     place = {"use_cpu": plan.devices[0].kind == "cpu"}
     saves = {"save_strategy": "steps", "save_steps": STOPS_AT} if resumes else {}
-    evaluates = {"eval_strategy": "steps", "eval_steps": 25, "per_device_eval_batch_size": EVALUATES_BY}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": EVALUATES_BY}
     args = make_args(shared.folder_of_job(name), **place, **evaluates, **saves)
     trainer = make_trainer(kind, plan, args, eval_dataset=TEXTS[:HELD_OUT], cls=cls, compute_loss_func=loss)
     trainer.train()
@@ -147,7 +147,7 @@ def trained(
 
 
 def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, *, name: str, loss: Any = None) -> dict[str, Any]:
-    """Train 50 steps, in which the first process runs out of memory."""
+    """Train for `STEPS` steps. Rank 0 runs out of memory in some of them."""
     kind, sizes, effective = job
     args = make_args(shared.folder_of_job(name))
     plan = shared.shares_plan(sizes, effective)
@@ -217,7 +217,7 @@ def two(tmp_path_factory):
 @pytest.mark.slow
 class TestTwoRanks:
     @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
-    def test_fifty_steps_are_those_of_one_process(self, two, name):
+    def test_twenty_steps_are_those_of_one_process(self, two, name):
         job = {**JOBS[2], **RESUMED}[name]
         shared.check_trained(found_by(two, name), job, BOUNDS[job[0]])
 
@@ -295,7 +295,7 @@ def _alone():
 
 
 def make_single(kind: str, plan: Any, args: Any, **options: Any) -> Any:
-    """A Trainer whose schedule is of 50 steps, however few it takes."""
+    """Return a Trainer whose learning rate schedule has `STEPS` steps, even if it trains for fewer."""
     trainer = make_trainer(kind, plan, args, **options)
     trainer.optimizer, trainer.lr_scheduler = shared.optimizer_for(trainer.model)
     return trainer

@@ -111,6 +111,7 @@ class TestPlainCpu:
         assert peaks["eval"] < peaks["primary"] < peaks["rank"], "a rank has gradient buckets"
 
     def test_a_time_limit_ends_it(self):
+        """The first step already exceeds the limit, and a short budget repeats it twice on any machine."""
         slow = Slow(0.05)
         found = find_ceiling(classifier(slow, torch.optim.SGD), "cpu", time_limit_s=0.01)
         assert found.limited_by == "time"

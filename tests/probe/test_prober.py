@@ -31,12 +31,6 @@ KIB = 2**10
 MOST = 40
 
 
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    """What is timed is not looked at here."""
-    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
-
-
 def shape_of(role: str, n: int) -> StepShape:
     """The step by which a role is probed, alone in its job."""
     if role == "replica":

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -84,8 +85,9 @@ class Recomputing(nn.Module):
         return values
 
 
-@pytest.mark.parametrize("precision", ["none", "bf16"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "reentrant"), [("none", True), ("bf16", False), slow("none", False), slow("bf16", True)]
+)
 def test_a_checkpoint_recomputes_what_its_forward_computed(precision, reentrant):
     """GPT-2 and BERT with gradient checkpointing were refused: the recomputation saved the CPU's tensors.
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -343,7 +344,7 @@ class TestGroupedProducts:
         assert cost.flops == 2 * 24 * 8 * 16
         assert cost.product == (24, 16, 8, 1)
 
-    @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+    @pytest.mark.parametrize("implementation", ["grouped_mm", slow("eager")])
     def test_of_a_mixtral_in_float32(self, implementation):
         transformers = pytest.importorskip("transformers", minversion="5.0")
         config = transformers.MixtralConfig(

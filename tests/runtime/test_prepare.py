@@ -250,11 +250,7 @@ QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", slow("cpu:1MiB,cpu:1MiB")])
 @pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else slow(kind) for kind in KINDS])
-def test_batches_of_every_kind_are_tuned(kind, devices, monkeypatch):
-    from autosplit.tuning import lone_session
-
-    monkeypatch.setattr(lone_session, "POINT_BUDGET_S", 0.01)
-    monkeypatch.setattr(lone_session, "TRIAL_BUDGET_S", 0.01)
+def test_batches_of_every_kind_are_tuned(kind, devices):
     plan = tune(KINDS[kind](), devices=devices, effective_batch_size=12, max_batch_size=8, n_trials=2, profile="off")
     assert plan.accumulation_steps >= 2
     assert plan.effective_batch_size == 12

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BUDGETS, FROM_TRANSFORMERS, OPTIMIZERS
-from marks import slow
+from marks import for_release, slow
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -40,7 +40,6 @@ from autosplit.errors import UserCodeError
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan
-from autosplit.probe import stopwatch
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import cpu
 from autosplit.runtime import tracer as tracing
@@ -48,7 +47,6 @@ from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
 from autosplit.torch_versions import default_device
-from autosplit.tuning import lone_session
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
@@ -71,17 +69,6 @@ def _loaded():
     assert {name for name in before if before[name] != after[name]} <= {"optimizers' global hooks"}
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    """What is timed is not looked at here."""
-    for module, name in (
-        (lone_session, "POINT_BUDGET_S"),
-        (lone_session, "TRIAL_BUDGET_S"),
-        (stopwatch, "DOUBLING_BUDGET_S"),
-    ):
-        monkeypatch.setattr(module, name, 0.001)
 
 
 def small(**options: Any) -> Workload:
@@ -342,22 +329,34 @@ QUICK = (("halting", "momentum"),)
 """In this a probe takes about a second: it is followed with real tensors, too."""
 
 
+IN_TURN = {name: list(OPTIMIZERS)[index % len(OPTIMIZERS)] for index, name in enumerate(ARCHITECTURES)}
+"""One optimizer for each architecture: every optimizer comes up at least four times."""
+
+
 def crossed(*quick: tuple[str, str]) -> list[Any]:
-    """Every architecture with every optimizer, the others than `quick` being slow."""
-    return [
-        pytest.param(name, optimizer, marks=[] if (name, optimizer) in quick else pytest.mark.slow)
-        for name in ARCHITECTURES
-        for optimizer in OPTIMIZERS
-    ]
+    """Return every architecture with every optimizer. One pair of each architecture is in the gate."""
+
+    def marked(name: str, optimizer: str) -> Any:
+        if (name, optimizer) in quick:
+            return name, optimizer
+        return slow(name, optimizer) if IN_TURN[name] == optimizer else for_release(name, optimizer)
+
+    return [marked(name, optimizer) for name in ARCHITECTURES for optimizer in OPTIMIZERS]
 
 
 def spread(quick: tuple[str, str]) -> list[Any]:
-    """Every architecture with one optimizer, these in turn: a tuning takes ten times as long as a ceiling."""
-    pairs = [(name, list(OPTIMIZERS)[index % len(OPTIMIZERS)]) for index, name in enumerate(ARCHITECTURES)]
-    return [
-        quick if name == quick[0] else pytest.param(name, optimizer, marks=pytest.mark.slow)
-        for name, optimizer in pairs
-    ]
+    """Return every architecture with one optimizer and with budgeted and simulated devices.
+
+    A tuning takes ten times as long as a ceiling, so the gate takes one kind of devices for each architecture, in turn.
+    """
+    kinds = ("cpu:{0},cpu:{0}", "sim:2xRTX3090@{0}")
+
+    def marked(index: int, name: str, devices: str) -> Any:
+        if name == quick[0]:
+            return (*quick, devices) if devices == kinds[0] else slow(*quick, devices)
+        return (slow if devices == kinds[index % 2] else for_release)(name, IN_TURN[name], devices)
+
+    return [marked(index, name, devices) for index, name in enumerate(ARCHITECTURES) for devices in kinds]
 
 
 def architecture(name: str, optimizer: str) -> Live:
@@ -384,8 +383,7 @@ class TestEveryArchitecture:
         live.watch.check()
         check_books(books)
 
-    @pytest.mark.parametrize("devices", ["cpu:{0},cpu:{0}", slow("sim:2xRTX3090@{0}")])
-    @pytest.mark.parametrize(("name", "optimizer"), spread(QUICK[0]))
+    @pytest.mark.parametrize(("name", "optimizer", "devices"), spread(QUICK[0]))
     def test_a_tuning(self, name, optimizer, devices, books):
         live = architecture(name, optimizer)
         a_plan(live.workload, devices.format(memory_of(name)), effective_batch_size=6, max_batch_size=4, n_trials=1)
@@ -649,12 +647,23 @@ def check_phase(kind: str, phase: Phase, error: type[BaseException], devices: st
     case.live.watch.check()
 
 
-def phases_of(kind: str, table: dict[str, Phase], *quick: str) -> list[Any]:
-    """The phases that there are, the others than `quick` being slow; what can't be copied has no copying."""
-    left_out = ("copy the model",) if kind == "borrowed" else ()
+def phases_of(kind: str, *quick: str) -> list[Any]:
+    """Return all phases with both errors. Both are quick for `quick`; of the others, the gate takes one error in turn.
+
+    If the gate takes one error for a copied model, it takes the other error for a borrowed model. A borrowed model
+    cannot be copied, so it has no phase of copying.
+    """
+    left_out, first = (("copy the model",), 1) if kind == "borrowed" else ((), 0)
+
+    def marks_of(name: str, number: int) -> list[Any]:
+        if name in quick:
+            return []
+        return [pytest.mark.slow] if number % 2 == 0 else [pytest.mark.slow, pytest.mark.release]
+
     return [
-        pytest.param(phase, id=name, marks=[] if name in quick or not quick else pytest.mark.slow)
-        for name, phase in table.items()
+        pytest.param(phase, error, id=f"{name}-{error.__name__}", marks=marks_of(name, first + index + number))
+        for index, (name, phase) in enumerate(PHASES.items())
+        for number, error in enumerate(ERRORS)
         if phase.point not in left_out
     ]
 
@@ -695,16 +704,11 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
 
 
 class TestDisturbedProbes:
-    @pytest.mark.parametrize("error", ERRORS)
-    @pytest.mark.parametrize("phase", phases_of("copied", PHASES, "the first trace", "a backward", "an update"))
+    @pytest.mark.parametrize(("phase", "error"), phases_of("copied", "the first trace", "a backward", "an update"))
     def test_of_a_copy(self, phase, error, books):
         check_phase("copied", phase, error, "", books)
 
-    @pytest.mark.parametrize("error", ERRORS)
-    @pytest.mark.parametrize(
-        "phase",
-        phases_of("borrowed", PHASES, "copying the optimizer", "a backward"),
-    )
+    @pytest.mark.parametrize(("phase", "error"), phases_of("borrowed", "copying the optimizer", "a backward"))
     def test_of_a_model_that_cannot_be_copied(self, phase, error, books):
         check_phase("borrowed", phase, error, "", books)
 
@@ -844,10 +848,9 @@ def tune_again(case: Case, number: int) -> None:
     assert (ended is None) == (way in (0, 4)), (way, ended)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("whole_collections")
-@pytest.mark.parametrize("kind", ["copied", "borrowed"])
+@pytest.mark.parametrize("kind", [slow("copied"), for_release("borrowed")])
 def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     monkeypatch.setattr(cpu, "Tracker", Tracker)
     monkeypatch.setattr(tracing, "Tracker", Tracker)

@@ -19,19 +19,12 @@ from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import Bound
 from autosplit.plan.measured_step import bounds_of, faster_devices
-from autosplit.tuning import measure as measuring
 from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
 TWO = "cpu:8MiB,cpu:4MiB"
 CARDS = "sim:RTX3090+RTX2080Ti"
-
-
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    """What is timed is not looked at here."""
-    monkeypatch.setattr(measuring, "TRIAL_BUDGET_S", 0.01)
 
 
 def measure(*workload, **options):

@@ -31,7 +31,7 @@ from autosplit.errors import InputError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.probe import request, stopwatch
+from autosplit.probe import request
 from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
@@ -43,7 +43,7 @@ from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import lone_session, open_session, session
+from autosplit.tuning import open_session, session
 from autosplit.tuning import recall as recalling
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.job import alone
@@ -56,15 +56,6 @@ pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few K
 MIB = 2**20
 OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}
 SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
-
-
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    for module in (lone_session, recalling):
-        for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, 0.01)
-    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeEr
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.plan import Plan
-from autosplit.probe import stopwatch
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
@@ -46,14 +45,6 @@ from autosplit.workload.workload import Workload
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
 KIB, MIB = 2**10, 2**20
-
-
-@pytest.fixture(autouse=True)
-def _short_budgets(monkeypatch):
-    """What is timed is not looked at here."""
-    monkeypatch.setattr(lone_session, "POINT_BUDGET_S", 0.01)
-    monkeypatch.setattr(lone_session, "TRIAL_BUDGET_S", 0.01)
-    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
 def quick(workload, devices, **options) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release, slow
 from noted import kinds
 from ragged_models import RAGGED
 from torch import nn
@@ -21,10 +21,10 @@ FEW = {"max_batch_size": 8, "n_trials": 2, "profile": "off"}
     ("name", "devices"),
     [
         ("graphs", "sim:1xA100-40GB"),
-        ("vision-language", "sim:1xA100-40GB"),
-        # These loop over the samples, and so does each trace, of some hundred samples.
-        slow("detector", "sim:1xA100-40GB"),
-        slow("detr", "cpu:256MiB"),
+        slow("vision-language", "sim:1xA100-40GB"),
+        # These models loop over their samples, so each trace takes seconds. `test_two_devices` tunes one of them.
+        for_release("detector", "sim:1xA100-40GB"),
+        for_release("detr", "cpu:256MiB"),
         slow("graphs", "cpu:256MiB"),
         slow("vision-language", "cpu:256MiB"),
     ],
@@ -35,14 +35,14 @@ def test_one_device(name, devices):
     assert plan.sample_batch_size == 4
 
 
-@pytest.mark.parametrize("name", ["graphs", slow("vision-language"), slow("detr")])
+@pytest.mark.parametrize("name", ["graphs", slow("vision-language"), for_release("detr")])
 def test_ddp(name):
     plan = autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", strategy="ddp", **FEW)
     assert [rank.batch_size for rank in plan.ddp.ranks] == [*plan.split]
     assert min(plan.split) >= 1
 
 
-@pytest.mark.parametrize("name", [slow("detector"), slow("detr")])
+@pytest.mark.parametrize("name", [for_release("detector"), slow("detr")])
 def test_two_devices(name):
     plan = autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", **FEW)
     assert 1 <= plan.batch_size <= 16
@@ -50,7 +50,7 @@ def test_two_devices(name):
     assert plan.checks[0].split_error == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name, ragged in RAGGED.items() if not ragged.is_cut])
+@pytest.mark.parametrize("name", ["graphs", slow("vision-language")])
 def test_two_devices_need_ddp_if_a_batch_cannot_be_cut(name):
     with pytest.raises(WorkloadError, match=r"rows.*cannot be cut trains on one device or with DDP"):
         autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", **FEW)

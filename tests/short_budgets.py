@@ -1,0 +1,33 @@
+"""Shorten the time that a tuning spends on repeating a step, in tests that do not look at the times."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+BUDGETS = {
+    "autosplit.tuning.session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.lone_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.joint_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.measure": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.tuned_lengths": ("TRIAL_BUDGET_S",),
+    "autosplit.tuning.recall": ("STEP_BUDGET_S",),
+    "autosplit.probe.stopwatch": ("DOUBLING_BUDGET_S",),
+}
+"""The names of the budgets in each module that imports them."""
+
+SHORT_S = 0.01
+"""A step is still repeated three times (`MIN_REPEATS`)."""
+
+
+@contextmanager
+def short_budgets() -> Iterator[None]:
+    """Shorten all budgets in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in BUDGETS.items():
+            for name in names:
+                patch.setattr(importlib.import_module(module), name, SHORT_S)
+        yield
