@@ -13,7 +13,7 @@ INTRODUCTION = """# Error codes
 
 `python docs/errors.py` writes this page from the code.
 
-Every error that autosplit raises on purpose is an `autosplit.AutosplitError`. Its `code` names what went wrong. The code
+Every error that autosplit raises on purpose is an `autosplit.AutosplitError`. Its `code` names what went wrong. It
 stays the same if the message is reworded, so compare the code, never the text:
 
     except autosplit.AutosplitError as error:
