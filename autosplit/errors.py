@@ -36,6 +36,10 @@ class InputError(AutosplitError, ValueError):
     """An argument that cannot be used: a batch below 1, a negative reserve, a missing file."""
 
 
+class ArgumentError(InputError, TypeError):
+    """A keyword that a function does not have. The message names the keyword that was meant."""
+
+
 class DeviceError(InputError, RuntimeError):
     """A device that is unknown, absent, or unfit for what was asked of it; a RuntimeError, as nn.DataParallel's are."""
 

@@ -42,7 +42,7 @@ KNOWN_VIOLATIONS = {
 }
 """Imports that break the table, as (module, imported module). Remove a pair when its import is gone."""
 
-IN_THE_ROOT = ("accelerators", "errors", "files", "oom", "rng", "text", "torch_versions", "__main__")
+IN_THE_ROOT = ("accelerators", "errors", "files", "notes", "oom", "rng", "text", "torch_versions", "__main__")
 WITHOUT_TORCH = (
     "errors",
     "text",
@@ -94,8 +94,8 @@ WITHOUT_TORCH = (
     "cli.parser",
     "cli.main",
 )
-MOST_MODULES = 144
-MOST_LINES = 27_500
+MOST_MODULES = 146
+MOST_LINES = 27_800
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "transformers")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autosplit.runtime.memory_tracker import Tracker
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanRecord):
     """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
 

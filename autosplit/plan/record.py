@@ -26,7 +26,7 @@ from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
 from autosplit.solve.trial import Trial
-from autosplit.text import counted_text, printable
+from autosplit.text import counted_text, listed, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -150,7 +150,7 @@ class DdpPlan:
     least_batch: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanRecord:
     """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
 
@@ -283,6 +283,11 @@ class PlanRecord:
             raise PlanError(
                 f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again", code="plan-value"
             )
+
+    def __repr__(self) -> str:
+        """Return the devices and the plan, in two lines."""
+        devices = listed([f"{device.label} {printable(device.name)}" for device in self.devices], 4)
+        return f"<Plan for {devices}:\n {self}>"
 
     def __str__(self) -> str:
         """Return the plan in one line; `autosplit show` prints all of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import size_text
 from autosplit.tuning.assemble import Subject, why_no_ranks
 from autosplit.tuning.job import Job, refuse_waiting
+from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.lone_session import LoneSession
 from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.peers import Failure
@@ -53,10 +54,10 @@ ON_EVERY_RANK = "; call it on every rank (torchrun, or the command autosplit mea
 def measure(
     model_or_workload: Any,
     sample_batch: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
     *,
     split: int | Sequence[int] | None = None,
     accumulation_steps: int = 1,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
     compute_loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
     batch_dim: int = 0,
@@ -67,6 +68,7 @@ def measure(
     reserve: str | float | None = None,
     isolate: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    **unknown: NoReturn,
 ) -> MeasuredStep:
     """Measure an optimizer step of one configuration: its time, each device's memory, and what bounds it.
 
@@ -95,6 +97,7 @@ def measure(
         UserCodeError: The workload's own code raised.
         RankFailedError: In a job, what another rank raised.
     """
+    refuse_unknown(measure, unknown)
     if strategy == "ddp":
         from autosplit.tuning.rank_group import own_part
 

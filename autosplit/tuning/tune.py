@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code
+from autosplit.errors import AutosplitError, UserCodeError, from_user_code
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
@@ -29,6 +29,7 @@ from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
+from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.lone_session import TIMES_DISAGREE
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
@@ -80,8 +81,8 @@ class TuningInterrupted(KeyboardInterrupt):
 def tune(
     model_or_workload: Any,
     sample_batch: Any = None,
-    *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
     compute_loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
     batch_dim: int = 0,
@@ -176,7 +177,7 @@ def tune(
         DoubtfulTimesWarning: The plan's times contradict each other, also where it is remembered.
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
-    _refuse_unknown(unknown)
+    refuse_unknown(tune, unknown)
     if strategy == "ddp":
         from autosplit.tuning.rank_group import own_part
 
@@ -207,21 +208,6 @@ def tune(
         plan = _tuned_ways(asked, source, precision, checkpointing, numbers)
     _warn_of(plan)
     return plan
-
-
-_REPLACED = {"loader": "autosplit.fit_to_loader(plan, loader)"}
-"""Former arguments of `tune`, each with the call that replaces it."""
-
-
-def _refuse_unknown(keywords: Mapping[str, object]) -> None:
-    """Raise InputError for a former argument of `tune`, and TypeError for any other unknown keyword."""
-    for name in keywords:
-        if name in _REPLACED:
-            raise InputError(
-                f"{name}= is no longer an argument of tune(). Use {_REPLACED[name]} with the plan.",
-                code="argument-removed",
-            )
-        raise TypeError(f"tune() got an unexpected keyword argument {name!r}")
 
 
 def _warn_of(plan: Plan) -> None:

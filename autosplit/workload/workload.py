@@ -84,8 +84,8 @@ class Workload:
 
     model: nn.Module | ModelFactory | Sequence[nn.Module] | Mapping[str, nn.Module]
     sample_batch: Any
-    _: KW_ONLY
     loss_fn: Callable[[Any, Any], Tensor] | None = None
+    _: KW_ONLY
     compute_loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[Any, Any, Any], Any] | None = None
     optimizer: Any = None

@@ -130,6 +130,13 @@ class TestWhatIsNoPlan:
         assert str(caught.value).startswith("plan.json is not a plan")
         assert "\n" not in str(caught.value)
 
+    def test_its_repr_has_two_lines(self):
+        """The repr had 5,746 characters, which a notebook printed after every call."""
+        lines = repr(PLAN).split("\n")
+        assert len(lines) == 2
+        assert all(device.label in lines[0] for device in PLAN.devices)
+        assert str(PLAN) in lines[1]
+
     def test_a_file_of_version_1_has_notes_without_kinds(self):
         plain = {**PLAN.to_dict(), "schema_version": 1, "notes": ["a note"]}
         plain["devices"][0]["ceiling"]["notes"] = ["a note on a ceiling"]

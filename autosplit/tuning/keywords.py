@@ -1,0 +1,43 @@
+"""Refuse unknown keywords of `tune` and `measure`, and name the keyword that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+from autosplit.errors import ArgumentError
+from autosplit.workload.workload import Workload
+
+_BATCH = "effective_batch_size (samples per optimizer step) or max_batch_size (samples per forward)"
+
+_MEANT = {
+    **dict.fromkeys(("batch_size", "bs", "train_batch_size", "per_device_train_batch_size"), _BATCH),
+    **dict.fromkeys(("total_batch_size", "global_batch_size", "target_batch_size"), "effective_batch_size"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "effective_batch_size"),
+    **dict.fromkeys(("criterion", "loss", "loss_function"), "loss_fn"),
+    **dict.fromkeys(("gpu", "gpus", "device", "device_ids"), "devices"),
+    **dict.fromkeys(("optim", "optimiser"), "optimizer"),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision", "fp16", "bf16"), "precision"),
+    **dict.fromkeys(("trials", "num_trials"), "n_trials"),
+    **dict.fromkeys(("timeout", "timeout_s", "time_limit"), "time_limit_s"),
+    **dict.fromkeys(("batch", "data", "sample"), "sample_batch"),
+    **dict.fromkeys(("loader", "dataloader", "train_loader"), "autosplit.fit_to_loader(plan, loader) with the plan"),
+}
+"""Keywords of other tools, and of older versions, with what to use instead."""
+
+
+def refuse_unknown(call: Callable[..., Any], given: Iterable[str]) -> None:
+    """Raise ArgumentError for the first of some keywords that a function does not have."""
+    for name in given:
+        known = [one for one in inspect.signature(call).parameters if one != "unknown"]
+        close = difflib.get_close_matches(name, known, 1)
+        if name in (field.name for field in fields(Workload)):
+            advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"
+        elif name in _MEANT and _MEANT[name] != name:
+            advice = f"Use {_MEANT[name]}"
+        else:
+            advice = f"Use {close[0]}" if close else f"It has {', '.join(known)}"
+        raise ArgumentError(f"{name}= is not an argument of {call.__name__}(). {advice}.", code="argument-unknown")

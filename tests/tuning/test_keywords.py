@@ -1,0 +1,62 @@
+"""A keyword that `tune` and `measure` do not have is answered with the one that was meant."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from raised import raises
+from torch import nn
+
+import autosplit
+from autosplit.errors import ArgumentError
+from autosplit.tuning.keywords import _MEANT
+
+MODEL = nn.Linear(4, 2)
+BATCH = (torch.zeros(8, 4), torch.zeros(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "meant"),
+    [
+        (
+            "batch_size",
+            "Use effective_batch_size (samples per optimizer step) or max_batch_size (samples per forward).",
+        ),
+        ("criterion", "Use loss_fn."),
+        ("gpus", "Use devices."),
+        ("mixed_precision", "Use precision."),
+        ("reserved", "Use reserve."),
+        ("n_trial", "Use n_trials."),
+        ("loss_reduction", "pass Workload(model, sample_batch, loss_reduction=...)."),
+        ("accumulation_steps", "Use effective_batch_size."),
+    ],
+)
+def test_tune_names_the_keyword_that_was_meant(keyword, meant):
+    with raises(ArgumentError, "argument-unknown", f"{keyword}= is not an argument of tune().", meant):
+        autosplit.tune(MODEL, BATCH, **{keyword: 4})
+
+
+def test_measure_names_it_too():
+    with raises(TypeError, "argument-unknown", "gpus= is not an argument of measure(). Use devices."):
+        autosplit.measure(MODEL, BATCH, gpus=2)
+
+
+def test_what_resembles_nothing_gets_the_list():
+    with raises(ArgumentError, "argument-unknown", "It has model_or_workload, sample_batch, loss_fn"):
+        autosplit.tune(MODEL, BATCH, xyzzy=2)
+
+
+def test_the_table_names_keywords_that_exist():
+    known = {*inspect.signature(autosplit.tune).parameters}
+    assert [
+        meant for meant in _MEANT.values() if meant.split("(")[0].split()[0] not in known | {"autosplit.fit_to_loader"}
+    ] == []
+
+
+def test_the_loss_is_the_third_argument():
+    loss = nn.MSELoss()
+    assert autosplit.Workload(MODEL, BATCH, loss).loss_fn is loss
+    for call in (autosplit.tune, autosplit.measure):
+        assert [*inspect.signature(call).parameters][:3] == ["model_or_workload", "sample_batch", "loss_fn"]
