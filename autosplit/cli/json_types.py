@@ -1,4 +1,4 @@
-"""What each command prints with ``--json``. docs/json.md and docs/json-schema.json are made from these types."""
+"""Types of the answers with ``--json``. docs/json.md and docs/json-schema.json are made from them."""
 
 from __future__ import annotations
 

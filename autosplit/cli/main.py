@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         before = _INTERRUPTED_BEFORE.get(words[0], "there was any plan")
         return failed(f"interrupted before {before}; run it again", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        sent_nowhere(sys.stdout)  # the reader, such as `head`, has seen enough
+        sent_nowhere(sys.stdout)  # the reader, such as `head`, closed the pipe
         return 0
     except OSError as error:
         if (message := _users_to_fix(error)) is None:
@@ -73,15 +73,15 @@ def _users_to_fix(error: OSError) -> str | None:
 
 
 def run() -> NoReturn:
-    """Run this process's command line, and exit; a second Ctrl-C ends it at once, with the same exit code."""
+    """Run the command line of this process and exit. A second Ctrl-C exits at once, with the same exit code."""
     streams_made_fit()
     if sys.argv[1:2] in (["show"], ["profiles"]):
-        gc.disable()  # what is made is kept to the end, which comes soon: looking for garbage is a tenth of the time
-    # torchrun passes on what its processes may have had themselves.
+        gc.disable()  # these commands end soon and keep their objects: collection takes a tenth of their time
+    # A rank may get one Ctrl-C twice: from the terminal and from torchrun.
     leaves_at_the_second(_left, first=bars_say_it_stops, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
         code = main()
-    except KeyboardInterrupt:  # while the first was being told of
+    except KeyboardInterrupt:  # during the message about the first Ctrl-C
         code = EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -89,7 +89,7 @@ def run() -> NoReturn:
 
 
 def _left() -> int:
-    """Leave a terminal as it was found, and return what to exit with."""
+    """Restore the terminal, and return the exit code."""
     exit_code = reported(EXIT_INTERRUPTED)
     restored_terminal()
     return exit_code
