@@ -73,7 +73,7 @@ def _users_to_fix(error: OSError) -> str | None:
 
 
 def run() -> NoReturn:
-    """Run the command line of this process and exit. A second Ctrl-C ends the process at once, with the same code."""
+    """Run the command line of this process and exit. A second Ctrl-C exits at once, with the same exit code."""
     streams_made_fit()
     if sys.argv[1:2] in (["show"], ["profiles"]):
         gc.disable()  # these commands end soon and keep their objects: collection takes a tenth of their time
