@@ -214,7 +214,9 @@ def _refuse_unknown(keywords: Mapping[str, object]) -> None:
     """Raise InputError for a former argument of `tune`, and TypeError for any other unknown keyword."""
     for name in keywords:
         if name in _REPLACED:
-            raise InputError(f"{name}= is no longer an argument of tune(). Use {_REPLACED[name]} with the plan.")
+            raise InputError(
+                f"{name}= is no longer an argument of tune(). Call {_REPLACED[name]} with the plan that tune() returns."
+            )
         raise TypeError(f"tune() got an unexpected keyword argument {name!r}")
 
 

@@ -160,7 +160,7 @@ def test_a_measured_loader_is_not_measured_again(plan):
 
 def test_the_old_keyword_names_the_new_function(monkeypatch):
     monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
-    with pytest.raises(InputError, match=r"loader= is no longer .* Use autosplit\.fit_to_loader\(plan, loader\)"):
+    with pytest.raises(InputError, match=r"loader= is no longer .* Call autosplit\.fit_to_loader\(plan, loader\)"):
         tuned("cpu", loader=DataLoader([torch.zeros(1)]))
     with pytest.raises(TypeError, match=r"tune\(\) got an unexpected keyword argument 'loaders'"):
         tuned("cpu", loaders=[])
