@@ -99,7 +99,15 @@ def run_ranks(
     return [torch.load(path) if path.exists() else {} for path in (folder / f"{r}.pt" for r in range(world_size))]
 
 
-def run_ranks_once(factory: pytest.TempPathFactory, module: str, table: str, world_size: int, *, limit_s: float) -> Any:
+def run_ranks_once(
+    factory: pytest.TempPathFactory,
+    module: str,
+    table: str,
+    world_size: int,
+    *,
+    limit_s: float,
+    preload: tuple[str, ...] = (),
+) -> Any:
     """Run the scenarios of a table once per test session, whichever worker comes first, and return what they found.
 
     pytest-xdist moves tests between its workers, so each worker may need the results. The others wait at a lock.
@@ -112,7 +120,7 @@ def run_ranks_once(factory: pytest.TempPathFactory, module: str, table: str, wor
     results = folder / "results.pt"
     with FileLock(folder / "lock"):
         if not results.exists():
-            torch.save(run_ranks(module, table, world_size, folder, limit_s=limit_s), results)
+            torch.save(run_ranks(module, table, world_size, folder, limit_s=limit_s, preload=preload), results)
     return torch.load(results, weights_only=False)
 
 

@@ -12,7 +12,7 @@ import torch
 from ddp_jobs import make_plan, weights
 from faults import Faults, Network
 from marks import FOR_RELEASE
-from ranks import found_by, run_ranks
+from ranks import found_by, run_ranks_once
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,7 +123,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(__name__, "SCENARIOS", 3, tmp_path_factory.mktemp("cuts"), limit_s=400)
+    return run_ranks_once(tmp_path_factory, __name__, "SCENARIOS", 3, limit_s=400)
 
 
 @pytest.mark.parametrize("effective", [16, 40])

@@ -20,7 +20,7 @@ import torch
 from faults import Faults, runs_out
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plans import simulated_plan
-from ranks import found_by, run_ranks
+from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -225,7 +225,7 @@ RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} |
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_ranks(__name__, "TWO", 2, tmp_path_factory.mktemp("two"), limit_s=280, preload=PRELOAD)
+    return run_ranks_once(tmp_path_factory, __name__, "TWO", 2, limit_s=280, preload=PRELOAD)
 
 
 @pytest.mark.slow
