@@ -69,7 +69,7 @@ def page() -> str:
 
 def _cell(text: str) -> str:
     text = text.replace("{...}{...}", "{...}").replace("\n", " ")
-    for character in "\\|*_`<>[]":
+    for character in "\\|*_`<>[]()":
         text = text.replace(character, f"\\{character}")
     return text
 

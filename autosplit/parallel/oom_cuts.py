@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import InputError, advise
+from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.rng import RngState
@@ -80,7 +81,7 @@ class Cuts:
     dim: int = 0
     least: int = 1
     count: Count | None = None
-    note: Callable[[str], None] | None = None
+    note: Callable[[Note], None] | None = None
     lowers: bool = True
     most_samples: int | None = field(default=None, init=False)
     count_cut: int = field(default=0, init=False)
@@ -137,10 +138,11 @@ class Cuts:
         is_first = self.most_samples is None
         self.most_samples = min(most_samples, self.most_samples or most_samples)
         if is_first and self.note is not None:
-            self.note(
+            text = (
                 f"in training, micro-batches of {max(self._failures)} samples ran out of memory and were cut to "
-                f"{most_samples}: tune again with samples as large as those of the training"
+                f"{most_samples} samples; tune again with samples as large as those of the training"
             )
+            self.note(Note("cut-in-training", text))
 
     def _cut(self, part: Part, samples: int, ends: list[int]) -> list[Part]:
         sizes = tuple(end - begin for begin, end in itertools.pairwise(ends))

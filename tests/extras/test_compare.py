@@ -567,7 +567,7 @@ def test_simulated_machines_are_compared_and_remembered(script, capsys):
     assert too_small["misfit"]["needed_bytes"] > too_small["misfit"]["capacity_bytes"] == 1024
     assert main(["tune", "train.py", "--devices", "sim:L4", "--max-batch-size", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert "from the profile" in plan["notes"][0]  # what the comparison found is what tune has
+    assert plan["notes"][0]["kind"] == "from-profile"  # what the comparison found is what tune has
     assert plan["samples_per_s"] == fits["samples_per_s"]
 
 

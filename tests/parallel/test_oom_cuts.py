@@ -83,7 +83,7 @@ class TestTheSameTraining:
         assert cuts.most_samples in (2, 3)
         assert cuts.count_cut < 20
         assert len(noted) == 1
-        assert noted[0].startswith("in training, micro-batches of 6 samples ran out of memory and were cut to ")
+        assert noted[0].text.startswith("in training, micro-batches of 6 samples ran out of memory and were cut to ")
 
 
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
@@ -219,9 +219,8 @@ class TestPlan:
         )
         assert not silent
         (note,) = Plan.load(tmp_path / "plan.json").notes
-        assert note.startswith(
-            "in training, micro-batches of 6 samples ran out of memory and were cut to 3: tune again"
-        )
+        assert note.kind == "cut-in-training"
+        assert "6 samples ran out of memory and were cut to 3 samples" in note.text
 
     def test_budgets_that_are_enforced_are_kept(self):
         """Real errors of a device that really is full: the batch is larger than what was tuned with."""

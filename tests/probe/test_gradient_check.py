@@ -747,8 +747,9 @@ def test_too_few_samples_are_refused_and_made_where_they_can_be():
         check(workload)
     found, notes = checks_for(workload)
     assert found == ()
-    assert "was not run: WorkloadError: the sample batch has 3 samples" in notes[0]
-    assert notes[0].endswith("; autosplit check FILE (autosplit.check(workload)) runs it")
+    assert notes[0].kind == "not-checked"
+    assert "was not run: WorkloadError: the sample batch has 3 samples" in notes[0].text
+    assert notes[0].text.endswith("; autosplit check FILE (autosplit.check(workload)) runs it")
     only_gradient(check(replace(workload, make_batch=lambda n: (torch.randn(n, 4), torch.randint(0, 3, (n,))))))
 
 
@@ -774,7 +775,8 @@ def test_the_users_own_errors_show_where():
         check(classified(nn.Linear(4, 3), loss_fn=broken))
     assert any("in broken" in frame for frame in caught.value.frames)
     _, notes = checks_for(classified(nn.Linear(4, 3), loss_fn=broken))
-    assert "in the loss" in notes[0]
+    assert notes[0].kind == "not-checked"
+    assert "in the loss" in notes[0].text
 
 
 def test_a_function_that_returns_a_workload_is_taken():
@@ -787,7 +789,8 @@ def test_models_without_memory_are_not_checked():
     for without in (workload, replace(mlp(), model=nn.Linear(64, 10, device="meta"))):
         found, notes = checks_for(without)
         assert found == ()
-        assert "built on the meta device" in notes[0]
+        assert notes[0].kind == "not-checked"
+    assert "built on the meta device" in notes[0].text
 
 
 def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
@@ -797,7 +800,8 @@ def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
     for workload in (mlp(), factory):
         found, notes = checks_for(workload)
         assert found == ()
-        assert "over a quarter of this machine's available memory" in notes[0]
+        assert notes[0].kind == "not-checked"
+    assert "over a quarter of this machine's available memory" in notes[0].text
     assert len(called) == 1  # under fake tensors, and never for real
 
 
@@ -805,7 +809,8 @@ def test_what_takes_too_long_is_not_checked(monkeypatch):
     monkeypatch.setattr(checks, "FIRST_S", 0.0)
     found, notes = checks_for(mlp())
     assert found == ()
-    assert "took over 0 s" in notes[0]
+    assert notes[0].kind == "not-checked"
+    assert "took over 0 s" in notes[0].text
 
 
 def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
@@ -824,7 +829,8 @@ def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
     monkeypatch.setattr(checks, "FIRST_S", 0.02)
     _, notes = checks_for(classified(Restoring(4, 3), 4))
     assert torch.is_grad_enabled()
-    assert "took over 0.02 s" in notes[0]
+    assert notes[0].kind == "not-checked"
+    assert "took over 0.02 s" in notes[0].text
     assert len(restored) == 1, "a clean-up runs to its end"
 
 

@@ -213,7 +213,7 @@ class TestTune:
     def test_is_answered_by_its_profile_the_second_time(self, run, folder):
         ran = run(*TUNE, "--json")
         assert ran.code == 0
-        assert "from the profile" in json.loads(ran.out)["notes"][0]
+        assert json.loads(ran.out)["notes"][0]["kind"] == "from-profile"
         assert Plan.from_json(ran.out).split == Plan.load(folder / "best" / "plan.json").split
 
     def test_its_profile_is_listed_and_shown(self, run, folder):
@@ -233,7 +233,7 @@ class TestTune:
         profile.write_text("{")
         ran = run(*TUNE, "--json")
         assert ran.code == 0
-        assert f"{profile} is ignored: it is not a plan" in json.loads(ran.out)["notes"][0]
+        assert f"{profile} is ignored: it is not a plan" in json.loads(ran.out)["notes"][0]["text"]
         assert Plan.load(profile).simulated
 
 
