@@ -465,7 +465,7 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     assert source.keywords == {"seq_len": 8, "task": "causal-lm"}
     assert "\nbatch_size " in out
     model = 'lambda: autosplit.workload_from_name("hf:model", seq_len=8, task="causal-lm")'
-    assert f'plan = autosplit.tune({model}, profile="off", devices="cpu:1GiB", max_batch_size=4)\n' in out
+    assert f'plan = autosplit.tune({model}, devices="cpu:1GiB", profile="off", max_batch_size=4)\n' in out
 
 
 @pytest.mark.slow
