@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from noted import noted
 import json
 import os
 import re
