@@ -113,6 +113,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_the_holder_alone(lock):
 def test_threads_of_one_process_take_turns_and_one_does_not_wait_for_itself(lock):
     at_once, most = 0, 0
     told: list[str] = []
+    held = threading.Event()
 
     def work() -> None:
         nonlocal at_once, most
@@ -124,12 +125,15 @@ def test_threads_of_one_process_take_turns_and_one_does_not_wait_for_itself(lock
                 assert inner.trouble == "this thread tunes the same already"
             at_once += 1
             most = max(most, at_once)
-            while not told:  # the first one goes on once another waits for it
+            held.set()
+            while len(told) < 2:  # the first thread continues when both others wait for it
                 time.sleep(0.01)
             at_once -= 1
 
     threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
+    threads[0].start()
+    held.wait()  # its name is in the file now
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join()
