@@ -131,12 +131,12 @@ class Child:
         self.start()
         if self._is_ready:
             return
-        if self._waiting is not None:
-            self._hand_over()
         try:
+            if self._waiting is not None:
+                self._hand_over()
             self._result(limit_s)
         except BaseException:
-            self.end()  # without an object there is nothing to go on with
+            self.end()  # the process has no object, so it is of no use
             raise
         self._is_ready = True
 
@@ -149,9 +149,9 @@ class Child:
         Raises:
             ChildLostError: The process ended, or was ended, without an answer.
         """
+        data = pickle.dumps((name, args))
         self.get_ready()
-        self._send(pickle.dumps((name, args)))
-        return self._result(limit_s)
+        return self._result(limit_s, data)
 
     def close(self) -> None:
         """Let the process stop by itself if it is waiting, end it otherwise."""
@@ -188,11 +188,15 @@ class Child:
         with suppress(OSError):  # a reader that is gone is found where its answer is missed
             self._pipe.send_bytes(data)
 
-    def _result(self, limit_s: float) -> Any:
+    def _result(self, limit_s: float, data: bytes | None = None) -> Any:
+        """Send a call, if any, and return its result."""
         try:
+            if data is not None:
+                self._send(data)
             kind, value = self._answer(limit_s)
         except BaseException:
-            self.end()  # it is lost, or amid a call: Ctrl-C leaves it there
+            # The process is lost, or runs the call. Ctrl-C may come as soon as the call is sent.
+            self.end()
             raise
         if kind == "raised":
             raise _decoded(*value)

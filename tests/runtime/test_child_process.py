@@ -254,7 +254,24 @@ def test_ctrl_c_ends_it(child, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         child.call("hang_after", str(hangs))
     presses.join()
-    until(lambda: not is_there(pid))
+    assert not is_there(pid)
+    assert child.call("add", 1, 1) == 2
+
+
+@POSIX
+def test_ctrl_c_just_after_a_call_was_sent_ends_it(child, tmp_path, monkeypatch):
+    """The process ran the call on, and answered the next one with its result."""
+    pid, send = child.call("pids")[0], child._send
+
+    def send_and_press(data):
+        send(data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "_send", send_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        child.call("hang_after", str(tmp_path / "hangs"))
+    monkeypatch.undo()
+    assert not is_there(pid)
     assert child.call("add", 1, 1) == 2
 
 
