@@ -80,15 +80,15 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
 def silence(gradient: Tensor) -> Tensor:
     """Replace NaN and infinities in a gradient by 0.
 
-    In a model with SyncBatchNorms, samples of weight 0 still affect the statistics of the other samples, so their
-    gradient need not be 0. But a mean over no labels is 0/0, which makes it NaN.
+    In a model with SyncBatchNorms, samples of weight 0 affect the statistics of the other samples. So their gradient
+    need not be 0. But a mean over no labels is 0/0, which makes the gradient NaN.
     """
     return gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager
 def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Make the parameters' gradients 0 in the backwards in the block, also if the loss is NaN (0/0 for no labels).
+    """Make the parameters' gradients 0 in every backward in the block, even if the loss is NaN (0/0 without labels).
 
     With SyncBatchNorms only NaN and infinities become 0, see `silence`.
     """

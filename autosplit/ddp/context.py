@@ -135,8 +135,8 @@ class Context(CheckpointMethods):
 
         Args:
             model: The same model on every rank. Rank 0's weights and buffers are first sent to the others. If the model
-                is on the meta device, initialise it after this call with `to_empty` and your own code, equally on all
-                ranks.
+                is on the meta device, initialise it after this call, with `to_empty` and your own code. The values must
+                be equal on all ranks.
             layers: The modules whose parameters are gathered together: a class, a tuple of classes, or a function that
                 returns True for them. The other parameters are one more group. Default: the whole model is one group.
             **kwargs: Options of fully_shard: `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh` and so on.
@@ -176,9 +176,9 @@ class Context(CheckpointMethods):
         """Return a batch sampler that yields this rank's part of every micro-batch.
 
         All ranks draw the same order. Every sample is yielded once per epoch, on one rank. Every rank gets equally many
-        micro-batches. A smaller last step is split in nearly the same proportions. No rank that has more samples of a
-        full micro-batch gets a single sample if avoidable, because a BatchNorm cannot train on one. A rank without
-        samples runs one or two samples with weight 0, which do not change BatchNorm statistics.
+        micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on
+        a rank that has more of a full micro-batch, because a BatchNorm cannot train on one. A rank without samples runs
+        one or two samples with weight 0, which do not change BatchNorm statistics.
 
         Args:
             num_samples: The length of the data set, the same on every rank.
@@ -269,9 +269,9 @@ class Context(CheckpointMethods):
                 micro-batch then has the weight 1. With several micro-batches also pass `count`, which returns that
                 number. ``"sample"`` if the loss is the rank's own mean. Default: ``"sample"``, but an error if the
                 ranks run a collective between the forward and the first backward.
-            on_oom: With ``"cut"`` on every rank, a micro-batch that runs out of memory in ``with step.attempt():`` is
-                run again in two parts, while the other ranks wait. See `Plan.steps` and `OptimizerStep.attempt`. The
-                ranks' gradients are then averaged after the last backward, not in it.
+            on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
+                ``with step.attempt():``. The other ranks wait. The ranks' gradients are then averaged after the last
+                backward, not in it. See `Plan.steps` and `OptimizerStep.attempt`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
                 micro-batches of all ranks. See `Plan.steps`. The ranks exchange three numbers per step.
 

@@ -1,7 +1,8 @@
 """Choose this rank's device and the backend of the process group.
 
-The device is the GPU that the plan names, at whatever index it is now, or a GPU of the same name on another machine.
-Names and UUIDs are read from the driver. This creates no CUDA context, so a rank has a context only on its own GPU.
+The device is the GPU that the plan names, even if its index has changed. On another machine it is a GPU of the same
+name. Names and UUIDs are read from the driver. This creates no CUDA context, so a rank has a context only on its own
+GPU.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def plan_for_job(
     """Return the plan of a job, and its file or None.
 
     The plan is the given plan, or the plan in the file that the environment variable names. Otherwise it is the only
-    plan in the cache that this machine can use, with a rank for each of the `world_size` processes.
+    plan in the cache that fits this machine and the `world_size` processes.
     """
     path: Path | None = None
     if isinstance(profile, Plan):

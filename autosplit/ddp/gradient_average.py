@@ -1,8 +1,8 @@
 """Average the ranks' gradients after the last backward of a step, and not in it, for ``on_oom="cut"``.
 
-DistributedDataParallel sends its buckets in the last backward. If a rank ran out of memory there and ran the
-micro-batch again in parts, the other ranks would wait forever, or receive some buckets twice. So the ranks send nothing
-in a backward. The cost is that communication does not overlap with the backward.
+DistributedDataParallel sends its buckets in the last backward. A rank may run out of memory there and run the
+micro-batch again in parts. The other ranks would then wait forever, or receive some buckets twice. So the ranks send
+nothing in a backward. The cost is that communication does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 def has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
     """Return whether the next backward must synchronise gradients, because the model has static_graph=True.
 
-    With static_graph, DDP learns the graph in the first backward. If that does not synchronise, DDP raises an error
-    ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13), or silently never sends a gradient (PyTorch #143580,
-    #187732). One more synchronisation does not change the sum of the gradients.
+    With static_graph, DDP learns the graph in the first backward. If that backward does not synchronise, DDP fails in
+    one of two ways. It raises "expect_autograd_hooks_ INTERNAL ASSERT FAILED" (torch 2.13), or it silently never sends
+    a gradient (PyTorch #143580, #187732). One more synchronisation does not change the sum of the gradients.
     """
     return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")

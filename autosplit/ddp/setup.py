@@ -29,7 +29,7 @@ from autosplit.plan.torchrun import PLAN_VARIABLE
 
 @contextmanager
 def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Context]:
-    """Join the DDP job as the rank that torchrun or Slurm gave this process, with the plan's settings for that rank.
+    """Join the DDP job as the rank that torchrun or Slurm gave this process, with the plan's settings.
 
         with autosplit.ddp.setup("plan.json") as ctx:  # torchrun --nproc-per-node 2 train.py
             model = ctx.wrap(model)
@@ -43,10 +43,10 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     If a rank leaves by an exception (other than `sys.exit(0)`), it notifies the others. They notice a killed rank at
     once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
     RankFailedError. A process that has not left within 10 s is killed, with the reason on stderr and exit code 1.
-    For this, each rank has a connection to rank 0, on a port that the system chooses, until rank 0 leaves.
-    A message on stderr names a stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. The other
-    ranks keep waiting for both. An existing group is watched, too. If it uses gloo and the failed rank is still alive,
-    the collectives of the other ranks cannot be aborted, so these ranks are killed.
+    For this, each rank has a connection to rank 0 until rank 0 leaves. The system chooses the port. A message on stderr
+    names a stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. The other ranks wait for both.
+    An existing group is watched, too. If it uses gloo and the failed rank is alive, the other ranks' collectives cannot
+    be aborted, so these ranks are killed.
 
     Args:
         profile: A plan, or a file that `Plan.save` wrote. None for the file in the environment variable

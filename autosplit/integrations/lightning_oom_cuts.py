@@ -4,9 +4,9 @@
     trainer = lightning.Trainer(callbacks=[Shares(on_oom="cut")], ...)
 
 Lightning calls the training step and then its backward, and offers no hook to run both again. So the training step
-here also runs the backward, in parts if necessary, and returns a loss whose backward does nothing. The processes
+here also runs the backward, in parts if necessary. It returns a loss whose backward does nothing. The processes
 average their gradients after the last micro-batch of an optimizer step. Gradients are cleared before the first
-micro-batch of a step, because Lightning clears them only after the training step, which would delete the new gradients.
+micro-batch of a step. Lightning clears them only after the training step, which would delete the new gradients.
 """
 
 from __future__ import annotations

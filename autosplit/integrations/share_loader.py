@@ -1,8 +1,8 @@
 """Rebuild a library's loader around a batch sampler that yields one process's part of every micro-batch.
 
-If this process has no samples of a micro-batch, it has to run one with weight 0, because the ranks reduce their
-gradients in it. transformers' Trainer draws batches itself, so each batch contains its number of samples, which is 0 in
-this case. The number stays with the batch in worker processes, and when the Trainer skips batches to resume.
+A process without samples in a micro-batch still runs a sample, with weight 0, because the ranks reduce their gradients
+there. transformers' Trainer draws batches itself, so each batch contains its number of samples, which is 0 in this
+case. The number stays with the batch in worker processes, and when the Trainer skips batches to resume.
 """
 
 from __future__ import annotations

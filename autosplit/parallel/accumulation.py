@@ -1,7 +1,7 @@
 """Tell wrappers which micro-step of an optimizer step is running.
 
-`plan.steps` does not know the model, so it publishes the running optimizer step here, and a wrapper that keeps
-replicas reads it. The step is published while the loop body runs. An exception or a `break` in the body ends it, too.
+`plan.steps` does not know the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
+reads it. The step is published while the loop body runs. An exception or a `break` in the body ends it, too.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Accumulation:
         try:
             yield
         finally:
-            # Remove only this step. Resetting by token or restoring the old value would break: two interleaved loops
-            # do not end in reverse order, and a generator may be closed in another context than it was started in.
+            # Remove only this step. A reset by token, or to the old value, would fail in two cases. Two interleaved
+            # loops do not end in reverse order. And a generator may be closed in another context than its start.
             _running.set(tuple(other for other in _running.get() if other is not self))
 
 
@@ -80,7 +80,7 @@ class WatchedParameter:
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
-        """Find the parameter that is the fewest operations away from the loss; None if it is more than 200 away."""
+        """Find the parameter that is the fewest operations away from the loss. Search at most 200 graph nodes."""
         nodes: list[Any] = [loss.grad_fn]
         for node in itertools.islice(nodes, 200):  # the list grows in the loop, which gives breadth-first order
             if type(node).__name__ == "AccumulateGrad":

@@ -43,7 +43,7 @@ class AwaitedUpdate:
 
         Args:
             before: `updates_so_far` before the backward, because an optimizer may step in a hook of the backward.
-            watched: The parameter nearest to the loss; None if it was not found.
+            watched: The parameter nearest to the loss, or None if it was not found.
         """
         self._before, self._watched = before, watched
 

@@ -66,8 +66,8 @@ class RankSlice:
         """Return this rank's part of a micro-batch.
 
         A rank without samples gets the first sample of the micro-batch, with weight 0. It still has to run the forward
-        and the backward, because DDP synchronises the gradients there. If the rank has two or more samples of a full
-        micro-batch, it gets two samples, because a BatchNorm may not train on a single sample.
+        and the backward, because DDP synchronises the gradients there. A rank with two or more samples of a full
+        micro-batch gets two samples. A BatchNorm may not train on a single sample.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)

@@ -15,8 +15,8 @@ Two devices ran 2 samples each. Their outputs are joined as follows.
     another tensor                               WorkloadError: it has neither rows for its samples nor one value
 
 A list of 2 items has one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
-the lengths show which of the two it is, and `SeenOutputs` remembers it. Otherwise the types of the items decide. If
-they leave a doubt, `Gathering` warns or raises an error.
+the lengths decide, and `SeenOutputs` remembers the result. Otherwise the types of the items decide. If they leave a
+doubt, `Gathering` warns or raises an error.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class Gathering:
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
-        # A mean over no labels is NaN, and NaN * 0 is NaN, so replace the loss of a replica with weight 0 by zeros. If
+        # A mean over no labels is NaN, and NaN * 0 is NaN. So replace the loss of a replica with weight 0 by zeros. If
         # the weight is on the CPU, drop the replica from the graph, too, because its backward divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)

@@ -33,8 +33,9 @@ class Reading:
     """Describe the loss that the graph shows.
 
     Attributes:
-        kind: ``"sum"``, ``"unknown"``, or the divisor of the mean: the samples, the weights of the labels, the labels
-            that are not ignored, or a number of elements that is not a multiple of the samples.
+        kind: ``"sum"``, ``"unknown"``, or the divisor of a mean. ``"weights"`` are the weights of the labels.
+            ``"labels"`` are the labels that are not ignored. ``"elements"`` is a number that is not a multiple of the
+            samples.
         text: A description of the loss for messages.
     """
 

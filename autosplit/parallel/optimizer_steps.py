@@ -352,9 +352,9 @@ def steps(
     """Yield the optimizer steps of one epoch of a loader. See `Plan.steps`.
 
     If the loader has a `ScheduledBatchSampler`, its schedule gives the sizes, and batches are not examined. With other
-    loaders, the batches of a step are buffered until they have `effective_batch_size` samples or the loader ends,
-    because the weights depend on the total. The last batch may exceed it and is not cut. If `count` is given, a step
-    of such a loader has ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches.
+    loaders, the batches of a step are buffered until they have `effective_batch_size` samples or the loader ends. The
+    weights depend on the total. The last batch may exceed it and is not cut. If `count` is given, a step of such a
+    loader has ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches.
 
     Args:
         over_ranks: Sums each number of a list over the ranks. Needed for `count` if the loader yields one rank's part.

@@ -324,7 +324,7 @@ class KeptReplicas:
         if not tensor.requires_grad:
             return leaf.detach()
         copied: Tensor = _Copy.apply(self._copies, device, tensor, leaf)  # type: ignore[no-untyped-call]
-        # Autograd runs old nodes last. This node is older than the forward's nodes, so without `run_early` all
+        # Autograd runs old nodes last, and this node is older than the forward's nodes. Without `run_early`, all
         # gradients would stay in memory until the end of the backward.
         run_early(copied.grad_fn)
         return copied

@@ -50,10 +50,10 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 class _Broadcast(torch.autograd.Function):
     """Broadcast parameters from device 0 to each active device. One autograd node reduces all gradients.
 
-    No gradient reaches `.grad` before all replicas have finished. Until then, memory holds the sum in addition to the
-    first replica's gradients, and to `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast). If a
-    replica has no gradient, torch's node fills in zeros. This node does not, so an unused parameter keeps
-    `grad=None` and a sparse gradient stays sparse.
+    No gradient reaches `.grad` before all replicas have finished. Until then, the sum needs memory in addition to the
+    first replica's gradients. While accumulating, it also needs memory in addition to `.grad` (torch
+    nn/parallel/_functions.py, Broadcast). If a replica has no gradient, torch's node fills in zeros. This node does
+    not, so an unused parameter keeps `grad=None` and a sparse gradient stays sparse.
     """
 
     @staticmethod

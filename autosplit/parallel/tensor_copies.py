@@ -37,7 +37,7 @@ class Copies:
         return transfer(tensor, device, 0, "gradient")
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-        """Copy tensors from device 0 to each device. Return, for each tensor, its copies; device 0 gets a view."""
+        """Copy tensors from device 0 to each device. Return the list of copies of each tensor. Device 0 gets a view."""
         return [
             [
                 tensor.view_as(tensor) if device == 0 else self.copy(tensor.detach(), device, "parameter")

@@ -18,9 +18,9 @@ class TokenBatchSampler(ScheduledBatchSampler):
     """Yield batches of samples of similar length. Each has as many samples as fit on the devices at its length.
 
     Every sample is yielded once per epoch. With an effective batch size, each optimizer step has the same samples as
-    with the plan's `batch_sampler`, but sorts them by length and cuts them differently. Without an effective batch
-    size, every batch is an optimizer step, so steps differ in their number of samples. The longest sample of a batch
-    comes first. Devices or ranks get their samples in that order.
+    with the plan's `batch_sampler`. But the samples are sorted by length, and the batches differ. Without an effective
+    batch size, every batch is an optimizer step, so steps differ in their number of samples. The longest sample of a
+    batch comes first. Devices or ranks get their samples in that order.
 
     Args:
         lengths: The length of each sample of the data set, in the unit of the plan's lengths.
