@@ -107,7 +107,7 @@ class SharesLoader(DataLoaderShard):
     def begin(self) -> None:
         """Begin the iteration. Set `remainder` to 0, because no sample is repeated in the last micro-batch.
 
-        `gather_for_metrics` would remove as many samples.
+        Otherwise `gather_for_metrics` would keep only the first `remainder` samples.
         """
         super().begin()
         self.remainder = 0

@@ -25,7 +25,7 @@ def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: in
     The last step of an epoch may be smaller without a warning.
 
     Args:
-        stacklevel: The number of generators between this one and the user's loop, where the warning points.
+        stacklevel: The number of generators between this one and the user's loop. The warning points at the loop.
     """
     before: float | None = None
     for step in made:
