@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a plan's settings: uneven batches per rank, and the gradient of the whole batch."""
+"""Train with DistributedDataParallel under a plan, with different batch sizes per rank and exact gradients."""
 
 from __future__ import annotations
 

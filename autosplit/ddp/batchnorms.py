@@ -1,7 +1,8 @@
-"""BatchNorms of ranks with unlike shares: whose statistics are kept, and micro-batches that must reach none.
+"""Keep BatchNorm statistics correct if ranks have different batch sizes, or no samples.
 
-A rank without a share runs other ranks' samples, because the gradients meet in its backward. A SyncBatchNorm would
-count them a second time, a BatchNorm of rank 0 would put them in the statistics that all ranks get.
+A rank without samples runs samples of other ranks with weight 0, because the ranks synchronise in its backward. A
+SyncBatchNorm would count these samples twice. A BatchNorm of rank 0 would add them to the statistics that DDP
+broadcasts to all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autosplit.torch_versions import BATCH_NORMS
 
 
 class BatchNormWarning(UserWarning):
-    """A model's running statistics come from a rank that sees fewer samples than another."""
+    """A model's running statistics come from a rank with fewer samples than another rank."""
 
 
 def doubt_batchnorms(
@@ -32,7 +33,11 @@ def doubt_batchnorms(
     are: str = "are",
     remedy: str = "pass sync_batchnorm=True (GPUs)",
 ) -> None:
-    """Warn where DDP takes running statistics from a rank with fewer samples than another; refuse one without any."""
+    """Warn if the running statistics come from rank 0 and rank 0 does not have the most samples.
+
+    Raises:
+        InputError: Rank 0 has no samples, and a BatchNorm is in training mode.
+    """
     norms = ((name, part) for name, part in model.named_modules() if isinstance(part, BATCH_NORMS))
     kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
     if not kept:
@@ -53,10 +58,11 @@ def doubt_batchnorms(
 
 @contextmanager
 def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
-    """Keep a micro-batch out of the models' BatchNorms.
+    """Make the models' BatchNorms suitable for a micro-batch of weight 0.
 
-    It `stands_in` where its samples are other ranks'. Where not, they belong to the batch and to its statistics, and
-    only their gradient is nothing.
+    Args:
+        stands_in: Whether the samples are another rank's, so they must not count in the statistics. If False, the
+            samples belong to the batch and its statistics, but their gradient is 0.
     """
     forward = _stand_in if stands_in else _silent
     norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, BATCH_NORMS)]
@@ -67,22 +73,25 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
         yield
     finally:
         for norm, instead in replaced:
-            if norm.__dict__.get("forward") is instead:  # a loop that is collected late ends no other's
+            if norm.__dict__.get("forward") is instead:  # a generator that is closed late must not undo another's
                 del norm.forward
 
 
 def silence(gradient: Tensor) -> Tensor:
-    """Return a gradient of what counts for nothing in a model with SyncBatchNorms, where it need not be 0.
+    """Replace NaN and infinities in a gradient by 0.
 
-    Samples that count for nothing in the loss still are in the statistics of those that do. But where a mean over
-    nothing, 0/0, has made it NaN, it is 0.
+    In a model with SyncBatchNorms, samples of weight 0 affect the statistics of the other samples. So their gradient
+    need not be 0. But a mean over no labels is 0/0, which makes the gradient NaN.
     """
     return gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager
 def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
+    """Make the parameters' gradients 0 in every backward in the block, even if the loss is NaN (0/0 without labels).
+
+    With SyncBatchNorms only NaN and infinities become 0, see `silence`.
+    """
     with ExitStack() as hooks:
         for model in models:
             hook = silence if has_synchronised(model) else torch.zeros_like
@@ -92,28 +101,28 @@ def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def has_synchronised(model: nn.Module) -> bool:
-    """Tell whether ranks meet in every forward and every backward of a model, in its SyncBatchNorms."""
+    """Return whether a model has SyncBatchNorms, so the ranks synchronise in every forward and backward."""
     return any(isinstance(norm, nn.SyncBatchNorm) for norm in model.modules())
 
 
 def _stand_in(norm: Any, inputs: Tensor) -> Tensor:
-    """Normalise by the running statistics; a SyncBatchNorm takes part in what the ranks do with a count of 0."""
+    """Normalise by the running statistics. A SyncBatchNorm joins the ranks' collectives with 0 samples."""
     if not norm.training or not (norm.track_running_stats or isinstance(norm, nn.SyncBatchNorm)):
         return _own_forward(norm, inputs)
     nothing: Tensor | float = 0.0
     if isinstance(norm, nn.SyncBatchNorm):
-        # The others send statistics of single precision at least.
+        # The other ranks send statistics in single precision or higher, so the dtype has to match.
         empty = inputs[:0].float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs[:0]
-        nothing = _own_forward(norm, empty).sum()  # in the graph: its backward meets the others', too
+        nothing = _own_forward(norm, empty).sum()  # keep it in the graph, because its backward is a collective, too
     if norm.running_mean is None:
         return inputs + nothing
-    # Clones: another forward before the backward may move these.
+    # Clone, because another forward may update the statistics in place before the backward.
     mean, var = norm.running_mean.clone(), norm.running_var.clone()
     return F.batch_norm(inputs, mean, var, norm.weight, norm.bias, eps=norm.eps) + nothing
 
 
 def _silent(norm: Any, inputs: Tensor) -> Tensor:
-    """Send numbers to the other ranks in the backward, whatever comes: the loss of nothing may be 0/0."""
+    """Run the norm, and send no NaN to the other ranks in the backward. A mean over no labels is 0/0."""
     outputs = _own_forward(norm, inputs)
     if isinstance(norm, nn.SyncBatchNorm) and outputs.requires_grad:
         outputs.register_hook(silence)

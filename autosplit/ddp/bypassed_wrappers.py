@@ -1,6 +1,6 @@
 """Detect training that bypasses DistributedDataParallel: ``wrapper.module(...)`` or a method of the wrapped model.
 
-DDP synchronises the gradients of a backward if the forward before it was the wrapper's own. Otherwise every rank keeps
+DDP synchronises the gradients of a backward only if the wrapper ran the forward before it. Otherwise every rank keeps
 the gradient of its own samples, and the weights of the ranks drift apart.
 """
 
@@ -17,9 +17,10 @@ from autosplit.torch_versions import private
 
 
 def watch_for_bypass(step: OptimizerStep, wrapped: Iterable[DistributedDataParallel]) -> None:
-    """Raise InputError at the end of a step if a model has gradients, and the last micro-batch bypassed its wrapper.
+    """Raise InputError at the end of a step if a model has gradients and the last micro-batch bypassed its wrapper.
 
-    DDP sets `require_forward_param_sync` to a bool in every forward. So an int in its place shows that none ran.
+    DDP sets `require_forward_param_sync` to a bool in every forward. This function sets it to an int. If it is still an
+    int after the step, the wrapper's forward did not run.
     """
     watched = [model for model in wrapped if _is_usual(model) and not _has_gradients(model)]
     draw, end = step.on_draw, step.on_end
@@ -43,7 +44,7 @@ def watch_for_bypass(step: OptimizerStep, wrapped: Iterable[DistributedDataParal
 
 
 def _is_usual(model: DistributedDataParallel) -> bool:
-    """Return whether DDP itself synchronises this model; with some options its forward leaves that to other code."""
+    """Return whether DDP itself synchronises this model. With some options, other code does."""
     return not (private(model, "_use_python_reducer") or private(model, "_delay_all_reduce_all_params"))
 
 

@@ -1,4 +1,4 @@
-"""The context of one rank: its device, the wrapped model, its slice of the epoch, and the optimizer steps."""
+"""`Context`: one rank's device, wrapped model, part of the epoch, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ from autosplit.solve.split import accumulation_steps
 
 
 class Context(CheckpointMethods):
-    """A rank's side of a plan; `autosplit.ddp.setup` makes it. Its arguments are attributes, too.
+    """Give one rank its part of a plan. `autosplit.ddp.setup` creates it. The arguments are attributes, too.
 
     Args:
         plan: The plan of the whole job, with a rank for each process.
-        rank: From 0.
-        device: Where this rank computes.
+        rank: The rank, from 0.
+        device: The device of this rank.
 
     Attributes:
-        world_size: The processes of the job.
-        settings: What the plan says for this rank.
+        world_size: The number of processes of the job.
+        settings: The plan's settings for this rank.
         batch_size: Samples per forward over all ranks.
-        effective_batch_size: Samples per optimizer step over all ranks: the plan's, where its ranks were solved for
-            it. A plan that was asked for no effective batch has the ranks' own, their batches times their
-            accumulation steps.
+        effective_batch_size: Samples per optimizer step over all ranks. If the plan has no effective batch size for its
+            ranks, this is `batch_size` times the accumulation steps.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
@@ -66,7 +65,7 @@ class Context(CheckpointMethods):
         self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
-        # In the order of creation, as on all ranks: the ranks average the gradients of one model after another.
+        # Keep the order of creation. It is equal on all ranks, which average the gradients model by model.
         self._wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._meets_always = False
@@ -75,26 +74,26 @@ class Context(CheckpointMethods):
         self._step: weakref.ref[OptimizerStep] | None = None
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
-        """Move a model to this rank's device and wrap it.
+        """Move a model to this rank's device and wrap it in DistributedDataParallel.
 
         Args:
-            model: The same on every rank; DDP sends rank 0's weights to the others.
-            sync_batchnorm: Let BatchNorms normalise over all ranks' samples, as if they were one batch; GPUs only.
-            **kwargs: For DistributedDataParallel, in place of the plan's own (`plan.ddp.options`):
-                `gradient_as_bucket_view`, which saves as much memory as the gradients take (the plan's ceilings count
-                with it), and `find_unused_parameters` where a parameter was seen to get no gradient.
+            model: The same model on every rank. DDP sends rank 0's weights to the others.
+            sync_batchnorm: Whether BatchNorms normalise over the samples of all ranks. Works only on GPUs.
+            **kwargs: Options of DistributedDataParallel that replace the plan's (`plan.ddp.options`). The plan sets
+                `gradient_as_bucket_view`, which saves as much memory as the gradients need. The plan's ceilings rely on
+                it. The plan sets `find_unused_parameters` if it saw a parameter without a gradient.
 
         Returns:
-            The wrapper; `wrapper.module` is the model.
+            The wrapper. `wrapper.module` is the model.
 
         Raises:
-            InputError: No module, or one that is wrapped already, an option that this version of
-                DistributedDataParallel does not have, SyncBatchNorm on a processor, running statistics that are rank
-                0's where that has no samples, or an optimizer's parameters that moving the model has replaced.
-            PlanError: The model lacks a layer that the plan checkpoints.
+            InputError: `model` is not a module, or is already wrapped. This version of DistributedDataParallel does not
+                have an option. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running statistics
+                would be used. Or moving the model replaced parameters that an optimizer has.
+            PlanError: The model does not have a layer that the plan checkpoints.
 
         Warns:
-            BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
+            BatchNormWarning: Running statistics come from rank 0 alone, and rank 0 does not have the most samples.
             OtherModelWarning: The plan was made for a model of another size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
@@ -121,37 +120,37 @@ class Context(CheckpointMethods):
         return wrapped
 
     def shard(self, model: nn.Module, *, layers: Layers | None = None, **kwargs: Any) -> nn.Module:
-        """Share a model's parameters, gradients and optimizer state out over the ranks, with FSDP2.
+        """Shard a model's parameters, gradients and optimizer state over the ranks, with FSDP2.
 
             model = ctx.shard(model, layers=TransformerBlock)
-            optimizer = torch.optim.AdamW(model.parameters())  # after it: the parameters are others
+            optimizer = torch.optim.AdamW(model.parameters())  # after shard(), which replaces the parameters
 
-        The loop is that of `wrap`, and so is the gradient. The model itself is changed: its modules get another class,
-        its parameters become DTensors of which each rank holds a part, and it can't be made plain again;
-        `save_checkpoint` writes it as a plain model's. Every rank has to run every forward, also in evaluation. A loss
-        has to be a number also where nothing counts (`count`), because a rank without a share runs it, times 0.
+        The loop and the gradient are the same as with `wrap`. The model is changed in place and cannot be changed back:
+        its modules get another class, and its parameters become DTensors. `save_checkpoint` writes the state of a plain
+        model. Every rank must run every forward, also in evaluation. The loss must be finite even if no label counts,
+        because a rank without samples runs it with weight 0.
 
-        Buffers are each rank's own after this: what BatchNorms keep comes from a rank's own samples, and checkpoints
-        have rank 0's. The plan's batch sizes were found for models that every rank holds whole: sharing one out leaves
-        more memory.
+        Each rank has its own buffers after this call. BatchNorm statistics come from the rank's samples. Checkpoints
+        have rank 0's. The plan's batch sizes assume unsharded models. A sharded model leaves more memory free.
 
         Args:
-            model: The same on every rank; rank 0's weights and buffers are sent to the others first. Of a model on the
-                meta device the shares are empty: fill them, alike, with `to_empty` and your own initialisation.
-            layers: What comes together at once: the modules of a class, of one of several, or those that a function
-                says; what is in none of them comes together with the model itself. Without any, the whole model does.
-            **kwargs: For fully_shard: `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh` and so on.
+            model: The same model on every rank. Rank 0's weights and buffers are first sent to the others. If the model
+                is on the meta device, initialise it after this call, with `to_empty` and your own code. The values must
+                be equal on all ranks.
+            layers: The modules whose parameters are gathered together: a class, a tuple of classes, or a function that
+                returns True for them. The other parameters are one more group. Default: the whole model is one group.
+            **kwargs: Options of fully_shard: `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh` and so on.
 
         Returns:
-            The very same model.
+            The same model object.
 
         Raises:
-            InputError: An option that this version of fully_shard does not have, `layers` that mean no module, or a
-                model that is wrapped, shared out already, or another one than rank 0's; running statistics that are
-                rank 0's where that has no samples.
+            InputError: This version of fully_shard does not have an option. `layers` selects no module. The model is
+                wrapped, already sharded, or differs from rank 0's. Or rank 0 has no samples, but its running statistics
+                would be used.
 
         Warns:
-            BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
+            BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 does not have the most samples.
             OtherModelWarning: The plan was made for a model of another size.
         """
         if self.rank == 0:
@@ -161,35 +160,36 @@ class Context(CheckpointMethods):
         checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded[model] = None
-        self._meets_always = True  # parameters come together in every forward and every backward
+        self._meets_always = True  # every forward and backward gathers parameters
         return model
 
     def loader(
         self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
     ) -> DataLoader[Any]:
-        """Return a DataLoader of this rank's part of every micro-batch; see `Plan.loader` and `batch_sampler`."""
+        """Return a DataLoader for this rank's part of every micro-batch. See `Plan.loader` and `batch_sampler`."""
         sampler = self.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last)
         return DataLoader(dataset, batch_sampler=sampler, **{**self.plan.loader_keywords, **options})
 
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> ScheduledBatchSampler:
-        """Return a batch sampler that hands out this rank's part of every micro-batch.
+        """Return a batch sampler that yields this rank's part of every micro-batch.
 
-        All ranks draw the same order. Every sample comes once an epoch, on one rank; every rank gets equally many
-        micro-batches, and the short last step is split in the same proportions, as far as no rank gets a single
-        sample that has more of a full one: a BatchNorm can't train on one. A rank without a share runs one or two
-        samples that count for nothing, nor move a BatchNorm's statistics.
+        All ranks draw the same order. Every sample is yielded once per epoch, on one rank. Every rank gets equally many
+        micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on
+        a rank that has more of a full micro-batch, because a BatchNorm cannot train on one. A rank without samples runs
+        one or two samples with weight 0, which do not change BatchNorm statistics.
 
         Args:
-            num_samples: Length of the data set, the same on every rank.
-            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` on every rank chooses one.
-            seed: Of that order, the same on every rank.
-            drop_last: Leave out the epoch's last step where it is short of samples.
+            num_samples: The length of the data set, the same on every rank.
+            shuffle: Whether to draw a new order each epoch. `steps` counts the epochs, or `set_epoch` on every rank
+                chooses one.
+            seed: The seed of the order, the same on every rank.
+            drop_last: Whether to drop the epoch's last step if it has fewer samples.
 
         Raises:
-            InputError: `num_samples` is below 1, or a number is not whole; or the model that the plan was made for
-                can't train on the epoch's last forward: its BatchNorms would see one sample.
+            InputError: `num_samples` is below 1, or a number is not an integer. Or the model of the plan cannot train
+                on the epoch's last forward, because its BatchNorms would get one sample.
         """
         made = ScheduledBatchSampler(
             num_samples,
@@ -204,19 +204,19 @@ class Context(CheckpointMethods):
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
-        """Return a batch sampler of this rank's part of batches of like length.
+        """Return a batch sampler that yields this rank's part of batches of similar length.
 
-        All ranks cut the epoch alike, and each gets as many samples of a batch as its device holds at that length; see
-        `Plan.token_sampler` and `batch_sampler`.
+        All ranks cut the epoch equally. Each rank gets as many samples of a batch as fit on its device at that length.
+        See `Plan.token_sampler` and `batch_sampler`.
 
         Args:
-            lengths: Of each sample of the data set, the same on every rank.
-            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` on every rank chooses one.
-            seed: Of that order, the same on every rank.
+            lengths: The length of each sample of the data set, the same on every rank.
+            shuffle: Whether to draw a new order each epoch. See `batch_sampler`.
+            seed: The seed of the order, the same on every rank.
 
         Raises:
             PlanError: The plan was not tuned for lengths.
-            InputError: As of `Plan.token_sampler`.
+            InputError: See `Plan.token_sampler`.
         """
         made = TokenBatchSampler(
             self.plan.required_lengths(),
@@ -233,7 +233,7 @@ class Context(CheckpointMethods):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens, padding included, that this rank's device holds at any length; see `Plan.max_tokens`."""
+        """The most tokens, padding included, that fit on this rank's device at any length. See `Plan.max_tokens`."""
         return self.plan.required_lengths().tokens_of(self.settings.batch_size)
 
     def steps(
@@ -245,7 +245,7 @@ class Context(CheckpointMethods):
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
     ) -> Iterator[OptimizerStep]:
-        """Walk one epoch of this rank's loader, an optimizer step at a time.
+        """Yield the optimizer steps of one epoch of this rank's loader.
 
             for step in ctx.steps(loader):
                 for inputs, targets in step:
@@ -253,45 +253,42 @@ class Context(CheckpointMethods):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        `step.backward` takes the mean loss of the rank's own micro-batch, and weights it so that the gradient is that
-        of the mean over all ranks' samples. The ranks' gradients meet in the last micro-batch only. What a step that
-        was left half-way has added to gradients is dropped by your `zero_grad`; where FSDP2 keeps it elsewhere, by the
-        next step.
+        `step.backward` takes the mean loss of this rank's micro-batch, and weights it. The result is the gradient of
+        the mean over all ranks' samples. The ranks synchronise gradients in the last micro-batch only. If a step was
+        left early, your `zero_grad` clears its gradients. FSDP2 keeps some elsewhere, which the next step clears.
 
         Args:
-            loader: A ``DataLoader`` with this context's `batch_sampler`, of which no batch is looked into. Or a loader
-                of another kind, which gives this rank's own batches (an iterable data set cut by rank): a step's
-                micro-batches are held back until the ranks have told each other how many samples theirs have. All
-                ranks end when the first loader does. What the loader of a rank without a share gives is run, and
-                counts for nothing.
-            count: Return what the mean loss of a batch divides by, if that is not its samples: an int (the labels that
-                are no padding) or a float (the sum of the class weights of its labels). Each step's micro-batches are
-                held back until the ranks have exchanged their counts.
-            loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as DETR's does, so that a
-                step of one micro-batch has the weight 1. With several micro-batches pass `count`, too: what the loss
-                divides by. ``"sample"`` if the loss is the rank's own mean. Default: ``"sample"``, and an error if the
+            loader: A ``DataLoader`` with this context's `batch_sampler`, whose batches are not examined. Or another
+                loader of this rank's own batches (such as an iterable data set that is cut by rank). A step's
+                micro-batches are then buffered until the ranks have exchanged their numbers of samples. All ranks end
+                with the first loader. A rank without samples in the plan runs its batches with weight 0.
+            count: Returns the divisor of a batch's mean loss, if that is not its samples: an int (labels without
+                padding) or a float (the sum of the class weights of its labels). Each step's micro-batches are
+                buffered until the ranks have exchanged their counts.
+            loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. A step of one
+                micro-batch then has the weight 1. With several micro-batches also pass `count`, which returns that
+                number. ``"sample"`` if the loss is the rank's own mean. Default: ``"sample"``, but an error if the
                 ranks run a collective between the forward and the first backward.
-            on_oom: ``"cut"``, the same on every rank, lets a rank run a micro-batch that runs out of memory within
-                ``with step.attempt():`` again in two parts, while the others wait; see `Plan.steps` and
-                `OptimizerStep.attempt`. The ranks' gradients then meet after the last backward, not in it.
+            on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
+                ``with step.attempt():``. The other ranks wait. The ranks' gradients are then averaged after the last
+                backward, not in it. See `Plan.steps` and `OptimizerStep.attempt`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
-                micro-batches of all ranks, see `Plan.steps`. The ranks exchange three numbers a step.
+                micro-batches of all ranks. See `Plan.steps`. The ranks exchange three numbers per step.
 
         Returns:
-            The optimizer steps, each to be iterated to its end before the next is taken.
+            The optimizer steps. Iterate each to its end before you take the next.
 
         The ranks compare the seed, epoch, sizes and options of the loop once, before its first step.
 
         Raises:
-            InputError: While iterating, if the ranks' settings differ: the message names the values and the ranks.
-                Or a step was left unfinished, or a batch holds no tensor to count. Before: the batch sampler belongs to
-                another rank or plan, or the loader draws the whole data set on each rank. ``"cut"`` does not support
-                models that synchronise in the forward (SyncBatchNorm, `shard`). `noise_scale` does not support models
-                that are shared out or have a communication hook.
+            InputError: The batch sampler belongs to another rank or plan, or the loader draws the whole data set on
+                each rank. ``"cut"`` does not support models that synchronise in the forward (SyncBatchNorm, `shard`).
+                `noise_scale` does not support models that are sharded or have a communication hook. While iterating:
+                the ranks' settings differ, a step was left unfinished, or a batch has no tensor to count.
 
         Warns:
-            CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
-            EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's effective batch.
+            CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
+            EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's.
         """
         cuts = cuts_for(
             loader,
@@ -347,7 +344,7 @@ class Context(CheckpointMethods):
         return self._synchronised(made, settings, watches=loss_scope is None)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
-        """Refuse models that do not support the options of a loop."""
+        """Raise InputError if a model does not support the options of a loop."""
         if cuts:
             self._refuse(
                 refuse_meeting,
@@ -374,17 +371,17 @@ class Context(CheckpointMethods):
 
         Every rank must call it equally often, and use the result in its loss. Ranks may have unequal numbers of rows.
         The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on every
-        rank. The gradient is then that of one process with the whole micro-batch. Each micro-batch is compared with
-        itself alone: with accumulation, one process computes the same from the same micro-batches.
+        rank. The gradient is then the same as in one process with the whole micro-batch. With accumulation, samples are
+        compared only within a micro-batch, as in one process with the same micro-batches.
 
-        A rank without samples in a micro-batch runs other ranks' samples, which count for nothing. Its rows are not
-        sent. On that rank alone, they are at the end of `Gathered.tensor`, where `offset` points.
+        A rank without samples in a micro-batch runs other ranks' samples with weight 0. Their rows are not sent. On
+        that rank only, they are at the end of `Gathered.tensor`, where `offset` points.
 
-        Without ``ctx.steps``, or under `torch.no_grad`, it gathers the rows of every rank.
+        Without ``ctx.steps``, or under `torch.no_grad`, the rows of every rank are gathered.
 
         Raises:
             InputError: The tensor has no dimension, or the ranks' rows have unequal shapes or dtypes. Or `steps` has
-                ``on_oom="cut"``: ranks then run unequal numbers of forwards.
+                ``on_oom="cut"``, because ranks then run unequal numbers of forwards.
         """
         step = self._step() if self._step is not None else None
         if step is not None and step.cuts is not None and step.is_open:
@@ -399,10 +396,10 @@ class Context(CheckpointMethods):
         return found
 
     def part_from_group(self) -> None:
-        """Let go of the process group; `autosplit.ddp.setup` does so on leaving.
+        """Remove all references to the process group. `autosplit.ddp.setup` calls this at the end of its block.
 
-        Wrapped models go on as what they wrap: their state, and forwards without gradients or in `eval`. Losses whose
-        backward has not run by now would give this rank's own gradients.
+        Wrapped models keep their state, and run forwards without gradients or in `eval`. If the backward of a loss has
+        not run yet, it will give the gradients of this rank alone.
         """
         for wrapped in list(self._wrapped):
             part_from_group(wrapped)
@@ -413,17 +410,18 @@ class Context(CheckpointMethods):
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
-        Before the first step the ranks compare their settings, which are read then: `set_epoch` may follow `steps`.
+        The ranks compare their settings before the first step. They read them then, because the user may call
+        `set_epoch` after `steps`.
 
         Args:
-            watches: Refuse a loss that runs a collective, in the first step.
+            watches: Whether to raise InputError if the loss of the first step runs a collective.
 
-        DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
-        then leave every later step unsynchronised.
+        DDP's `no_sync` is not used, because it would stay open across a yield. If an exception left the loop and was
+        caught, all later steps would not be synchronised.
         """
         require_equal_settings(settings(), self.device)
         self._loop = loop = object()
-        # FSDP2 gathers parameters in the forward: its collectives are not those of the loss.
+        # Do not watch FSDP2 models. They run collectives in the forward, which do not belong to the loss.
         watched = LossCollectives(self._wrapped if watches and not self._sharded else ())
         try:
             for step in made:
@@ -445,16 +443,16 @@ class Context(CheckpointMethods):
                 watched.end()
         finally:
             watched.end()
-            # A loop that is collected late must not touch the flag within one that began after it.
+            # A generator that is closed late must not change the flag in a loop that began after it.
             if self._loop is loop:
                 self._synchronise(True)
 
     def _synchronise(self, meets: bool) -> bool:
-        """Let gradients meet in what runs next, or not; tell whether the ranks do in any model's backward."""
+        """Enable or disable gradient synchronisation. Return whether the ranks synchronise in any model's backward."""
         met = meets
         for wrapped in self._wrapped:
             wanted = meets or has_graph_to_learn(wrapped)
-            if wrapped.require_backward_grad_sync != wanted:  # a module takes its time to set an attribute
+            if wrapped.require_backward_grad_sync != wanted:  # setting an attribute of a module is slow
                 wrapped.require_backward_grad_sync = wanted
             met = met or wanted
         for model in self._sharded:
@@ -468,7 +466,7 @@ class Context(CheckpointMethods):
             refuse(wrapped)
 
     def _part_ways(self, _is_last: bool) -> bool:
-        """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""
+        """Disable the synchronisation of gradients and buffers in every micro-batch, the last included."""
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
         return False
@@ -480,12 +478,12 @@ class Context(CheckpointMethods):
             on_end()
 
     def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
-        """Keep a micro-batch that counts for nothing out of what BatchNorms compute over samples."""
+        """Keep a micro-batch of weight 0 out of BatchNorm statistics and gradients. See `batchnorms.uncounted`."""
         return uncounted([*self._wrapped, *self._sharded], stands_in=stands_in)
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:
-    """Return the samples per optimizer step that the plan's ranks were solved for."""
+    """Return the samples per optimizer step that fit the plan's batch sizes and accumulation steps."""
     forwards = plan.ddp.ranks[0].accumulation_steps
     for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
         if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:

@@ -1,7 +1,8 @@
-"""This rank's device: the very card that the plan means, wherever it stands now, or its like on a twin machine.
+"""Choose this rank's device and the backend of the process group.
 
-And the back end by which the ranks' cards reach each other. Names and UUIDs are asked of the driver, which makes no
-context: a rank has one on its own card alone.
+The device is the GPU that the plan names, even if its index has changed. On another machine it is a GPU of the same
+name. Names and UUIDs are read from the driver. This creates no CUDA context, so a rank has a context only on its own
+GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from autosplit.plan.record import PlanDevice
 
 
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
-    """Return where this rank computes.
+    """Return the device of this rank.
 
-    A GPU is the one that `indices_here` finds among those of the ranks beside this one. A process that was given one
-    card of that name (``srun --gpus-per-task=1``) takes it.
+    `indices_here` finds the GPUs of all ranks of this machine. If the process sees a single GPU with the planned name
+    (``srun --gpus-per-task=1``), it uses that GPU.
     """
     label = plan.ddp.ranks[place.rank].device
     kind, _, index = label.partition(":")
@@ -34,7 +35,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         return torch.device("cpu")
     try:
         known = is_accelerator(kind) and index.isdigit() and bool(torch.device(kind))
-    except RuntimeError:  # of another torch, or nonsense
+    except RuntimeError:  # a device type of another torch version, or not a device
         known = False
     if not known:
         raise PlanError(
@@ -43,12 +44,12 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         )
     gpus = visible_devices(kind) if visible is None else visible
     own = _planned(plan, place.rank)
-    # Ranks that share a card have one label.
+    # Ranks that share a GPU have the same label.
     wanted = {planned.label: planned for planned in (_planned(plan, other) for other in place.beside())}
     found = indices_here([Visible(planned.name, planned.uuid) for planned in wanted.values()], gpus)
     number = found[list(wanted).index(label)]
     if number is None and [gpu.name for gpu in gpus] == [own.name]:
-        number = 0  # each process was given its own; `agreed_backend` sees where that is not so
+        number = 0  # each process sees only its own GPU. `agreed_backend` raises an error if two see the same.
     if number is not None:
         return torch.device(kind, number)
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
@@ -62,7 +63,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
 
 def _planned(plan: Plan, rank: int) -> PlanDevice:
     label = plan.ddp.ranks[rank].device
-    # Labels come again on a second machine: what stands at the rank's place is meant, if it has that label.
+    # A second machine has the same labels. So prefer the device at the rank's position, if it has the label.
     devices = [plan.devices[rank]] if rank < len(plan.devices) else []
     found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
     if found is None:
@@ -74,15 +75,18 @@ def _planned(plan: Plan, rank: int) -> PlanDevice:
 
 
 def card_of(device: torch.device) -> str:
-    """Return what tells a rank's card from all others of the job: its UUID, or else where it is."""
+    """Return an identifier of a rank's GPU that is unique in the job: its UUID, or else its host and index."""
     properties = backend(device.type).get_device_properties(device) if is_accelerator(device.type) else None
     return device_uuid(properties) or f"{socket.gethostname()} {device}"
 
 
 def backend_for(kind: str, cards: Sequence[str]) -> str:
-    """Return the back end that carries tensors between ranks: torch's own for their kind of device, or gloo.
+    """Return the backend of the process group: torch's default for the device type, or gloo.
 
-    NCCL takes no two ranks of one card, as `card_of` tells these apart.
+    NCCL does not support two ranks on one GPU, so such jobs use gloo.
+
+    Args:
+        cards: The identifier of each rank's GPU, from `card_of`.
     """
     if not is_accelerator(kind):
         return "gloo"
@@ -92,9 +96,10 @@ def backend_for(kind: str, cards: Sequence[str]) -> str:
 
 
 def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -> str:
-    """Return the back end of the process group, which rank 0 chooses for all: ranks that differ would never meet.
+    """Return the backend of the process group. Rank 0 chooses it, because all ranks need the same.
 
-    Two ranks of one card, where the plan has one for each, are refused on all ranks.
+    Raises:
+        DeviceError: Two ranks have the same GPU, but the plan has a GPU for each. All ranks raise it.
     """
     store.set(f"card/{place.rank}", card_of(device))
     if place.rank == 0:
@@ -114,12 +119,12 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
 
 
 def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
-    """Return where the first value that comes twice stands, both times."""
+    """Return both positions of the first value that occurs twice, or None."""
     return next(((values.index(one), at) for at, one in enumerate(values) if one in values[:at]), None)
 
 
 def exchange_device(device: torch.device) -> torch.device:
-    """Return where a rank's tensors have to be for the ranks to exchange them: gloo takes them from the host."""
+    """Return the device on which tensors for collectives have to be. For gloo this is the CPU."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
@@ -127,9 +132,9 @@ _exchanged: collections.deque[Sequence[torch.Tensor]] = collections.deque(maxlen
 
 
 def keep_for_gloo(tensors: Sequence[torch.Tensor]) -> None:
-    """Keep the tensors of a collective until some later ones have run.
+    """Keep references to the tensors of a collective until eight later collectives have run.
 
-    A thread of gloo drops its own references after the collective. If it drops the last one, it needs Python's lock.
-    The main thread holds that lock in destroy_process_group and waits for the thread: a deadlock (torch 2.6).
+    A thread of gloo drops its references after the collective. To drop the last reference it needs the GIL. The main
+    thread holds the GIL in destroy_process_group and waits for the gloo thread, which is a deadlock (torch 2.6).
     """
     _exchanged.append(tensors)

@@ -1,4 +1,4 @@
-"""Which plan a job trains with: the one that is given, or the only one that is remembered for this machine."""
+"""Find the plan of a job: the given plan, or the only saved plan for this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autosplit.profiles.validity import usable_here
 from autosplit.text import listed, printable
 
 _SHOWN = 5
-"""Of several plans that could be meant, so many are listed."""
+"""The most plans that an error message lists."""
 
 
 def plan_for_job(
     profile: Plan | str | os.PathLike[str] | None, world_size: int | None = None
 ) -> tuple[Plan, Path | None]:
-    """Find the plan of a job, and its file, if it has one.
+    """Return the plan of a job, and its file or None.
 
-    That is the one given; or the one in the file that the environment names; or else the only plan in the cache that
-    this machine can use, and this job, if its processes are known.
+    The plan is the given plan, or the plan in the file that the environment variable names. Otherwise it is the only
+    plan in the cache that fits this machine and the `world_size` processes.
     """
     path: Path | None = None
     if isinstance(profile, Plan):
@@ -58,7 +58,7 @@ def _remembered_plan(world_size: int | None) -> tuple[Plan, Path]:
 
 
 def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
-    """Return the fastest of plans that differ only in the layers that they checkpoint: one tuning made them all."""
+    """Return the fastest of all plans that differ only in their checkpointed layers. One tuning made these plans."""
     fastest: dict[str, tuple[Plan, Path]] = {}
     for plan, path in found:
         workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
@@ -69,7 +69,7 @@ def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
 
 
 def described(plan: Plan) -> str:
-    """Name a plan's model and sizes, in a few words."""
+    """Describe a plan's model and sizes in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     model = printable(plan.workload.get("model", "a model"), longest=300)
     count = plan.workload.get("parameters")

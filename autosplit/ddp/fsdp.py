@@ -1,11 +1,11 @@
-"""FSDP2 under a plan: the ranks share a model's parameters out, and its gradient is that of the whole batch.
+"""Train with FSDP2 under a plan: shard a model's parameters over the ranks, with the gradient of the whole batch.
 
-          share out                       forward, backward               last micro-batch
-rank 0    [p0 ..] of rank 0's weights     p0 p1 come together | n0 W/N    gradients meet, each keeps its part
-rank 1    [.. p1] of rank 0's weights     p0 p1 come together | n1 W/N    gradients meet, each keeps its part
+          shard                           forward, backward               last micro-batch
+rank 0    [p0 ..] of rank 0's weights     all-gather p0 p1 | n0 W/N       reduce-scatter gradients, keep p0's
+rank 1    [.. p1] of rank 0's weights     all-gather p0 p1 | n1 W/N       reduce-scatter gradients, keep p1's
 
-The ranks come together in every forward and every backward, also in those that count for nothing: one that left any of
-them out would hang the others.
+All ranks must run every forward and every backward, even with weight 0, because each contains collectives. If a rank
+skipped one, the others would hang.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
-"""Which modules are shared out one by one: those of a class, of one of several, or those that a function says."""
+"""The modules that are sharded one by one: a class, a tuple of classes, or a function that returns True for them."""
 
 _NOT_TAKEN = ("module", "dp_mesh_dims")
-"""Of fully_shard's options: the model itself, and meshes on which not every rank has samples of its own."""
+"""Arguments of fully_shard that users may not pass: the model, and meshes on which some ranks share their samples."""
 
 
 def shard(
     model: nn.Module, *, device: torch.device, layers: Layers | None = None, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Share a model's parameters out over all ranks, in place; as `Context.shard`."""
+    """Shard a model's parameters over all ranks, in place. See `Context.shard`."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -61,7 +61,7 @@ def shard(
 
 
 def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
-    """Refuse options that a call of this torch does not have, and those that are not the user's to give."""
+    """Raise InputError for options that `call` does not have in this torch version, or that are in `not_taken`."""
     known = [name for name in inspect.signature(call).parameters if name not in not_taken]
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -75,8 +75,8 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
 def begin_step(shared: Any) -> None:
     """Clear the gradients that an unfinished step left in FSDP2.
 
-    Before the last micro-batch FSDP2 keeps gradients on its unsharded parameters, and `zero_grad` does not clear those.
-    The next step would add to them.
+    Before the last micro-batch, FSDP2 keeps gradients on its unsharded parameters. `zero_grad` does not clear these, so
+    the next step would add to them.
     """
     reset_fsdp(shared)
     for part in filter(_is_sharded_module, shared.modules()):
@@ -88,40 +88,41 @@ def begin_step(shared: Any) -> None:
 
 
 def is_shard(value: object) -> bool:
-    """Tell whether a value is a rank's part of a tensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # as long as nobody has loaded it, there is none
+    """Return whether a value is a DTensor (sharded over the ranks)."""
+    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported yet, there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether ranks share a module's tensors out, also while these have come together for a forward."""
+    """Return whether a module is sharded, also while its parameters are gathered for a forward."""
     return any(map(_holds_shards, model.modules()))
 
 
 def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
-    """Bring a tensor together of which this rank has a part; all ranks call it, in the same order.
+    """Gather a sharded tensor. All ranks must call this in the same order.
 
-    Nothing is left on a rank that does not `keep` it, in host memory.
+    Args:
+        keep: Whether to return the whole tensor, in CPU memory. If False, return None.
     """
     mesh_type = cast("DTensor", shared).device_mesh.device_type
     tensor = shared.detach()
-    if tensor.device.type != mesh_type:  # kept in host memory, where NCCL sends nothing from
+    if tensor.device.type != mesh_type:  # an offloaded tensor is in CPU memory, and NCCL cannot send from there
         tensor = tensor.to(mesh_type)
     found = cast("DTensor", tensor).full_tensor()
     return found.cpu() if keep else None
 
 
 def room_for(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor in host memory that is shared out as another is."""
+    """Return an uninitialised tensor in CPU memory with the sharding of another tensor."""
     return torch.empty_like(shared.detach(), dtype=dtype, device="cpu")
 
 
 def part_of(full: Tensor, shared: Tensor) -> Tensor:
-    """Cut this rank's part out of a whole tensor, in host memory; `shared` is shared out as the part is to be."""
+    """Return this rank's part of a whole tensor, in CPU memory, with the sharding of `shared`."""
     part = cast("DTensor", room_for(shared, full.dtype))
     for chunk in part.__create_chunk_list__():
         for dim, (begin, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            # A rank beyond the last part has none of it, and begins at its end.
+            # A rank after the last part has an empty part, whose offset may be beyond the end.
             full = full.narrow(dim, min(begin, full.size(dim)), size)
     part.to_local().copy_(full)
     return part
@@ -145,7 +146,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
-    """List the modules that are shared out by themselves, the inner ones first."""
+    """Return the modules that are sharded one by one, inner modules first."""
     if layers is None:
         return []
     is_class = isinstance(layers, type | tuple)
@@ -162,7 +163,7 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
 
 
 def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    """Refuse a parameter of two groups: each would share out its own, and they would be one no longer."""
+    """Raise InputError if a parameter is tied across two groups. Each group would shard it, which ends the tie."""
     alone = {path: part for path, part in model.named_modules(remove_duplicate=False) if part in set(chosen)}
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -182,7 +183,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(model: nn.Module) -> None:
-    """Make sure that all ranks have the same model, or they would wait for what the others never send."""
+    """Raise InputError if the ranks have different models, because their collectives would not match."""
     own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
@@ -196,15 +197,15 @@ def _compare(model: nn.Module) -> None:
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Send rank 0's weights and buffers, one at a time: the whole model need not fit on a device."""
+    """Broadcast rank 0's weights and buffers one at a time, because the whole model need not fit on a device."""
     if dist.get_world_size() == 1:
         return
     at = exchange_device(device)
     for tensor in _tensors_of(model).values():
         if tensor.is_meta or not tensor.numel():
-            continue  # what is on the meta device has no values yet
+            continue  # tensors on the meta device have no values yet
         sent = tensor.detach().to(at).contiguous()
-        # As bytes: a backend need not know every dtype.
+        # Send bytes, because a backend need not support every dtype.
         dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
         if dist.get_rank():
             with torch.no_grad():
@@ -212,11 +213,11 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 
 def _is_sharded_module(part: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nobody has sharded a module
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported yet, no module is sharded
     return fsdp is not None and isinstance(part, fsdp.FSDPModule)
 
 
 def _holds_shards(part: nn.Module) -> bool:
-    """Tell whether a module's own tensors are shared out, those of the modules inside left aside."""
+    """Return whether a module's direct tensors are sharded. Ignore its submodules."""
     own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return _is_sharded_module(part) or any(map(is_shard, own))

@@ -1,7 +1,8 @@
-"""Let the ranks' gradients meet after a step, instead of in its last backward: a rank may have to run that in parts.
+"""Average the ranks' gradients after the last backward of a step, and not in it, for ``on_oom="cut"``.
 
-A rank that breaks off in the backward in which DistributedDataParallel's buckets are sent would leave the others to
-wait for what it never sends, or send it twice. So nothing is sent in a backward, and communication overlaps with none.
+DistributedDataParallel sends its buckets in the last backward. A rank may run out of memory there and run the
+micro-batch again in parts. The other ranks would then wait forever, or receive some buckets twice. So the ranks send
+nothing in a backward. The cost is that communication does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from autosplit.errors import InputError
 from autosplit.torch_versions import buckets, private
 
 BUCKET_BYTES = 25 * 2**20
-"""Of what is sent at a time: DistributedDataParallel's own `bucket_cap_mb`."""
+"""Bytes that are sent at a time, equal to DistributedDataParallel's default `bucket_cap_mb`."""
 
 
 def refuse_meeting(wrapped: DistributedDataParallel) -> None:
-    """Refuse a model whose ranks meet otherwise than by an average of gradients."""
+    """Raise InputError if a model needs other synchronisation than an average of its gradients."""
     found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
     if found is None and private(wrapped, "_comm_hooks"):
         found = "a communication hook"
@@ -38,7 +39,7 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
 
 @contextmanager
 def apart(wrapped: DistributedDataParallel) -> Iterator[None]:
-    """Let neither gradients nor buffers meet in what runs within."""
+    """Disable DDP's synchronisation of gradients and buffers in the block."""
     before = wrapped.require_backward_grad_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
     try:
@@ -48,9 +49,9 @@ def apart(wrapped: DistributedDataParallel) -> Iterator[None]:
 
 
 def average_gradients(wrapped: DistributedDataParallel) -> None:
-    """Average a model's gradients over the ranks, and send rank 0's buffers to the others; all ranks call it.
+    """Average a model's gradients over the ranks, and broadcast rank 0's buffers. All ranks must call this.
 
-    A parameter that has a gradient on any rank has one on all of them.
+    If a parameter has a gradient on any rank, it has a gradient on all ranks afterwards.
     """
     parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
     device = parameters[0].device
@@ -77,10 +78,10 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
-    """Tell whether a model's very first backward is still to come, and has to be one in which gradients meet.
+    """Return whether the next backward must synchronise gradients, because the model has static_graph=True.
 
-    With static_graph, DDP learns the graph from the first backward: where gradients do not meet in it, DDP breaks off
-    ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13) or, kept from that, sends no gradient ever after and
-    says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add up to the same.
+    With static_graph, DDP learns the graph in the first backward. If that backward does not synchronise, DDP fails in
+    one of two ways. It raises "expect_autograd_hooks_ INTERNAL ASSERT FAILED" (torch 2.13), or it silently never sends
+    a gradient (PyTorch #143580, #187732). One more synchronisation does not change the sum of the gradients.
     """
     return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")

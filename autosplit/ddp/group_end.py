@@ -1,4 +1,4 @@
-"""The end of a process group: wrapped models that outlive it must hold nothing of it."""
+"""End a process group while wrapped models still exist. They must not keep references to it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autosplit.errors import InputError
 from autosplit.torch_versions import use_module_alone
 
 _outliving: WeakSet[DistributedDataParallel] = WeakSet()
-"""Models whose group may end after them, or not at all before the interpreter does."""
+"""Models whose group may outlive them, or exist until the interpreter exits."""
 
 
 def let_go_of_group_last(wrapped: nn.Module) -> None:
-    """Make DistributedDataParallel's own reference to its process group the last that dies with it.
+    """Make a DDP model drop its Python reference to the process group after its reducer. Ignore other models.
 
-    Where a model outlives its group, as in most scripts, the last reference to the group ends it and waits for gloo's
-    threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of the
-    threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). Attributes die in the
-    order in which they were set, so the group is set again, behind the reducer. What is of another class is left as it
-    is.
+    Dropping the last reference to a group ends the group and waits for gloo's threads. A Python reference is dropped
+    without the GIL, but the reducer's reference is dropped with the GIL held. A gloo thread may be waiting for the GIL:
+    a deadlock, in about one of thirty models (torch 2.13). Attributes are deleted in the order of their assignment, so
+    setting the group again moves it behind the reducer.
 
-    At the interpreter's exit the model parts from its group, which nobody else may do: a tool's Trainer has no end.
+    At the interpreter's exit, all references of the model to the group are removed. A Trainer of another library may
+    never do this.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -40,11 +40,11 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
 
 
 def part_from_group(wrapped: Any) -> None:
-    """Take from a wrapper all that refers to its process group, so that the group ends when it is destroyed.
+    """Remove all references of a wrapper to its process group, so the group ends when it is destroyed.
 
-    Otherwise it lives until the interpreter is gone: a thread of gloo's that then has a tensor of Python's to give back
-    takes the process down (torch 2.13: "terminate called without an active exception", now and then on a busy machine),
-    and other ranks see no end of this one's connections until then.
+    Otherwise the group exists until the interpreter has exited. If a gloo thread then frees a Python tensor, the
+    process aborts (torch 2.13: "terminate called without an active exception", rarely, on a busy machine). Until then,
+    the connections to the other ranks also stay open.
     """
     wrapped.reducer = wrapped.logger = None
     wrapped.process_group = None  # last, see `let_go_of_group_last`
@@ -53,7 +53,7 @@ def part_from_group(wrapped: Any) -> None:
 
 
 def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
-    """Do before a forward what is left of DDP's own preparations."""
+    """Move the inputs to the device as DDP does. Raise InputError if the forward is for training."""
     if wrapped.training and torch.is_grad_enabled():
         raise InputError(
             "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
@@ -68,15 +68,15 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
 
 
 def _end_group() -> None:
-    """End gloo's threads while the interpreter is whole, see `part_from_group`; not behind an error.
+    """End gloo's threads before the interpreter exits, see `part_from_group`. Do nothing after an error.
 
-    There other ranks may be in the middle of an exchange, and are to see connections close, not be waited for.
+    After an error, other ranks may be in a collective. This process must close its connections, and not wait for them.
     """
     if hasattr(sys, "last_type"):
         return
     for wrapped in _outliving:
         if wrapped.process_group is not None:
             part_from_group(wrapped)
-    # By its devices: of "cpu:gloo", which the Trainer chooses, the back end itself has no name.
+    # Look at the backend of each device. The Trainer chooses "cpu:gloo", and `get_backend()` has no name for it.
     if dist.is_initialized() and dist.Backend.GLOO in dist.get_backend_config():
         dist.destroy_process_group()

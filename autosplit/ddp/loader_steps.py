@@ -1,7 +1,7 @@
-"""Tell the other ranks of a loop what this one holds: what another loader gave, tokens that count, gradient norms.
+"""Exchange counts and gradient norms between the ranks of a loop, and form steps from loaders without a plan's sampler.
 
-rank 0   batch batch batch  counts 40 | the ranks' counts meet: N = 65,  | weights 40 W/65
-rank 1   batch batch        counts 25 | and 3 micro-steps for everybody  | weights 25 W/65, the third counts nothing
+rank 0   batch batch batch  count 40 | the ranks exchange counts: N = 65  | weights 40 W/65
+rank 1   batch batch        count 25 | all ranks run 3 micro-steps        | weights 25 W/65, the third has weight 0
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autosplit.torch_versions import private
 
 
 class LeftOverWarning(UserWarning):
-    """A rank's loader had batches left when another's had ended; they were not trained on."""
+    """A rank's loader had batches left when the loader of another rank ended. They are not trained on."""
 
 
 def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return a row of numbers for each rank, in double precision; every rank calls it with equally many numbers.
+    """Return a row of numbers for each rank, in double precision. All ranks must pass equally many numbers.
 
-    The numbers travel as their 64 bits: some accelerators have int64, but no float64.
+    The bits of the numbers are sent as int64, because some accelerators do not have float64.
     """
     bits = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.int64)
     own = bits.to(exchange_device(device))
@@ -43,19 +43,23 @@ def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]:
-    """Return the sum over the ranks of each number in a list; every rank calls it with equally many numbers."""
+    """Return the sum over the ranks of each number in a list. All ranks must pass equally many numbers."""
     sums: list[float] = _gathered(own, device).sum(0).tolist()
     return [tidy(total) for total in sums]
 
 
 def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
-    """Add the ranks' sums up; the step's gradient is the same on all, but a rank without a share took no norm."""
+    """Combine the ranks' gradient norms of a step: add up the first two numbers, and take the largest third.
+
+    The third number is the squared norm of the step's gradient. It is equal on all ranks that measured it. A rank
+    without samples did not.
+    """
     weighted, number, squared = _gathered(own, device).unbind(1)
     return float(weighted.sum()), float(number.sum()), float(squared.max())
 
 
 def refuse_hook(wrapped: DistributedDataParallel) -> None:
-    """Refuse a model whose gradient is not the average of the ranks', for the noise scale."""
+    """Raise InputError if a communication hook changes the average of a model's gradients, for the noise scale."""
     if private(wrapped, "_comm_hooks"):
         raise InputError(
             "noise_scale is given, and the wrapped model has a communication hook; expected none, because a step's "
@@ -73,14 +77,14 @@ def foreign_steps(
     has_share: bool = True,
     spans_ranks: bool = False,
 ) -> Iterator[OptimizerStep]:
-    """Cut a loader of any kind into optimizer steps that all ranks take together.
+    """Form optimizer steps, equally many on all ranks, from a loader without a plan's batch sampler.
 
-    A step's micro-batches are held back until the ranks have told each other what theirs count for. A rank that has
-    fewer runs its last one again, counting for nothing, and all end when the first has none. A rank without a share
-    runs its batches for the others, and they count for nothing, either.
+    A step's micro-batches are buffered until the ranks have exchanged their counts. A rank with fewer micro-batches
+    runs its last one again with weight 0. All ranks end when the first loader does.
 
     Args:
-        spans_ranks: The loss of a micro-batch is normalised over all ranks already, see `normalised_over_ranks`.
+        has_share: Whether the plan has samples for this rank. If not, its batches have weight 0.
+        spans_ranks: Whether losses are already normalised over all ranks. See `normalised_over_ranks`.
     """
     check_loader(loader)
     if spans_ranks:
@@ -113,6 +117,6 @@ def foreign_steps(
 
 
 def draws_everything(loader: object) -> bool:
-    """Tell whether a loader is PyTorch's own for one process, over a data set with a length."""
+    """Return whether a loader draws the whole data set, with a sampler of PyTorch for a single process."""
     whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
     return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)

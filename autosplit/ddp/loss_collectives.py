@@ -1,8 +1,8 @@
-"""Detect a loss that uses collectives: it may be normalised over the ranks already, as DETR's is.
+"""Detect a loss that uses collectives. Such a loss may already be normalised over the ranks, as in DETR.
 
 A process group numbers its collectives. Between the draw of a micro-batch and its backward, DistributedDataParallel may
-run some around the model's own forward (it broadcasts buffers). Any others belong to the loss, which the loop or the
-model itself computes. Reading the number changes nothing.
+run collectives around the model's forward (it broadcasts buffers). All others belong to the loss, which the loop or the
+model computes. Reading the number has no side effects.
 
     draw    sum the boxes    DDP: buffers    model    log the loss    backward
     17      18               19              19       20              -         found: (18 - 17) + (20 - 19) = 2
@@ -26,7 +26,7 @@ from autosplit.torch_versions import private
 
 
 class LossCollectives:
-    """The collectives that the ranks run for a loss."""
+    """Count the collectives that the ranks run for a loss."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._found = 0
@@ -48,12 +48,12 @@ class LossCollectives:
         self._since = _number()
 
     def begin(self) -> None:
-        """Begin with a micro-batch that was just drawn."""
+        """Start to count for a micro-batch that was just drawn."""
         self._found = 0
         self._go_on()
 
     def watch(self, step: OptimizerStep) -> None:
-        """Refuse the first loss of an optimizer step, if it ran a collective, before it is read."""
+        """Call `refuse` on the first loss of an optimizer step, before other code examines the loss."""
         draw = step.on_draw
 
         def begin(is_last: bool) -> bool:
@@ -65,17 +65,17 @@ class LossCollectives:
         step.on_loss.insert(0, lambda loss, _samples: self.refuse(loss, step.weight, "ctx.steps"))
 
     def end(self) -> None:
-        """Watch no more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def refuse(self, loss: torch.Tensor, weight: float, where: str) -> None:
-        """Refuse to weight a loss that ran a collective, unless its weight is 1 or it gathers with gradients.
+        """Raise InputError if a loss ran a collective, unless its weight is 1 or it gathers with gradients.
 
         Args:
-            weight: What the loss is multiplied by on this rank.
-            where: What takes `loss_scope=`, such as ``"ctx.steps"``.
+            weight: The factor of the loss on this rank.
+            where: The function that accepts `loss_scope=`, such as ``"ctx.steps"``.
 
         Raises:
             InputError: The loss may be normalised over the ranks already.
@@ -93,7 +93,7 @@ class LossCollectives:
 
 
 def _number() -> int:
-    """Return the number of collectives so far; 0 for a back end that does not count them."""
+    """Return the number of collectives so far, or 0 if the backend does not count them."""
     try:
         count: int = private(dist.group.WORLD, "_get_sequence_number_for_group")()
     except RuntimeError:
@@ -102,9 +102,9 @@ def _number() -> int:
 
 
 def _gathers(loss: torch.Tensor) -> bool:
-    """Return whether a graph has a gather or reduce of its own, whose gradients go back to all ranks."""
+    """Return whether a graph contains a gather or reduce with a backward, which sends gradients to all ranks."""
     nodes: list[Any] = [loss.grad_fn]
-    for node in itertools.islice(nodes, 200):  # the list grows while it is read
+    for node in itertools.islice(nodes, 200):  # the list grows in the loop
         name = type(node).__name__.lower()
         if ("gather" in name and not name.startswith("gatherbackward")) or "allreduce" in name:
             return True

@@ -1,4 +1,4 @@
-"""Find out whether the state of an optimizer was written by an optimizer of the same class."""
+"""Detect whether an optimizer of the same class wrote an optimizer state."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _PER_PARAMETER = {
     "Rprop": ("step", "prev", "step_size"),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""Names of the values that each class of torch.optim always keeps for a parameter that had a step."""
+"""Names of the values that each class of torch.optim always stores for a parameter after a step."""
 
 _NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-"""Options that torch's optimizers received over time. Several classes have them, and older states lack them."""
+"""Options that newer torch versions added to several optimizers. Older states do not have them."""
 
 
 def missing_in_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return, for each group of a state, the options that the optimizer would miss at its next step.
+    """Return, for each group of a state, the missing options that the optimizer needs for its next step.
 
-    An optimizer fills in options that older versions of it lacked in `__setstate__`. So that runs on a copy first.
+    `__setstate__` of an optimizer fills in options that older versions did not have. It runs on a copy first.
     """
     filled = [{**group} for group in groups]
     stand_in = object.__new__(type(optimizer))
@@ -45,7 +45,7 @@ def missing_in_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
 
 def foreign_in_group(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Return the options in a group that belong to other classes of torch.optim; none for classes of other packages."""
+    """Return the options in a group that belong to other classes of torch.optim. Return [] for other packages."""
     if not _is_torchs(optimizer):
         return []
     own = {*inspect.signature(type(optimizer)).parameters}
@@ -59,7 +59,7 @@ def foreign_in_group(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str
 
 
 def per_parameter_keys(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the values that an optimizer of torch keeps for each parameter; none for other packages."""
+    """Return the names of the values that a torch optimizer stores per parameter. Return () for other packages."""
     return _PER_PARAMETER.get(type(optimizer).__name__, ()) if _is_torchs(optimizer) else ()
 
 

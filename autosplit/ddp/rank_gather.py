@@ -3,7 +3,7 @@
 # Note [Gradients of a gather]
 
 Rank r has n_r of the N samples of a micro-batch, and its loss l_r is a mean over them. `step.backward` multiplies l_r
-by n_r W / N, and DDP averages the gradients of the W ranks. So the gradient is that of
+by n_r W / N, and DDP averages the gradients of the W ranks. So the result is the gradient of
 
     L = sum over ranks of (n_r / N) l_r        the mean over all N samples
 
@@ -34,12 +34,12 @@ from autosplit.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """The rows of a tensor on all ranks.
+    """Hold the gathered rows of all ranks.
 
     Attributes:
         tensor: All rows, in the order of the ranks.
-        offset: The place of this rank's first row in `tensor`.
-        sizes: The number of rows of each rank; 0 for a rank that only runs samples that count for nothing.
+        offset: The position of this rank's first row in `tensor`.
+        sizes: The number of rows of each rank. 0 for a rank that runs samples of other ranks with weight 0.
     """
 
     tensor: Tensor
@@ -48,11 +48,11 @@ class Gathered:
 
 
 def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
-    """Gather the rows of all ranks; as `Context.all_gather`.
+    """Gather the rows of all ranks. See `Context.all_gather`.
 
     Args:
-        counts: Whether this rank's rows count. If they do not, no other rank receives them. This rank finds them at
-            the end of `tensor`, so that its own loss has valid indices.
+        counts: Whether this rank's rows have a weight. If not, the other ranks do not receive them. On this rank they
+            are at the end of `tensor`, so the indices in its loss are valid.
     """
     if not isinstance(own, Tensor) or not own.dim():
         found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
@@ -71,7 +71,7 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
 
 
 def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
-    """Return the rows of each rank; raise InputError on all ranks if their tensors do not fit together."""
+    """Return the number of rows of each rank. Raise InputError on all ranks if their shapes or dtypes differ."""
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))
@@ -91,13 +91,13 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
 
 
 class _AllGatherRows(torch.autograd.Function):
-    """Gather unequal numbers of rows. The backward adds up the gradients of all ranks; see the note above."""
+    """Gather unequal numbers of rows. The backward adds up all ranks' gradients. See Note [Gradients of a gather]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
         ctx.sizes, ctx.rank = sizes, rank
         most, bytes_per_row = max(sizes), math.prod(rows.shape[1:]) * rows.element_size()
-        # As bytes, because a back end need not know every dtype. Padded, because gloo aborts on unequal sizes.
+        # Send bytes, because a backend need not support every dtype. Pad them, because gloo aborts on unequal sizes.
         own = torch.zeros(most * bytes_per_row, dtype=torch.uint8, device=exchange_device(rows.device))
         if rows.numel():
             own[: len(rows) * bytes_per_row] = rows.detach().contiguous().view(-1).view(torch.uint8).to(own.device)
@@ -109,11 +109,11 @@ class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Half precision would round the sum, and not every back end adds it up.
+        # Add up in single precision. Half precision would round the sum, and not every backend supports it.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(exchange_device(gradient.device), wide, memory_format=torch.contiguous_format, copy=True)
         if not ctx.sizes[ctx.rank]:
-            total.zero_()  # the loss of samples that count for nothing may be NaN
+            total.zero_()  # the loss of samples with weight 0 may be NaN
         with _told("the backward of all_gather (expected its result in the loss of every rank)"):
             dist.all_reduce(total)
         begin = sum(ctx.sizes[: ctx.rank])

@@ -1,8 +1,9 @@
-"""The process of the job that this is, as torchrun or Slurm made it, and where its ranks meet.
+"""Read this process's rank from the environment of torchrun or Slurm, and connect the ranks of the job.
 
-          rank          world size              local rank     local world size           where they meet
+          rank          world size              local rank     local world size           address of rank 0
 torchrun  RANK          WORLD_SIZE              LOCAL_RANK     LOCAL_WORLD_SIZE           MASTER_ADDR, MASTER_PORT
-srun      SLURM_PROCID  SLURM_STEP_NUM_TASKS    SLURM_LOCALID  SLURM_STEP_TASKS_PER_NODE  the same; on one node neither
+srun      SLURM_PROCID  SLURM_STEP_NUM_TASKS    SLURM_LOCALID  SLURM_STEP_TASKS_PER_NODE  the same (optional on one
+                                                                                          node)
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-# Imported before there is a group: it has the group of then in its default arguments, which keeps it, with its threads,
-# until the process ends; DDP imports it with the first model (torch 2.13).
+# Import this before a group exists. Its default arguments refer to the group at import time, which would keep the group
+# and its threads alive until the process ends. DDP imports it with the first model (torch 2.13).
 import torch.distributed.nn.functional  # noqa: F401
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -25,24 +26,24 @@ from torch.distributed.rendezvous import rendezvous
 from autosplit.errors import InputError
 
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-"""What srun says of all nodes of its step, and what was asked for of each node of the job."""
+"""Slurm's variables for the tasks per node: first of the step, then of the job."""
 
 _GROUPS = itertools.count()
-"""Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
+"""Counter of the groups that this process made. Every rank makes the same groups, so the numbers agree."""
 
 _LOOKED_EVERY_S = 0.05
-"""How often a rank looks whether rank 0 has answered."""
+"""Seconds between two checks of a rank whether rank 0 has answered."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The process of the job that this is.
+    """Describe this process within the job.
 
     Attributes:
-        local_rank: Its number among those of its machine; None where nobody says.
-        local_world_size: The processes of its machine; None where nobody says.
-        address: Where rank 0 listens, as ``host:port``; None where the environment says it in torchrun's words, or
-            nobody has to be met.
+        local_rank: The rank among the processes of this machine. None if unknown.
+        local_world_size: The number of processes on this machine. None if unknown.
+        address: The address of rank 0, as ``host:port``. None if torchrun's variables have it, or if there is only one
+            process.
     """
 
     rank: int
@@ -52,7 +53,7 @@ class Place:
     address: str | None = None
 
     def beside(self) -> range:
-        """Return the ranks of this machine, as far as is known: those of torchrun's and Slurm's lie side by side."""
+        """Return the ranks of this machine, which torchrun and Slurm number consecutively. If unknown, all ranks."""
         if self.local_rank is None:
             return range(self.world_size)
         first = self.rank - self.local_rank
@@ -60,13 +61,16 @@ class Place:
 
 
 def place_here() -> Place:
-    """Ask the process group that is there, else torchrun's environment, else Slurm's; without any, it is alone."""
+    """Return this process's place, from the process group, or else from the variables of torchrun, or of Slurm.
+
+    Without any of them, the process is the only process of its job.
+    """
     if dist.is_initialized():
         local = _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE")
         return Place(dist.get_rank(), dist.get_world_size(), *local)
     rank, world_size = _number_in("RANK"), _number_in("WORLD_SIZE")
     if rank is None and world_size is None:
-        # srun alone sets this one: what a batch script sees of its job is not what its one process is.
+        # Only srun sets SLURM_STEP_NUM_TASKS. A batch script sees the job's variables but is a single process.
         return _place_in_slurm() if os.environ.get("SLURM_STEP_NUM_TASKS") else Place(0, 1)
     if rank is None or world_size is None or rank >= world_size:
         raise InputError(
@@ -104,13 +108,13 @@ def _place_in_slurm() -> Place:
             code="slurm-address-missing",
         )
     job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
-    # One that all ranks of a job step agree on, and other jobs of the same machine seldom.
+    # All ranks of a job step compute the same port, and other jobs on the machine seldom compute the same.
     port = _number_in("MASTER_PORT") or 20_000 + (31 * job + step) % 10_000
     return Place(rank, world_size, local_rank, world_size if one_node else _tasks_of_node(), f"{host}:{port}")
 
 
 def _tasks_of_node() -> int | None:
-    """Return how many of the step's processes Slurm started on this node, if it says: "4(x2),3" are 4, 4 and 3."""
+    """Return the number of the step's processes on this node, or None. Slurm writes 4, 4 and 3 as "4(x2),3"."""
     name = next((name for name in _TASKS_PER_NODE if os.environ.get(name)), None)
     if name is None:
         return None
@@ -129,7 +133,7 @@ def _tasks_of_node() -> int | None:
 
 
 def _number_in(name: str) -> int | None:
-    """Read a whole number from the environment; None where the variable is not set."""
+    """Return an integer from the environment, or None if the variable is not set."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -143,28 +147,28 @@ def _number_in(name: str) -> int | None:
 
 
 def meeting_place(place: Place) -> Any:
-    """Return the store through which the ranks find each other."""
-    stores: Any = dist  # its stores are documented there, but not re-exported in the way that type checkers ask for
-    if place.world_size == 1:  # nobody to meet, so neither address nor port is needed
+    """Return the torch store that connects the ranks of the job."""
+    stores: Any = dist  # torch documents the stores there, but type checkers do not find them
+    if place.world_size == 1:  # without other ranks, neither address nor port is needed
         return stores.HashStore()
     url = "env://" if place.address is None else f"tcp://{place.address}"
     ranks = () if place.address is None else (place.rank, place.world_size)
     store, _, _ = next(rendezvous(url, *ranks))
-    # Torchrun keeps one store for the whole job: what an earlier group left in it would mislead this one.
+    # torchrun keeps one store for the whole job, so use new keys: an earlier group has left values in it.
     group = stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
     return stores.PrefixStore(_agreed_round(group, place, store.timeout.total_seconds()), group)
 
 
 def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
-    """Agree with the ranks that are here now on a name that no earlier processes of this job had.
+    """Agree with the running ranks on a new name, which no earlier processes of this job have used.
 
         rank 0                               another rank
-        names a new round           ->       greets in the round that it finds, which may be an earlier one's
-        waits for every greeting    <-       with a word that nobody had before
-        answers each word           ->       and looks for another round until its word is answered
+        publishes a new name        ->       reads the name, which may be an old one
+        waits for every rank        <-       writes a unique word under that name
+        answers each word           ->       repeats with newer names until its word is answered
 
-    Torchrun restarts processes and keeps the store: a rank that comes first would take the addresses that the dead left
-    there for the new ones'. Its count of restarts can't tell the rounds apart, as each machine counts its own.
+    torchrun restarts processes but keeps the store. Without a new name, a rank that starts first would read the
+    addresses of dead processes. torchrun's count of restarts cannot be the name, because each machine has its own.
     """
     if place.rank == 0:
         name = uuid.uuid4().hex
@@ -193,9 +197,10 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
 
 
 def _refuse_other_job(store: Any, place: Place, name: str, word: str) -> None:
-    """Refuse a round whose ranks are all there without this one, in a store that its own rank 0 keeps: another job's.
+    """Raise InputError if all ranks of the round are there and this process is not one of them.
 
-    Torchrun keeps one for all rounds of a job, and the next may follow; rank 0's own ends with it.
+    The store then belongs to another job. This does not hold for torchrun's store, which outlives a round: the round
+    may be an old one of this job. A store of rank 0 ends with rank 0.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not store.check(["closed"]):
         return
@@ -212,7 +217,7 @@ def _address_of(place: Place) -> str:
 
 
 def explain_taken_port(error: RuntimeError, place: Place) -> None:
-    """Raise an InputError with what to do where rank 0 can't listen because another program does."""
+    """Raise InputError with advice if rank 0 cannot listen because another program uses the port."""
     if place.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         raise InputError(
             f"rank 0 can't listen at {_address_of(place)}, where another program does; expected a free port; give each "
@@ -222,9 +227,10 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
 
 
 def explain_loopback(error: RuntimeError, place: Place) -> None:
-    """Raise an InputError with what to do where gloo sought a rank of another machine on this one's loopback.
+    """Raise InputError with advice if gloo looked for a rank of another machine on this machine's loopback.
 
-    Gloo tells the others the address that its machine's own name has there, and Debian gives that one to loopback.
+    gloo resolves the name of its machine and sends the address to the other ranks. On Debian this is a loopback
+    address.
     """
     found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
     if found is None or place.local_world_size == place.world_size:

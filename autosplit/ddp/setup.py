@@ -1,4 +1,4 @@
-"""Starts one process's part of a DDP job: the plan, the process group, and the agreement on one plan."""
+"""Set up one process of a DDP job: find the plan, join the process group, and compare the ranks' plans."""
 
 from __future__ import annotations
 
@@ -29,44 +29,43 @@ from autosplit.plan.torchrun import PLAN_VARIABLE
 
 @contextmanager
 def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Context]:
-    """Join the job as the rank that torchrun or Slurm made this process, with a plan's settings for it.
+    """Join the DDP job as the rank that torchrun or Slurm gave this process, with the plan's settings.
 
         with autosplit.ddp.setup("plan.json") as ctx:  # torchrun --nproc-per-node 2 train.py
             model = ctx.wrap(model)
 
-    Started without either, it is a job of one process. The device is the very card that the plan means, whatever
-    CUDA_VISIBLE_DEVICES says; the backend is torch's own for the devices (nccl on GPUs of NVIDIA and AMD), and gloo on
-    processors, where torch was built without it, and where two ranks share a card. A process group that is already
-    there is used, and left as it is; one that is made here is destroyed on leaving.
-    Wrapped models then go on as what they wrap: `module`, `state_dict`, and forwards in `eval()` or without gradients.
+    Without torchrun or Slurm, it is a job of one process. The device is the GPU that the plan names, for any value of
+    CUDA_VISIBLE_DEVICES. The backend is torch's default for the devices (nccl on GPUs of NVIDIA and AMD). It is gloo
+    on CPUs, if two ranks share a GPU, and if torch lacks the default backend. An existing process group is used and
+    not destroyed. A group that is made here is destroyed at the end of the block. After that, wrapped models still have
+    their `module` and `state_dict`, and run forwards in `eval()` or without gradients.
 
-    A rank that leaves by an exception (a `sys.exit(0)` is none) tells the others, and one that is killed is missed by
-    them at once, one whose machine or network went down after 15 s. What they wait for is then broken off, and they
-    raise RankFailedError; a process that has not left within 10 s is ended, with the reason on stderr and exit code 1.
-    For that, ranks keep a connection to rank 0, on a port that the system chooses. It watches until rank 0 leaves.
-    A rank that is stopped (SIGSTOP) is named on stderr after 12 s, one that never comes after 15 s; both are waited
-    for.
-    A group that was there before is watched as well, but where it is gloo's, and the rank that failed lives on, what
-    the others wait for can't be broken off: they are ended.
+    If a rank leaves by an exception (other than `sys.exit(0)`), it notifies the others. They notice a killed rank at
+    once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
+    RankFailedError. A process that has not left within 10 s is killed, with the reason on stderr and exit code 1.
+    For this, each rank has a connection to rank 0 until rank 0 leaves. The system chooses the port. A message on stderr
+    names a stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. The other ranks wait for both.
+    An existing group is watched, too. If it uses gloo and the failed rank is alive, the other ranks' collectives cannot
+    be aborted, so these ranks are killed.
 
     Args:
-        profile: A plan, or the file that `Plan.save` wrote; None for the file that the environment variable
-            AUTOSPLIT_PROFILE names, or else the only remembered plan that this machine and this job can use.
+        profile: A plan, or a file that `Plan.save` wrote. None for the file in the environment variable
+            AUTOSPLIT_PROFILE, or else for the only saved plan that this machine and this job can use.
 
     Yields:
         The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `all_gather`, `save_checkpoint`,
         `load_checkpoint`, `save_sharded`, `load_sharded`.
 
     Raises:
-        PlanError: There is no plan, it can't be read, it has no rank for each process, or the ranks have different
-            ones.
-        DeviceError: The plan is for simulated cards, or this rank's device is not there.
-        InputError: What torchrun or Slurm should have set is missing or wrong: the rank, the number of ranks, or the
-            address of rank 0. Or a machine knows itself by an address at which no other one reaches it.
-        RankFailedError: Another rank failed; on leaving.
+        PlanError: There is no plan, the plan cannot be read, its number of ranks is not the number of processes, or
+            the ranks have different plans.
+        DeviceError: The plan is for simulated GPUs, or this rank's device does not exist.
+        InputError: A variable of torchrun or Slurm is missing or wrong: the rank, the number of ranks, or the address
+            of rank 0. Or the other machines cannot reach a machine at the address that it resolves for itself.
+        RankFailedError: Another rank failed. Raised at the end of the block.
 
     Warns:
-        UnwatchedWarning: Rank 0 was not reached beside the process group.
+        UnwatchedWarning: The separate connection to rank 0 failed, so failures of ranks are not detected.
     """
     place = place_here()
     plan, _ = plan_for_job(profile, place.world_size)
@@ -94,7 +93,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
 @contextmanager
 def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
-    """Make the process group with its `group_sockets`, and destroy it at the end; do neither where there is one."""
+    """Create the process group, yield its `group_sockets`, and destroy it at the end. Keep an existing group."""
     if dist.is_initialized():
         yield {}
         return
@@ -117,7 +116,7 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
     finally:
         ctx.part_from_group()
         if watch.failed:
-            with suppress(Exception):  # what failed is what has to be heard of
+            with suppress(Exception):  # an error here must not hide the failure of the rank
                 abort_group(dist.group.WORLD)
                 dist.destroy_process_group()
         else:
@@ -125,9 +124,9 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
 
 
 def agree_on(plan: Plan, rank: int) -> None:
-    """Compare the ranks' plans; all of them refuse where one is different.
+    """Raise PlanError on all ranks if their plans differ.
 
-    Notes and explanations are left out: of the ranks of a job one keeps these.
+    Notes and explanations are not compared, because only one rank of a job keeps them.
     """
     digest = hashlib.sha256(plan.bare().to_json().encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()

@@ -1,6 +1,6 @@
-"""Refuse torch's own collectives of unequal sizes: gloo aborts the process, and the other ranks learn no reason.
+"""Raise InputError for torch's collectives with unequal sizes. gloo would abort the process without a clear error.
 
-The ranks of a plan have unequal numbers of samples, so code that was written for equal ranks meets this at once.
+The ranks of a plan have unequal numbers of samples. Code that was written for equal batches therefore fails at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autosplit.errors import InputError
 
 @contextmanager
 def unequal_gathers_refused() -> Iterator[None]:
-    """Compare the ranks' sizes before each collective of torch.distributed that the user's code calls with gloo.
+    """Compare the ranks' sizes before the user's code runs a collective of torch.distributed with gloo.
 
-    `all_gather` is compared with every back end: NCCL would wait forever, or return another rank's memory.
+    For `all_gather` this is done with every backend. NCCL would wait forever, or return another rank's memory.
     """
     originals = {name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor", "all_reduce")}
     replaced = {name: _compared(name, original, originals["all_gather"]) for name, original in originals.items()}
@@ -51,13 +51,16 @@ def _compared(name: str, original: Any, all_gather: Any) -> Any:
 
 
 def _is_users(frame: Any) -> bool:
-    """Return whether the caller of a frame's function may be of the user: torch and autosplit send equal sizes."""
+    """Return whether user code called the frame's function, directly or through `torch.distributed.nn`.
+
+    Other callers in torch and autosplit always send equal sizes.
+    """
     caller = str(frame.f_back.f_globals.get("__name__")) if frame is not None and frame.f_back is not None else ""
     return caller.startswith("torch.distributed.nn.") or not caller.startswith(("torch.", "autosplit."))
 
 
 def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) -> None:
-    """Raise InputError on all ranks if any of them sends another size than any other expects."""
+    """Raise InputError on all ranks if a rank sends another size than another rank expects."""
     count = dist.get_world_size(group)
     tensor = given["input_tensor" if name == "all_gather_into_tensor" else "tensor"]
     room = given["tensor_list"] if name == "all_gather" else [tensor] * count

@@ -1,6 +1,6 @@
-"""Plans in other tools' training: `transformers`, `accelerate`, `lightning`; each is imported where it is asked for.
+"""Use plans with `transformers`, `accelerate` and `lightning`. Each module imports its library only when it is used.
 
-A tool keeps its own loop, its logs, its checkpoints. What it gets is a loader that hands this process its share of
-every micro-batch, the number of micro-batches of an optimizer step, and a weight for every loss, so that the gradient
-is that of the whole step.
+The library keeps its own loop, logs and checkpoints. autosplit gives it a loader with this process's part of every
+micro-batch. It also sets the number of micro-batches per optimizer step, and weights every loss. The weighted losses
+give the gradient of the whole step.
 """

@@ -1,8 +1,8 @@
-"""An accelerate loop with a plan's shares: each process its own, and the gradient that of the whole step.
+"""An Accelerator that follows a plan: batch sizes per process, and the gradient of the whole step.
 
-    from autosplit.integrations.accelerate import Accelerator  # in place of accelerate's own
+    from autosplit.integrations.accelerate import Accelerator  # replaces accelerate's Accelerator
 
-    accelerator = Accelerator()  # gradient_accumulation_steps are the plan's
+    accelerator = Accelerator()  # the plan sets gradient_accumulation_steps
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -11,11 +11,11 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
-backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
-returns; if the plan was tuned with loss_reduction="sum", its weight is 1. A loop without accumulate() is right, too
-(`autosplit.integrations.loop_position`); its gradients meet at every micro-batch, which takes longer. Without a plan
-the Accelerator is accelerate's own.
+`prepare` treats loaders that shuffle as training loaders, which yield this process's part of every micro-batch. Other
+loaders are prepared by accelerate, and a backward of their batches raises InputError. The mean loss of each micro-batch
+is weighted by its samples, or by `count`. If the plan was tuned with loss_reduction="sum", the weight is 1. A loop
+without accumulate() also gives the right gradient (`autosplit.integrations.loop_position`), but is slower, because it
+synchronises in every micro-batch. Without a plan, the Accelerator behaves as accelerate's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
-    """A loader that hands out this process's share; `weight` is what the batch that it gave last counts for."""
+    """Yield this process's part of every micro-batch. `weight` is the weight of the last yielded batch."""
 
     def __init__(self, accelerator: Accelerator, share: Share, **options: Any) -> None:
         device = accelerator.device if accelerator.device_placement else None
@@ -75,9 +75,10 @@ class SharesLoader(DataLoaderShard):
         self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
-        """Let the next iteration, and only that one, begin after so many micro-batches, of whatever epoch it is.
+        """Skip `num_batches` micro-batches in the next iteration only, in any epoch.
 
-        They have to be whole optimizer steps within the epoch.
+        Raises:
+            InputError: The micro-batches are not whole optimizer steps of an epoch.
         """
         schedule = self.sampler_of_shares.schedule
         ends = [0, *itertools.accumulate(len(step.micro_batch_sizes) for step in schedule)]
@@ -92,19 +93,22 @@ class SharesLoader(DataLoaderShard):
 
     @property
     def sampler_of_shares(self) -> MarkingBatchSampler:
-        """The batch sampler."""
+        """The plan's batch sampler."""
         sampler: MarkingBatchSampler = self.base_dataloader.batch_sampler
         return sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order; a data set that wants to know it is told."""
+        """Choose the epoch, which determines the order. Call `set_epoch` of the data set, if it has one."""
         self.iteration = epoch
         self.sampler_of_shares.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def begin(self) -> None:
-        """Begin; `gather_for_metrics` is to cut nothing from the last micro-batch, in which no sample comes twice."""
+        """Begin the iteration. Set `remainder` to 0, because no sample is repeated in the last micro-batch.
+
+        Otherwise `gather_for_metrics` would keep only the first `remainder` samples.
+        """
         super().begin()
         self.remainder = 0
 
@@ -126,7 +130,7 @@ class SharesLoader(DataLoaderShard):
         )
         for one in walked if cut is None else cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
-            if self.gradient_state.active_dataloader is not self:  # one within it was left before its end, and stayed
+            if self.gradient_state.active_dataloader is not self:  # a loader in the loop body was left before its end
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
             position.draw(one._replace(batch=None), iteration)
@@ -139,62 +143,61 @@ class SharesLoader(DataLoaderShard):
 
 
 class SharesOptimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like."""
+    """accelerate's optimizer, but it steps only at the end of the plan's optimizer steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: LoopPosition, **options: Any) -> None:
         super().__init__(optimizer, **options)
         self._position = position
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step, if an optimizer step of the plan ends here."""
+        """Update the parameters if an optimizer step of the plan ends here. Otherwise do nothing."""
         self._position.step(runs=closure is not None)
         super().step(closure)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, also at the beginning of a micro-batch: those of the ones before it in its step stay."""
-        if self._position.begins_step:  # in mid-step accelerate clears nothing, and this may be the only call
+        """Clear the gradients, except within an optimizer step of the plan."""
+        if self._position.begins_step:  # accelerate would clear nothing here, and the loop may clear only here
             self.optimizer.zero_grad(set_to_none is not False)
         elif not self._position.keeps_gradients:
             super().zero_grad(set_to_none)
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator with a plan's shares.
+    """accelerate's Accelerator that follows a plan.
 
     Args:
-        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
-            or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
+        plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
+            it). Or else, if `model` is given, the only saved plan for this machine, this number of processes and a
             model of this size.
-        model: What is to be trained: only by it is a remembered plan known to be for it.
-        count: Return what the mean loss of a batch divides by, if that is not its samples: an int (labels that are no
-            padding) or a float (the sum of the class weights of its labels). An optimizer step's micro-batches are then
-            held back until all are counted.
-        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+        model: The model to train. Without it, no saved plan is used, because its size is unknown.
+        count: Returns the divisor of a batch's mean loss, if that is not its samples: an int (labels without padding)
+            or a float (the sum of the class weights of its labels). An optimizer step's micro-batches are then
+            buffered until all are counted.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
-        on_oom: ``"cut"``, the same in every process, hands a micro-batch that runs out of memory within `accumulate`
-            out again in two parts, see `Plan.steps`; gradients then meet after the last backward, not in it.
+        on_oom: With ``"cut"`` in every process, a micro-batch that runs out of memory in `accumulate` is yielded again
+            in two parts, see `Plan.steps`. Gradients are then averaged after the last backward, not in it.
         noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
-        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
-            where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
-            is among them.
+        **kwargs: accelerate's arguments. The plan sets `gradient_accumulation_steps` (also in a plugin) and, if it is
+            for CPUs, `cpu`. It also sets the options of DistributedDataParallel, unless you pass a handler for them.
 
     Attributes:
-        share: What this process does of the plan; None without one.
+        share: This process's part of the plan. None without a plan.
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
-            or several could be meant.
-        DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next. In the first
-            backward: the loss is no mean over samples, and there is no `count`. Or the processes run a collective
+        PlanError: The plan cannot be read, is for another number of processes than this job or accelerate has, or
+            several saved plans fit.
+        DeviceError: The plan is for simulated GPUs, or for other GPUs.
+        InputError: The accumulation plugin would join an epoch's last optimizer step with the next. In the first
+            backward: the loss is not a mean over samples, and there is no `count`. Or the processes run a collective
             between the forward and the backward, and there is no `loss_scope`.
 
     Warns:
-        NoPlanWarning: There is none.
-        OtherModelWarning: Once a model is prepared: the plan is for one of another size.
-        UnevenLossWarning: Once a loader is prepared: the plan was tuned with a loss that is no mean over samples, and
-            there is no `count`. In the first backward: nothing shows what the loss is a mean over.
+        NoPlanWarning: There is no plan.
+        OtherModelWarning: When a model is prepared: the plan is for a model of another size.
+        UnevenLossWarning: When a loader is prepared: the plan was tuned with a loss that is not a mean over samples,
+            and there is no `count`. In the first backward: the divisor of the loss could not be inferred.
     """
 
     def __init__(
@@ -234,12 +237,12 @@ class Accelerator(accelerate.Accelerator):
                 agree_on(self.share.plan, self.share.place.rank)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a model: on one process with several devices, by `BalancedDataParallel`."""
+        """Prepare a model. Wrap it in `BalancedDataParallel` if one process has several devices."""
         if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
             self.share.tell_of_other_model(model, stacklevel=5)  # through prepare
             self.share.checkpoint(model)
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
-            # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
+            # accelerate prepares the wrapper instead of the model, for example with autocast.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         prepared = super().prepare_model(model, *args, **kwargs)
         let_go_of_group_last(prepared)
@@ -258,7 +261,10 @@ class Accelerator(accelerate.Accelerator):
         return self.share.plan.loss_reduction == "mean"
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader: one that shuffles hands out shares; of others `shares_of` makes one that does."""
+        """Prepare a loader. If it shuffles, it yields this process's part of every micro-batch.
+
+        Use `shares_of` for a training loader that does not shuffle.
+        """
         if isinstance(data_loader, SharesLoader):
             return data_loader
         if self.share is None or not is_shuffled(data_loader):
@@ -268,17 +274,16 @@ class Accelerator(accelerate.Accelerator):
     def shares_of(
         self, loader: DataLoader[Any], *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None
     ) -> Any:
-        """Make a loader that hands out this process's share; what `prepare` does to loaders that shuffle.
+        """Return a loader of this process's part of every micro-batch. `prepare` does this for loaders that shuffle.
 
         Args:
-            loader: PyTorch's own; its batch size does not matter.
-            shuffle: Draw in a new order each epoch. Default: as the loader does.
-            seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out
-                a batch that is.
+            loader: A DataLoader of PyTorch. Its batch size does not matter.
+            shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
+            seed: The seed of that order.
+            drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
 
         Raises:
-            InputError: There is no plan, or the data set is iterable, or a sampler chooses the samples.
+            InputError: There is no plan, the data set is iterable, or the sampler leaves samples out or repeats some.
         """
         if self.share is None:
             raise InputError(
@@ -293,7 +298,7 @@ class Accelerator(accelerate.Accelerator):
         return made
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer, which steps at the end of the plan's optimizer steps."""
+        """Prepare an optimizer, so that it steps at the end of the plan's optimizer steps."""
         if self.share is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         placed = self.device_placement if device_placement is None else device_placement
@@ -302,24 +307,24 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler, which steps once an optimizer step; accelerate's steps once for each process."""
+        """Prepare a scheduler, so that it steps once per optimizer step. accelerate's steps once per process."""
         if self.share is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared = AcceleratedScheduler(
             scheduler,
             self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=True,  # the plan's batches are those of all processes
+            split_batches=True,  # a batch of the plan is already split over all processes
         )
         self._schedulers.append(prepared)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of a micro-batch's mean loss, by its weight.
+        """Multiply a micro-batch's mean loss by its weight, and run the backward.
 
         Raises:
-            InputError: The loss is of a prepared loader that hands out no shares, or the loop does not accumulate as
-                the plan does.
+            InputError: The batch comes from a prepared loader that does not follow the plan, or the loop accumulates
+                differently from the plan.
         """
         _refuse_without_shares(None if self.share is None else self.gradient_state.active_dataloader)
         one = self._position.run()
@@ -340,7 +345,7 @@ class Accelerator(accelerate.Accelerator):
             if self._weighs_samples:
                 doubt_sum(loss)
                 self._examine(asked, loss, min(one.size, 1) if self._cut is not None else one.size)
-        # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
+        # accelerate divides the loss by the accumulation steps. Undo this, because the weights already add up to 1.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
         norms = self._norms
@@ -353,36 +358,36 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Accumulate the gradients of an optimizer step: each entry is its next micro-batch."""
+        """Accumulate the gradients of an optimizer step. Enter this context once per micro-batch."""
         cut = nullcontext() if self._cut is None else self._cut.running()
         with self._position.accumulating(), super().accumulate(*models), cut:
             yield
         if self._cut is not None and self._cut.has_failed:
-            self.gradient_state._set_sync_gradients(False)  # what comes after the block is of no finished step
+            self.gradient_state._set_sync_gradients(False)  # the step is not finished: its halves follow
             if self._norms is not None:
                 self._norms.spoil()
 
     def _do_sync(self) -> None:
-        """Let gradients meet, and the optimizer step, at the end of the plan's step, in place of every k-th entry."""
+        """Synchronise gradients at the end of the plan's optimizer step, and not at every k-th micro-batch."""
         if self._position.at is None:
             super()._do_sync()
         else:
             self.gradient_state._set_sync_gradients(self._position.at.ends_step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradient of an optimizer step; in mid-step, only return its norm."""
+        """Clip the gradient at the end of an optimizer step. Within a step, only return the norm."""
         if not self._position.is_in_mid_step:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         return nn.utils.get_total_norm([one.grad for one in listed if one.grad is not None], norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip the gradient of an optimizer step; in mid-step, leave it."""
+        """Clip the gradient at the end of an optimizer step. Within a step, do nothing."""
         if not self._position.is_in_mid_step:
             super().clip_grad_value_(parameters, clip_value)
 
     def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
-        """Refuse a loss that is no mean over samples, in all processes if any of them finds it so."""
+        """Raise InputError in all processes if any process finds that the loss is not a mean over samples."""
         loader = self.gradient_state.active_dataloader.base_dataloader
         reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
         is_other = torch.tensor([int(bool(reason))], device=self.device)
@@ -395,10 +400,11 @@ class Accelerator(accelerate.Accelerator):
             optimizer.optimizer.zero_grad()
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors from all processes, each of which may have other numbers of samples.
+        """Gather tensors from all processes, which may have different numbers of samples.
 
         Raises:
-            InputError: They differ in more than that; in every process. With `on_oom`, amid an optimizer step.
+            InputError: The tensors differ in other sizes. All processes raise it. Or `on_oom` is "cut", and this is
+                called within an optimizer step.
         """
         if self.share is None or self.num_processes == 1:
             return super().gather(tensor)
@@ -407,10 +413,10 @@ class Accelerator(accelerate.Accelerator):
         return gather_uneven(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was made of a micro-batch; of a loader of shares, every sample once and in order.
+        """Gather the outputs of a micro-batch. With a training loader, each sample is gathered once, in order.
 
         Raises:
-            InputError: With `on_oom`, of a loader of shares, whose micro-batches may come in parts.
+            InputError: `on_oom` is "cut", and the batch comes from a training loader, so it may be cut into parts.
         """
         if self._cut is not None and self._trains:
             refuse_gathering()
@@ -424,9 +430,9 @@ class Accelerator(accelerate.Accelerator):
         return isinstance(self.gradient_state.active_dataloader, SharesLoader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps.
+        """Skip micro-batches to resume within an epoch. With a training loader, skip whole optimizer steps.
 
-        As ever with accelerate, the epoch is yours to say: ``loader.set_epoch(epoch)``.
+        As always with accelerate, set the epoch yourself: ``loader.set_epoch(epoch)``.
         """
         if isinstance(dataloader, SharesLoader):
             return dataloader.skipping(num_batches)
@@ -437,8 +443,8 @@ class Accelerator(accelerate.Accelerator):
 
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
-    """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""
-    # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
+    """Set a plan's numbers in an Accelerator's arguments. Return whether the user gave accumulation steps."""
+    # Use a plugin: accelerate overrides the plain number by the environment variable of its launcher.
     plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
     if not plugin.sync_with_dataloader:
         raise InputError(
@@ -450,16 +456,16 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
     kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
     if share.device.type == "cpu":
-        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
+        kwargs["cpu"] = True  # otherwise each process would train alone if there is no GPU
     handlers = list(kwargs.get("kwargs_handlers") or [])
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
-        # The plan's batch sizes fit a step that was run with these.
+        # The plan measured the memory of the step with these options.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
     return max(steps or 1 for steps in given) > 1
 
 
 def _tell_of_check(plan: Plan) -> None:
-    """Warn of a loss of which is known, since it was tuned with, that it is no mean over samples."""
+    """Warn if the plan's checks found that the loss is not a mean over samples."""
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
         warnings.warn(
@@ -472,7 +478,7 @@ def _tell_of_check(plan: Plan) -> None:
 
 
 def _refuse_without_shares(loader: Any) -> None:
-    """Refuse the loss of a loader that has no shares, or lost track of them."""
+    """Raise InputError if a loader is neither None nor a `SharesLoader`, so its batches have no weights."""
     if loader is None or isinstance(loader, SharesLoader):
         return
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)

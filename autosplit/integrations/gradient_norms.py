@@ -1,4 +1,4 @@
-"""Estimate the gradient noise scale of a tool's training, by the norms of its micro-batches."""
+"""Estimate the gradient noise scale of a library's training loop from the gradient norms of its micro-batches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autosplit.parallel.noise_estimate import NoiseEstimate, checked_estimate
 
 
 class RunNorms:
-    """The gradient norms of a run's optimizer steps.
+    """Record the gradient norms of a run's optimizer steps.
 
     Attributes:
-        noise_scale: The estimate to which each step is added.
+        noise_scale: The estimate that collects the steps.
     """
 
     def __init__(self, share: Share, noise_scale: NoiseEstimate) -> None:
@@ -41,19 +41,19 @@ class RunNorms:
         return cls(share, noise_scale)
 
     def begin(self) -> None:
-        """Begin an optimizer step; one before it that was left in its middle is forgotten."""
+        """Begin an optimizer step. Discard the previous step if it is unfinished."""
         self._step = self.noise_scale.begin_step(self._over_ranks)
 
     def recorded(
         self, loss: torch.Tensor, weight: float, total: float, scaler: Any, models: Iterable[nn.Module]
     ) -> AbstractContextManager[None]:
-        """Take the norm of a micro-batch's gradient in the backward within.
+        """Record the norm of a micro-batch's gradient in the backward in the block.
 
         Args:
-            loss: What the backward begins at, or anything before it in the graph.
-            weight: What the mean loss counts for: its part of `total`, times the processes; 0 without a share.
-            scaler: What scales gradients, for fp16; None without.
-            models: As they are called; InputError where one has a communication hook.
+            loss: The tensor on which the backward is called, or a tensor before it in the graph.
+            weight: The weight of the mean loss: its part of `total` times the number of processes. 0 without samples.
+            scaler: The GradScaler for fp16, or None.
+            models: The wrapped models. Raise InputError if one has a communication hook.
         """
         if not weight:
             return nullcontext()
@@ -68,16 +68,16 @@ class RunNorms:
         return self._step.recorded(loss, whole if abs(size - whole) < 1e-6 else size, weight, scale)
 
     def spoil(self) -> None:
-        """Leave the optimizer step out: a micro-batch of it was cut."""
+        """Exclude the optimizer step from the estimate, because one of its micro-batches was cut."""
         self._step.spoil()
 
     def finish(self, total: float) -> None:
-        """Add an optimizer step to the run, while its gradients are as they met; all processes call it."""
+        """Add the optimizer step to the estimate. All processes call this before the averaged gradients change."""
         self._step.finish(total)
 
 
 def refuse_sum(is_sum: bool) -> None:
-    """Refuse a loss that is a sum; raise InputError."""
+    """Raise InputError if the loss is a sum."""
     if is_sum:
         raise InputError(
             "noise_scale is given, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "

@@ -1,13 +1,13 @@
-"""Lightning's Trainer with a plan's shares: each process its own, and the gradient that of the whole step.
+"""A Lightning callback that makes a Trainer follow a plan: batch sizes per process, and the whole step's gradient.
 
     shares = Shares()                                   # the plan of autosplit launch; or Shares("plan.json")
-    trainer = lightning.Trainer(callbacks=[shares], ...)  # accumulate_grad_batches is set by the plan
+    trainer = lightning.Trainer(callbacks=[shares], ...)  # the plan sets accumulate_grad_batches
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
-It is for one device a process (the DDP strategy, or a single device) and automatic optimization. The loss of each
-micro-batch is weighted by what it divides by: its labels that are not ignored, shifted or not, their class weights, or
-its samples. A sum has the weight 1. Which of these it is, a run of the training step on a few samples shows, unless
-`count` returns it. Without a plan nothing is changed.
+It supports one device per process (the DDP strategy, or a single device) and automatic optimization. Each micro-batch's
+loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class weights, or the samples.
+A sum has the weight 1. The divisor is inferred by running the training step on a few samples, unless `count` returns
+it. Without a plan nothing changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", 
 
 
 class _EpochTeller(SequentialSampler):
-    """Tells a batch sampler the epoch; by its class, Lightning asks for no other where it overfits."""
+    """Pass the epoch from Lightning to the batch sampler.
+
+    It is a SequentialSampler, because Lightning replaces any other sampler if `overfit_batches` is set.
+    """
 
     def __init__(self, batch_sampler: MarkingBatchSampler) -> None:
         super().__init__(range(batch_sampler.num_samples))
@@ -56,9 +59,9 @@ class _EpochTeller(SequentialSampler):
 
 
 class SharesLoader:
-    """Hands out this process's share of every micro-batch, and knows what each counts for.
+    """Yield this process's part of every micro-batch, and record the weights.
 
-    It is no DataLoader, so that Lightning puts no sampler of its own into it.
+    This class is not a DataLoader, because Lightning would replace the sampler of a DataLoader.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class SharesLoader:
         return len(self.batch_sampler)
 
     def weigh_by(self, finding: Finding) -> None:
-        """Let micro-batches count by a rule that was found."""
+        """Weight micro-batches by the rule of a finding."""
         self._sums = finding.rule == SUM
         self._count = None if finding.rule in (SUM, "samples") else finding.counts
 
@@ -92,11 +95,11 @@ class SharesLoader:
         return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""
+        """Use a Trainer's limits and its count of micro-batches, which determines the ends of optimizer steps."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:
-            self.batch_sampler.shuffle = False  # the same samples in every epoch, as of Lightning's own loaders
+            self.batch_sampler.shuffle = False  # Lightning also draws the same samples in every epoch
 
     def __iter__(self) -> Iterator[Any]:
         begin = self._begin()
@@ -116,7 +119,7 @@ class SharesLoader:
             yield one.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
+        """Return the position in the epoch, in whole optimizer steps. Lightning saves it in its checkpoints."""
         done = 0 if self._progress is None else self._progress.current.processed
         schedule = self.batch_sampler.schedule
         ends = accumulate(len(step.micro_batch_sizes) for step in schedule)
@@ -124,12 +127,15 @@ class SharesLoader:
         return {**self.batch_sampler.state_dict(), "samples_consumed": consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration begin where another loader was."""
+        """Start the next iteration at the position of another loader's state."""
         self.batch_sampler.load_state_dict(state)
         self._resumes = True
 
     def _begin(self) -> int:
-        """Return the micro-batch that Lightning is at; what it has run of an optimizer step, a resumed one lacks."""
+        """Return the micro-batch at which Lightning continues.
+
+        If that is inside an optimizer step, the gradients of the step's earlier micro-batches are lost.
+        """
         start = self.batch_sampler.start_step
         first, after = batches_of(self.batch_sampler, start), batches_of(self.batch_sampler, start + 1)
         if self._progress is None:
@@ -152,35 +158,35 @@ class SharesLoader:
 
 
 class Shares(lightning.pytorch.Callback):
-    """Gives a Lightning Trainer a plan's shares.
+    """Make a Lightning Trainer follow a plan.
 
     Args:
-        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
-            or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
+        plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
+            it). Or else, if `model` is given, the only saved plan for this machine, this number of processes and a
             model of this size.
-        model: What is to be trained: only by it is a remembered plan known to be for it.
-        count: Return what the mean loss of a batch divides by, an int or a float, such as the sum of its samples'
-            weights. Default: what running the training step on a few samples shows. Unless that is the samples, an
-            optimizer step's micro-batches are held back until all are counted.
-        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+        model: The model to train. Without it, no saved plan is used, because its size is unknown.
+        count: Returns the divisor of a batch's mean loss, an int or a float, such as the sum of its samples' weights.
+            Default: inferred by running the training step on a few samples. If the divisor is not the samples, an
+            optimizer step's micro-batches are buffered until all are counted.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
         noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
-        on_oom: ``"cut"`` runs a micro-batch that runs out of memory in parts, see `Plan.steps`; the module is then to
-            have `CutMixin` among its bases.
+        on_oom: With ``"cut"``, a micro-batch that runs out of memory is run in parts, see `Plan.steps`. The module must
+            then have `CutMixin` among its bases.
 
     Attributes:
-        share: What this process does of the plan; None without one.
+        share: This process's part of the plan. None without a plan.
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
-        DeviceError: It is for simulated cards.
+        PlanError: The plan cannot be read, is for another number of processes, or several saved plans fit.
+        DeviceError: The plan is for simulated GPUs.
 
     Warns:
-        NoPlanWarning: There is none.
-        OtherModelWarning: Once it is fit: the plan is for a model of another size.
-        UnevenLossWarning: Once it is fit: the loss is neither a mean over samples or labels nor a sum, or it could not
-            be examined.
+        NoPlanWarning: There is no plan.
+        OtherModelWarning: In `fit`: the plan is for a model of another size.
+        UnevenLossWarning: In `fit`: the loss is neither a mean over samples or labels nor a sum, or it could not be
+            examined.
     """
 
     def __init__(
@@ -217,17 +223,17 @@ class Shares(lightning.pytorch.Callback):
             )
 
     def loader(self, loader: Any, *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None) -> Any:
-        """Make a training loader that hands out this process's share; without a plan, it is the loader itself.
+        """Return a training loader of this process's part of every micro-batch. Without a plan, return `loader`.
 
         Args:
-            loader: PyTorch's own; its batch size does not matter.
-            shuffle: Draw in a new order each epoch. Default: as the loader does.
-            seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out
-                a batch that is.
+            loader: A DataLoader of PyTorch. Its batch size does not matter.
+            shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
+            seed: The seed of that order.
+            drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
 
         Raises:
-            InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
+            InputError: `loader` is not a DataLoader, its data set is iterable, or its sampler leaves samples out or
+                repeats some.
         """
         if self.share is None:
             return loader
@@ -235,25 +241,25 @@ class Shares(lightning.pytorch.Callback):
         return SharesLoader(DataLoader(**options), self.share, self._count, spans_ranks=self._scope == "ranks")
 
     def data(self, datamodule: lightning.pytorch.LightningDataModule, **options: Any) -> Any:
-        """Let a data module's training loader hand out shares.
+        """Make a data module's training loader yield this process's part of every micro-batch.
 
         Args:
-            datamodule: It is changed.
-            **options: As for `loader`.
+            datamodule: The data module, whose `train_dataloader` is replaced.
+            **options: The options of `loader`.
         """
         made: Any = datamodule.train_dataloader
         datamodule.train_dataloader = lambda: self.loader(made(), **options)
         return datamodule
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: Any, stage: str) -> None:
-        """Set what the plan decides, once the processes know each other."""
+        """Check the model, the precision and the processes against the plan, and set `accumulate_grad_batches`."""
         if self.share is None or stage != "fit":
             return
         if self._cut is not None:
             refuse_no_mixin(pl_module)
         self.share.tell_of_other_model(pl_module)
         wanted = next(named for named, ours in PRECISIONS.items() if ours == self.share.plan.precision)
-        if trainer.precision in PRECISIONS:  # of others the module is converted itself
+        if trainer.precision in PRECISIONS:  # with other precisions, Lightning converts the module
             self.share.tell_of_other_precision(PRECISIONS[str(trainer.precision)], f"precision={wanted!r}")
         self.share.checkpoint(pl_module)
         self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
@@ -262,7 +268,7 @@ class Shares(lightning.pytorch.Callback):
         trainer.accumulate_grad_batches = self.share.accumulation_steps
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Find the loader that hands out the shares, and what the loss is a mean over."""
+        """Find the `SharesLoader` of the Trainer, and infer what the loss is a mean over."""
         if self.share is None:
             return
         if not pl_module.automatic_optimization:
@@ -288,13 +294,13 @@ class Shares(lightning.pytorch.Callback):
             pl_module.autosplit_cuts = self._cut
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Find the loader again, which may be another one in each epoch."""
+        """Find the loader again, because it may change in each epoch."""
         del pl_module
         if self.share is not None:
             self._find_loader(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note what the micro-batch counts for."""
+        """Look up the weight of the micro-batch."""
         del pl_module, batch
         if self._loader is None or self.share is None:
             return
@@ -314,16 +320,16 @@ class Shares(lightning.pytorch.Callback):
             self._cut.begin(trainer.strategy.model, self._at)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Let a wrapped model meet again in what else is run with it."""
+        """Enable DDP's synchronisation again, if `on_oom` is "cut"."""
         if self._cut is not None:
             self._cut.end()
 
     def on_exception(self, *_: Any) -> None:
-        """End what was begun."""
+        """End the micro-batch, as `on_train_batch_end` does."""
         self.on_train_batch_end()
 
     def on_fit_end(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Let the module go."""
+        """Remove the cuts from the module."""
         del trainer
         if self._cut is not None:
             pl_module.autosplit_cuts = None
@@ -342,7 +348,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader = loader
 
     def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
-        """Find what the loss is a mean over; every process takes what the first process finds."""
+        """Infer what the loss is a mean over. All processes use the result of process 0."""
         assert self._loader is not None, "it was found"
         assert self.share is not None, "without a plan nothing is weighed"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"
@@ -358,7 +364,7 @@ class Shares(lightning.pytorch.Callback):
         return agreed
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
-        """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""
+        """Multiply the gradient by the weight. Undo Lightning's division by the accumulation steps."""
         if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
         if self._collectives is not None:
@@ -371,11 +377,11 @@ class Shares(lightning.pytorch.Callback):
             models = [trainer.strategy.model]
             recorded = self._norms.recorded(loss, self._at.weight, self._at.total, scaler, models)
             self._backward.enter_context(recorded)
-        if not weight:  # a mean over nothing is 0/0, and 0 times its gradient is no zero
+        if not weight:  # a mean over no labels is NaN (0/0), and 0 * NaN is NaN
             self._backward.enter_context(silenced([pl_module]))
 
     def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Let gradients through again."""
+        """Remove the hooks of `on_before_backward`, and add a finished step to the noise scale."""
         del trainer, pl_module
         self._backward.close()
         if self._norms is None or self._at is None or (self._cut is not None and self._cut.is_running):

@@ -1,12 +1,12 @@
-"""Run a LightningModule's training step in parts where it runs out of memory.
+"""Run a LightningModule's training step in parts if it runs out of memory.
 
     class Model(CutMixin, lightning.LightningModule): ...
     trainer = lightning.Trainer(callbacks=[Shares(on_oom="cut")], ...)
 
-Lightning calls a step and then its backward, with no place between the two to begin again. So the step here runs its
-backward, too, in parts where it has to, and hands Lightning a number whose backward does nothing; between processes the
-gradients meet after an optimizer step's last micro-batch. Gradients are dropped when a step begins, because Lightning
-drops them behind the training step.
+Lightning calls the training step and then its backward, and offers no hook to run both again. So the training step
+here also runs the backward, in parts if necessary. It returns a loss whose backward does nothing. The processes
+average their gradients after the last micro-batch of an optimizer step. Gradients are cleared before the first
+micro-batch of a step. Lightning clears them only after the training step, which would delete the new gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
 
 
 class CutSteps:
-    """The training steps of a LightningModule, of which some run out of memory.
+    """Run the training steps of a LightningModule with their backwards, and cut those that run out of memory.
 
     Attributes:
-        sums: The loss is a sum, of which each part counts whole.
-        has_run: The micro-batch's backward has run: the one that Lightning runs is of a number alone.
-        is_running: It runs now.
+        sums: Whether the loss is a sum. The weight of a part is then not reduced.
+        has_run: Whether the micro-batch's backward has run. Lightning's backward then has no effect.
+        is_running: Whether the micro-batch's backward is running.
     """
 
     def __init__(self, cuts: Cuts) -> None:
@@ -45,7 +45,7 @@ class CutSteps:
         self._apart = ExitStack()
 
     def begin(self, model: nn.Module, at: Weighed) -> None:
-        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward."""
+        """Begin a micro-batch, and disable DDP's synchronisation in its forward and backward."""
         self.at, self.has_run, self.was_cut = at, False, False
         self._wrapped = model if isinstance(model, DistributedDataParallel) else None
         if self._wrapped is not None:
@@ -53,11 +53,11 @@ class CutSteps:
             self._apart.enter_context(apart(self._wrapped))
 
     def end(self) -> None:
-        """End a micro-batch."""
+        """End a micro-batch, and enable DDP's synchronisation again."""
         self._apart.close()
 
     def run(self, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step with its backward, and what runs out of memory of it in two parts."""
+        """Run a training step with its backward. Cut it into two parts if it runs out of memory."""
         at, trainer = self.at, module.trainer
         assert at is not None, "the micro-batch has begun"
         if at.position == 0:
@@ -69,7 +69,7 @@ class CutSteps:
             loss = _loss_of(step(part.batch, *args, **kwargs))
             share = part.size / size if size and not self.sums else 1.0
             scaled = loss * share / trainer.accumulate_grad_batches
-            with torch.autocast(loss.device.type, enabled=False):  # which Lightning has around the step alone
+            with torch.autocast(loss.device.type, enabled=False):  # Lightning uses autocast only in the step
                 attempt.backward(partial(trainer.strategy.backward, scaled, None), loss)
             return loss.detach() * share
 
@@ -96,25 +96,25 @@ def _loss_of(outputs: Any) -> Tensor:
 
 
 class CutMixin:
-    """Lets a LightningModule's training step run in parts, with `Shares(on_oom="cut")`; first among its bases."""
+    """Let a LightningModule's training step run in parts, with `Shares(on_oom="cut")`. Must be the first base."""
 
     autosplit_cuts: CutSteps | None = None
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own training step."""
+        """Run the module's training step, in parts if it runs out of memory."""
         step = super().training_step  # type: ignore[misc]
         if self.autosplit_cuts is None:
             return step(batch, *args, **kwargs)
         return self.autosplit_cuts.run(self, step, batch, *args, **kwargs)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Keep the gradients, which are there before Lightning would drop those of the step before."""
+        """Do nothing, because `CutSteps.run` clears the gradients and has already computed new ones."""
         if self.autosplit_cuts is None:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)  # type: ignore[misc]
 
 
 def refuse_no_mixin(module: Any) -> None:
-    """Refuse a module whose training step can't be run in parts; raise InputError."""
+    """Raise InputError if a module is not a `CutMixin`, so its training step cannot run in parts."""
     if not isinstance(module, CutMixin):
         name = type(module).__name__
         raise InputError(

@@ -1,9 +1,9 @@
-"""A LightningModule's training step as a workload, to be tuned before a Trainer runs it.
+"""Make a `Workload` from a LightningModule's training step, to tune it before training.
 
     model = MyModule()
     plan = autosplit.tune(workload(model, datamodule), devices="cuda", strategy="ddp", effective_batch_size=512)
 
-Nothing of the module is changed, no Trainer is needed, and each device gets its own share.
+The module is not changed, and no Trainer is needed.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from autosplit.workload.sample_batch import largest_batch
 from autosplit.workload.workload import Workload
 
 PRECISIONS = {"32-true": "none", "32": "none", "16-mixed": "fp16", "bf16-mixed": "bf16"}
-"""A Trainer's precision, and ours."""
+"""autosplit's precision for each precision of a Trainer."""
 
 
 class TrainingStep(nn.Module):
-    """A module whose forward is another one's training step.
+    """Wrap a LightningModule so that its forward runs the training step.
 
     Args:
         module: The LightningModule.
-        trainer: What its code finds as ``self.trainer`` meanwhile; None for none.
-        optimizer: What ``self.optimizers()`` returns meanwhile, where it is an optimizer.
+        trainer: The value of ``self.trainer`` during the step, or None.
+        optimizer: The value that ``self.optimizers()`` returns during the step. None to keep the method.
     """
 
     def __init__(self, module: lightning.pytorch.LightningModule, trainer: Any, optimizer: Any = None) -> None:
         super().__init__()
         self.module = module
-        self.training = module.training  # parts of it may be in evaluation mode, and stay so
+        self.training = module.training  # do not call train(), which would change submodules in evaluation mode
         self._trainer = trainer
         self._optimizer = optimizer
 
     @property
     def named_by(self) -> nn.Module:
-        """The module whose name a profile calls the model by."""
+        """The module whose class name a profile uses for the model."""
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
-        """Copy the module, and keep the Trainer and the optimizer, which are no part of it."""
+        """Copy the module. The copy shares the Trainer and the optimizer."""
         return TrainingStep(copy.deepcopy(self.module, memo), self._trainer, self._optimizer)
 
     def forward(self, batch: Any) -> Tensor:
@@ -64,14 +64,14 @@ class TrainingStep(nn.Module):
 
 
 def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
-    """Return the loss of a training step that trains nothing: a copy of the module in evaluation mode runs it."""
+    """Return the loss of a training step on a copy of the module in evaluation mode. Nothing is trained."""
     asked = copy.deepcopy(module).eval()
     with kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
         return _loss_of_step(asked, batch)
 
 
 def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
-    takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as Lightning asks
+    takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)  # as in Lightning
     given = (batch, 0) if takes_number else (batch,)
     output = _asking_for_trainer(lambda: module.training_step(*given), "training_step")
     loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -92,30 +92,30 @@ def workload(
     batches: int = 32,
     **options: Any,
 ) -> Workload:
-    """Make the workload of a LightningModule: its training step, its optimizer, and the largest batch of its loader.
+    """Make a workload from a LightningModule's training step, its optimizer, and the largest batch of its loader.
 
         plan = autosplit.tune(workload(model, datamodule), strategy="ddp", effective_batch_size=512)
         shares = Shares(plan)
 
-    For several devices pass ``strategy="ddp"`` to `tune`: Lightning has no strategy that splits a batch over the
-    devices of one process. `self.log` does nothing meanwhile.
+    For several devices pass ``strategy="ddp"`` to `tune`, because Lightning cannot split a batch over the devices of
+    one process. `self.log` does nothing while the workload runs.
 
     Args:
-        module: The module, or what ``torch.compile`` made of one; nothing of it is changed but by its own
-            `configure_optimizers`. `configure_model` is called on a copy.
-        data: A loader, or a data module, whose `prepare_data` and `setup("fit")` are called. Default: the module's own
+        module: The module, plain or compiled by ``torch.compile``. Only its own `configure_optimizers` may change it.
+            `configure_model` is called on a copy.
+        data: A loader, or a data module. Its `prepare_data` and `setup("fit")` are called. Default: the module's
             `train_dataloader`.
-        trainer: The one that is to train it: its precision counts, and code that asks for ``self.trainer`` finds it. It
-            is not run, so that it does not know how many steps there will be (`estimated_stepping_batches`): with a
-            schedule that has to know, pass ``optimizer=``.
-        batches: How many batches are drawn, of which the one with the most elements per sample is the sample batch.
-        **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``; an
-            ``optimizer`` replaces what `configure_optimizers` returns.
+        trainer: The Trainer that will train the module. Its precision is used, and ``self.trainer`` returns it. It does
+            not run, so its number of steps (`estimated_stepping_batches`) is unknown. If the scheduler needs that
+            number, pass ``optimizer=``.
+        batches: The number of batches to draw. The batch with the most elements per sample is the sample batch.
+        **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``. An
+            ``optimizer`` replaces the result of `configure_optimizers`.
 
     Raises:
-        InputError: Manual optimization, several optimizers, several loaders, a step over an iterator, a precision that
-            is not mixed, or code that asks for a Trainer where none is given.
-        WorkloadError: No sample was drawn.
+        InputError: The module uses manual optimization, several optimizers, several loaders, a training step over an
+            iterator, or a precision that is not mixed. Or its code needs a Trainer and none is given.
+        WorkloadError: The loader yielded no sample.
     """
     module = eager_of(module) if isinstance(module, nn.Module) else module
     _refuse_unlike(module, trainer)
@@ -167,7 +167,7 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
 
 
 def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
-    """Return the largest of a few batches of the training loader, as the hooks of whoever owns it leave it."""
+    """Return the largest of a few batches of the training loader, after the transfer hooks of its owner."""
     is_module = isinstance(data, lightning.pytorch.LightningDataModule)
     owner = data if is_module else module
     with _attached(module, trainer), _known_to(data if is_module else None, trainer):
@@ -193,7 +193,7 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
 
 @contextmanager
 def _known_to(data: Any, trainer: Any) -> Iterator[None]:
-    """Let a data module find a Trainer."""
+    """Set the Trainer of a data module for the length of the block."""
     if data is None or trainer is None:
         yield
         return
@@ -205,7 +205,7 @@ def _known_to(data: Any, trainer: Any) -> Iterator[None]:
 
 
 def _optimizer_of(configured: Any) -> Optimizer:
-    """Return the only optimizer of what `configure_optimizers` returns."""
+    """Return the only optimizer in the result of `configure_optimizers`. Raise InputError for several."""
     several = configured
     if isinstance(several, (list, tuple)) and len(several) == 2 and isinstance(several[0], list):
         several = several[0]  # optimizers and schedulers
@@ -246,7 +246,7 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 @contextmanager
 def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
-    """Let a module, and those in it, find a Trainer and its optimizer, and log nothing: no loop would collect it."""
+    """Give a module and its submodules a Trainer and an optimizer in the block. Disable logging, as no loop runs."""
     shadows = {"log": _nothing, "log_dict": _nothing}
     if optimizer is not None:
         shadows["optimizers"] = lambda **_options: optimizer
@@ -256,7 +256,7 @@ def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None
                 own = {name: vars(part)[name] for name in ("_trainer", *shadows) if name in vars(part)}
                 stack.callback(_put_back, part, own, ("_trainer", *shadows))
                 found = own["_trainer"] if trainer is None else trainer
-                part.__dict__.update(shadows, _trainer=found)  # its property would reach those in it, too
+                part.__dict__.update(shadows, _trainer=found)  # the setter of `trainer` would also change submodules
         yield
 
 

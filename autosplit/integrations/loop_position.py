@@ -1,12 +1,12 @@
-"""The micro-batch that an accelerate loop is at, and whether it accumulates right, told by what it calls and when.
+"""Infer the current micro-batch of an accelerate loop from its calls, and check how the loop accumulates.
 
     accelerator.accumulate    each entry is the next micro-batch
     a step at every batch     each backward is the next micro-batch; the optimizer steps at the end of the plan's step
-    a step at every k-th      the same, where accelerate divides the loss and k is the plan's; refused elsewhere
+    a step at every k-th      the same, if accelerate divides the loss and k is the plan's; otherwise an InputError
 
-A weight belongs to a micro-batch: the first backward after two were drawn is not that of the one drawn last. One
-micro-batch is drawn before its backward, or all of an optimizer step before the first; whoever draws otherwise may skip
-some as well as look ahead, and is refused.
+Each micro-batch has its own weight, so the loop must not run a backward with the weight of another micro-batch. A loop
+may draw one micro-batch before each backward, or all of an optimizer step before its first backward. Any other pattern
+raises InputError, because it cannot be distinguished from a loop that skips batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _CURE = (
 
 
 class LoopPosition:
-    """The place of a loop in the optimizer steps of a loader of shares.
+    """Follow the position of a loop in the optimizer steps of a `SharesLoader`.
 
     Args:
-        divides: The script has given accelerate its number of accumulation steps, by which accelerate divides the loss;
-            a loop that accumulates by hand does not divide it again.
-        drop_gradients: Drops those of an optimizer step that the loop has left in its middle.
+        divides: Whether the script gave accelerate its number of accumulation steps. accelerate then divides the loss,
+            so a loop that accumulates by hand does not divide it again.
+        drop_gradients: Clears the gradients of an optimizer step that the loop did not finish.
     """
 
     def __init__(self, *, divides: bool, drop_gradients: Callable[[], None]) -> None:
@@ -38,44 +38,48 @@ class LoopPosition:
         self._drop_gradients = drop_gradients
         self._drawn: deque[Weighed] = deque()
         self._at: Weighed | None = None
-        self._iterations = 0  # of loaders, begun so far
-        self._iteration = 0  # the one that this optimizer step is drawn from
+        self._iterations = 0  # number of loader iterations that have begun
+        self._iteration = 0  # the iteration that yields the micro-batches of this optimizer step
         self._is_over = False  # the loader has ended
         self._is_ahead = False  # a whole optimizer step was drawn before its first backward
-        self._is_within = False  # accumulate() is open
+        self._is_within = False  # the loop is inside accumulate()
         self._was_entered = False  # accumulate() began this micro-batch
-        self._has_run = False  # this micro-batch had a backward
+        self._has_run = False  # the backward of this micro-batch has run
         self._has_stepped = False  # optimizer.step() was called after it
-        self._steps_seldom = False  # of this optimizer step, a micro-batch before had no optimizer.step()
-        self._steps_always = False  # ... and a micro-batch before had one
+        self._steps_seldom = False  # an earlier micro-batch of this optimizer step had no optimizer.step()
+        self._steps_always = False  # an earlier micro-batch of this optimizer step had an optimizer.step()
 
     @property
     def at(self) -> Weighed | None:
-        """The micro-batch that runs or ran last; None outside of a loader of shares."""
+        """The micro-batch that is running or ran last. None outside of a `SharesLoader`."""
         return None if self._is_over else self._at
 
     @property
     def newest(self) -> Weighed | None:
-        """The micro-batch that the script's outputs are of, be it before its backward or without any."""
+        """The micro-batch of the script's newest outputs, even if its backward has not run."""
         return self._drawn[-1] if self._drawn and not self._is_ahead else self.at
 
     @property
     def is_in_mid_step(self) -> bool:
-        """Whether gradients are those of a part of an optimizer step."""
+        """Whether the gradients are from only a part of an optimizer step."""
         return self.at is not None and not self.at.ends_step
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the gradients are those of micro-batches before, in an optimizer step that ends with this one."""
+        """Whether the gradients are from earlier micro-batches of the running optimizer step, so they must stay."""
         return self._is_within and self.at is not None and self.at.position > 0 and not self._has_run
 
     @property
     def begins_step(self) -> bool:
-        """Whether the gradients are those of an optimizer step that is over, before the first backward of the next."""
+        """Whether the gradients are from the previous optimizer step, because no backward of this one has run."""
         return self._is_within and self.at is not None and self.at.position == 0 and not self._has_run
 
     def begin(self) -> int:
-        """Begin a loader's iteration, and drop what is left of another; refuse it where a whole step was not taken."""
+        """Begin an iteration of a loader. Clear the gradients of an unfinished optimizer step.
+
+        Raises:
+            InputError: The micro-batches of the last step have run, but `optimizer.step()` was not called.
+        """
         try:
             self._check_before()
         finally:
@@ -87,7 +91,11 @@ class LoopPosition:
         return self._iterations
 
     def draw(self, one: Weighed, iteration: int) -> None:
-        """Note that a micro-batch is handed out; refuse one out of turn, or amid another loader's optimizer step."""
+        """Record that a loader yields a micro-batch.
+
+        Raises:
+            InputError: Another loader's optimizer step is unfinished, or batches drawn ahead have not run yet.
+        """
         if one.position == 0:
             self._iteration = iteration
         elif iteration != self._iteration:
@@ -113,7 +121,7 @@ class LoopPosition:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Be within accumulate(): its entry is the next micro-batch; one within another is the same."""
+        """Mark the block as inside accumulate(). Entering it begins the next micro-batch, unless it is nested."""
         outer, self._is_within = self._is_within, True
         try:
             if self._drawn and not outer:
@@ -123,7 +131,7 @@ class LoopPosition:
             self._is_within = outer
 
     def run(self) -> Weighed | None:
-        """Note a backward, and return the micro-batch that it is of; None outside of a loader of shares."""
+        """Record a backward, and return its micro-batch. Return None outside of a `SharesLoader`."""
         if not self._is_within:
             if self._drawn:
                 self._advance(entered=False)
@@ -137,10 +145,13 @@ class LoopPosition:
         return self.at
 
     def step(self, *, runs: bool = False) -> None:
-        """Note that the optimizer is asked to step, which in mid-step it will not.
+        """Record a call of `optimizer.step()`. Within an optimizer step of the plan, the call has no effect.
 
-        Refuse a step with gradients that are not weighted, or of a part of the plan's step. An optimizer that `runs`
-        the backward itself steps before it has run.
+        Args:
+            runs: Whether the optimizer got a closure, so it runs the backward itself.
+
+        Raises:
+            InputError: The gradients are not weighted, or are from a part of the plan's step.
         """
         if self._at is None and not self._drawn:
             return
@@ -179,7 +190,7 @@ class LoopPosition:
         self._was_entered, self._has_run, self._has_stepped, self._is_over = entered, False, False, False
 
     def _check_before(self) -> None:
-        """Look at the micro-batch that is left: did the optimizer step where the plan's step ended?"""
+        """Raise InputError if the optimizer did not step at the end of a plan's step, or on manual accumulation."""
         if self._at is None or self._was_entered or not self._has_run:
             return
         if self._at.ends_step:

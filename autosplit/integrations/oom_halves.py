@@ -1,4 +1,4 @@
-"""Hand out what ran out of memory of a loop's micro-batch again, as two micro-batches of its optimizer step."""
+"""Yield a micro-batch that ran out of memory again, as two micro-batches of the same optimizer step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
 
 
 class CutBatches:
-    """The micro-batches of a loop, of which some run out of memory.
+    """Run the micro-batches of an accelerate loop, and cut the micro-batches that run out of memory.
 
     Args:
-        sums: The loss is a sum, of which each part counts whole.
+        sums: Whether the loss is a sum. The weight of a part is then not reduced.
     """
 
     def __init__(self, cuts: Cuts, *, sums: bool) -> None:
@@ -31,12 +31,12 @@ class CutBatches:
 
     @classmethod
     def of_share(cls, share: Share, on_oom: OnOom, owner: object, count: Count | None) -> CutBatches | None:
-        """Return those of a process's share; None where errors are to be raised."""
+        """Return an instance for this process, or None if `on_oom` is "raise"."""
         cuts = cuts_for(owner, on_oom, count=count, **share.cut_options)
         return None if cuts is None else cls(cuts, sums=share.plan.loss_reduction == "sum")
 
     def watch(self, model: nn.Module) -> None:
-        """Take on a model; raise InputError where the processes meet in more than its gradients."""
+        """Register a model. Raise InputError if the processes synchronise more than its gradients."""
         for part in model.modules():
             if isinstance(part, DistributedDataParallel):
                 refuse_meeting(part)
@@ -44,11 +44,11 @@ class CutBatches:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the micro-batch that ran last did not fit, and is handed out again."""
+        """Whether the last micro-batch ran out of memory. The loop then yields its halves next."""
         return self._attempt is not None and self._attempt.has_failed
 
     def walk(self, walked: Iterable[Weighed]) -> Iterator[Weighed]:
-        """Walk micro-batches: in place of one that failed, its halves, which make its optimizer step one longer."""
+        """Yield micro-batches. After a failure, yield the halves, which makes the optimizer step one longer."""
         position = more = 0
         for one in walked:
             if one.position == 0:
@@ -78,7 +78,10 @@ class CutBatches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the micro-batch that was handed out last, and let no models meet in it; within another, only run."""
+        """Run the last yielded micro-batch in the block, without synchronising gradients.
+
+        A nested block has no effect.
+        """
         part, self._part = self._part, None
         if part is None:
             yield
@@ -90,7 +93,7 @@ class CutBatches:
             yield
 
     def backward(self, run: Callable[[], object], loss: Tensor, *, ends_step: bool) -> None:
-        """Run a micro-batch's backward; after an optimizer step's last, average the gradients over the processes."""
+        """Run a micro-batch's backward. After the last backward of a step, average the gradients over the processes."""
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice in "
@@ -103,7 +106,7 @@ class CutBatches:
 
 
 def refuse_gathering() -> None:
-    """Refuse what processes do together in a loop that is longer for some of them; raise InputError."""
+    """Raise InputError for collectives within an optimizer step. Some processes may run extra micro-batches there."""
     raise InputError(
         "on_oom is 'cut', and the processes gather amid an optimizer step, of which each may run as many parts as it "
         "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it",

@@ -1,7 +1,7 @@
-"""Examine the loss of an accelerate loop at its first backward: what it is a mean over.
+"""Infer what the loss of an accelerate loop is a mean over, at its first backward.
 
-A loss that the model returned is run again on a few samples. Any other loss is the loop's own code, so only its
-autograd graph can be read.
+If the model returned the loss, the model runs again on a few samples. Otherwise the loop's own code computed the loss,
+so only its autograd graph can be examined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autosplit.workload.batch import map_tensors
 
 
 class OwnLoss:
-    """Watch a model's forwards until the first backward."""
+    """Record the arguments and the loss of a model's last forward, until the first backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None
@@ -32,11 +32,11 @@ class OwnLoss:
     def _keep(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
             own = output.get("loss") if isinstance(output, Mapping) else None
-            # Weakly: a loss holds what its backward needs.
+            # Keep a weak reference, because a loss keeps its graph in memory.
             self._kept = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
 
     def end(self) -> None:
-        """Watch no more; refuse a loop that weights its losses itself."""
+        """Remove the hook. Raise InputError if the loop weights its losses itself."""
         self._hook.remove()
         if self._kept is not None and "num_items_in_batch" in self._kept[0]:
             raise InputError(
@@ -47,14 +47,14 @@ class OwnLoss:
             )
 
     def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
-        """Return why a loss can't be weighted by samples, in sentences; empty if it can, or if this is unknown.
+        """Explain why a loss cannot be weighted by samples. Return "" if it can, or if this is unknown.
 
         Args:
             loader: The loader of the batch.
-            samples: Of the batch; 0 if it counts nothing.
+            samples: The samples of the batch. 0 if the batch has weight 0.
 
         Warns:
-            UnevenLossWarning: What the loss is a mean over could not be examined, or it fits no rule.
+            UnevenLossWarning: The loss could not be examined, or it fits no rule.
         """
         finding = self.finding(loss, model, loader)
         if finding is not None:
@@ -76,13 +76,13 @@ class OwnLoss:
         return ""
 
     def finding(self, loss: torch.Tensor, model: nn.Module, loader: Any) -> Finding | None:
-        """Find what the loss is a mean over, by running the model, without its wrapper, on samples of its last batch.
+        """Infer what the loss is a mean over, by running the unwrapped model on samples of its last batch.
 
         Args:
-            loader: The loader of the batch. If the batch can't be cut, its collator makes smaller batches.
+            loader: The loader of the batch. If the batch cannot be cut, the loader's collator makes smaller batches.
 
         Returns:
-            None if the model did not compute the loss.
+            The finding, or None if the model did not compute the loss.
         """
         kept = self._kept
         if kept is None or kept[1]() is not loss:
@@ -99,7 +99,7 @@ class OwnLoss:
 
 
 def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
-    """Return samples of a batch, or of the data set if the batch has ragged tensors or a single sample."""
+    """Return samples of the batch, or of the data set if the batch cannot be cut or has a single sample."""
     try:
         found = Samples.in_batch(kwargs)
     except WorkloadError:
@@ -134,7 +134,7 @@ def _cure(finding: Finding) -> str:
 
 
 def doubt_sum(loss: torch.Tensor) -> None:
-    """Warn of a loss whose graph ends in a sum. Weighted as a mean, its gradient depends on the split."""
+    """Warn if the graph of a loss ends in a sum. If it is weighted as a mean, the gradient depends on the split."""
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
         warnings.warn(

@@ -1,8 +1,8 @@
-"""The share of a plan of one process in a tool's training: its samples of every micro-batch, and the optimizer steps.
+"""Find the part of a plan that one process runs in a library's training loop: its batch size and its steps.
 
-                      processes   samples of each        who splits a process's samples
-torchrun, N ranks     N           the ranks' shares      nobody: one device each
-plain python          1           all of them            BalancedDataParallel, where there are several devices
+                      processes   samples per process      split of a process's samples over devices
+torchrun, N ranks     N           the rank's batch size    none: one device per process
+plain python          1           the whole batch          BalancedDataParallel, if there are several devices
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from autosplit.torch_versions import BATCH_NORMS
 
 
 class NoPlanWarning(UserWarning):
-    """There is no plan for this training: the tool trains as it would without autosplit."""
+    """There is no plan for this training, so the library trains as it would without autosplit."""
 
 
 class Uncounted(list[int]):
-    """The indices of a micro-batch of which this process has no share: one sample, to be run and to count nothing."""
+    """The indices that a process without samples runs in a micro-batch, with weight 0."""
 
 
 class MarkingBatchSampler(ScheduledBatchSampler):
-    """A `ScheduledBatchSampler` that says of a micro-batch that it counts for nothing."""
+    """A `ScheduledBatchSampler` that yields `Uncounted` indices if this process has no samples in a micro-batch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         sizes = [size for step in self.schedule[self.start_step :] for size in step.micro_batch_sizes]
@@ -50,12 +50,12 @@ class MarkingBatchSampler(ScheduledBatchSampler):
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a plan of this process.
+    """Describe this process's part of a plan.
 
     Attributes:
-        place: Which process of the job this is.
+        place: This process's rank and the world size.
         batch_sizes: Samples of a full micro-batch, for every process.
-        accumulation_steps: Micro-batches of a full optimizer step.
+        accumulation_steps: The number of micro-batches in a full optimizer step.
         effective_batch_size: Samples of a full optimizer step, over all processes.
     """
 
@@ -72,7 +72,7 @@ class Share:
 
     @property
     def num_processes(self) -> int:
-        """The processes of the job."""
+        """The number of processes of the job."""
         return len(self.batch_sizes)
 
     @property
@@ -89,7 +89,7 @@ class Share:
         return {"dim": self.plan.batch_dim, "least": least, "note": self.plan.note}
 
     def __str__(self) -> str:
-        """Return it in a few words."""
+        """Describe the batch sizes in a few words."""
         sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
         return (
             f"{sizes} samples per forward, {self.accumulation_steps} forwards per optimizer step of "
@@ -97,7 +97,12 @@ class Share:
         )
 
     def batch_sampler(self, num_samples: int, **options: Any) -> MarkingBatchSampler:
-        """Return a batch sampler, with its options, that hands out this process's part of every micro-batch."""
+        """Return a batch sampler that yields this process's part of every micro-batch.
+
+        Args:
+            num_samples: The length of the data set.
+            **options: Options of `ScheduledBatchSampler`.
+        """
         part = RankSlice(self.place.rank, self.batch_sizes)
         effective = self.effective_batch_size
         made = MarkingBatchSampler(num_samples, part.batch_size, effective, rank_slice=part, **options)
@@ -108,9 +113,9 @@ class Share:
         return made
 
     def refuse_uncounted_batchnorms(self, model: nn.Module, sampler: ScheduledBatchSampler) -> None:
-        """Refuse a micro-batch without a share for some process, where the model has BatchNorms.
+        """Raise InputError if the model has BatchNorms and a process has no samples in some micro-batch.
 
-        What runs there counts for nothing in the loss, and a BatchNorm would count it.
+        Such a process runs a sample with weight 0 in the loss, but a BatchNorm would count the sample.
         """
         if not any(isinstance(part, BATCH_NORMS) for part in model.modules()):
             return
@@ -127,12 +132,18 @@ class Share:
                 )
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
-        """Warn where the plan is for a model of another number of parameters."""
-        if not self.wraps:  # or `Plan.wrap` does
+        """Warn if the plan is for a model with another number of parameters."""
+        if not self.wraps:  # otherwise `Plan.wrap` warns
             warn_of_other_model(self.plan, model, stacklevel=stacklevel)
 
     def tell_of_other_precision(self, precision: str, setting: str, *, stacklevel: int = 3) -> None:
-        """Warn where the tool's precision is not the plan's, which some `setting` of the tool's would make it."""
+        """Warn if the library's precision is not the plan's.
+
+        Args:
+            precision: The library's precision, in autosplit's words.
+            setting: The setting of the library that selects the plan's precision.
+            stacklevel: The stack level of the warning.
+        """
         if precision != self.plan.precision:
             warnings.warn(
                 f"the plan is for precision {self.plan.precision!r}, and the arguments say {precision}: its batch "
@@ -141,19 +152,23 @@ class Share:
             )
 
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the layers of a model that the plan does; raise PlanError where it lacks one."""
-        if not self.wraps:  # or `Plan.wrap` does
+        """Checkpoint the plan's layers of a model. Raise PlanError if the model does not have one of them."""
+        if not self.wraps:  # otherwise `Plan.wrap` checkpoints them
             checkpoint_layers(model, self.plan.checkpointed)
 
     @property
     def device(self) -> torch.device:
-        """Return where this process computes by the plan."""
+        """The device on which this process runs by the plan."""
         return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
-        """Make sure that the tool's processes are the plan's, and compute where it says.
+        """Raise an error if the library has other processes or another device than the plan.
 
-        With more or fewer, each would train a model of its own.
+        With another number of processes, each process would train a separate model.
+
+        Raises:
+            PlanError: The numbers of processes differ.
+            DeviceError: The devices differ.
         """
         if num_processes != self.num_processes:
             raise PlanError(
@@ -175,7 +190,7 @@ class Share:
 
 
 def share_of(plan: Plan, place: Place) -> Share:
-    """Return what a process does of a plan."""
+    """Return a process's part of a plan. Raise PlanError if the plan is for another number of processes."""
     if place.world_size > 1:
         refuse_unfit(plan)
         count = len(plan.ddp.ranks)
@@ -199,13 +214,12 @@ def share_of(plan: Plan, place: Place) -> Share:
 
 
 def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int | None) -> Share | None:
-    """Find what this process does of the plan that is meant.
+    """Find the plan, and return this process's part of it. Return None if there is no plan.
 
     Args:
-        profile: A plan, or the file of one; None for the file that AUTOSPLIT_PROFILE names, or else for the only
-            remembered plan for this machine, this number of processes and a model of this size.
-        parameters: Of the model that is to be trained; None where that is unknown, and nothing remembered is taken for
-            its plan.
+        profile: A plan, or the file of a plan. None for the file that AUTOSPLIT_PROFILE names, or else for the only
+            saved plan for this machine, this number of processes and a model of this size.
+        parameters: The number of parameters of the model. If None, saved plans are not searched.
     """
     place = place_here()
     given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
@@ -233,7 +247,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
 
 
 def tell_of_no_plan() -> None:
-    """Warn the caller's caller that the tool trains as it would without autosplit."""
+    """Warn that there is no plan, so the library trains as it would without autosplit."""
     warnings.warn(
         "autosplit has no plan for this training, which goes on as without it; pass plan= (or model=, where one is "
         "remembered for it), or make one with autosplit tune",

@@ -1,9 +1,8 @@
-"""The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
+"""Rebuild a library's loader around a batch sampler that yields one process's part of every micro-batch.
 
-A micro-batch of which this process has no share has to be run (the ranks' gradients are reduced in it) and must not be
-counted. If the tool draws batches by itself, as transformers' Trainer does, each batch carries the number of its
-samples, which is 0 here. The number travels with the samples: through the workers, and past what skips batches to
-resume.
+A process without samples in a micro-batch still runs a sample, with weight 0, because the ranks reduce their gradients
+there. transformers' Trainer draws batches itself, so each batch contains its number of samples, which is 0 in this
+case. The number stays with the batch in worker processes, and when the Trainer skips batches to resume.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from autosplit.integrations.process_share import Share, Uncounted
 from autosplit.rng import kept_rng
 
 MARK = "autosplit_samples"
-"""The key under which a batch carries the number of its samples; 0 if it counts nothing."""
+"""The key of the number of samples in a batch. 0 if the batch has weight 0."""
 
 
 class _Fetched(list[Any]):
-    """The samples of an `Uncounted` micro-batch."""
+    """Hold the samples of an `Uncounted` micro-batch."""
 
 
 class MarkingDataset:
-    """A data set whose samples say whether they count."""
+    """Return the samples of an `Uncounted` micro-batch in a list type that `MarkingCollate` recognises."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -49,7 +48,7 @@ class MarkingDataset:
         return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet, while a worker unpickles it
+        if name == "dataset":  # missing while a worker unpickles this object, so avoid infinite recursion
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -60,13 +59,13 @@ class MarkingDataset:
 
 
 class MarkingCollate:
-    """A collator that puts the mark on the batch."""
+    """Collate samples, and add the number of samples to the batch under the key `MARK`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch of some samples, marked where they were."""
+        """Return the batch with its number of samples, which is 0 for an `Uncounted` micro-batch."""
         is_counted = not isinstance(samples, _Fetched)
         number = len(samples)
         batch = self.collate(samples if is_counted else list(samples))
@@ -84,28 +83,28 @@ class MarkingCollate:
 
 
 def taken_mark(batch: Any) -> int | None:
-    """Take the number of samples off a batch, 0 for a batch that counts nothing; None if it has no such mark."""
+    """Remove the number of samples from a batch and return it. Return None if the batch has no number."""
     number: int | None = batch.pop(MARK, None) if isinstance(batch, MutableMapping) else None
     return number
 
 
 class SampledOrder:
-    """The order of an epoch, drawn by a sampler of the user's own: one that groups by length, for instance.
+    """Draw the order of an epoch from the user's own sampler, for example a sampler that groups by length.
 
-    The generators of torch, Python and NumPy are seeded for it, and those of torch that it has itself, so that every
-    process has the same order; afterwards they are as they were.
+    The generators of torch, Python, NumPy and the sampler are seeded, so every process draws the same order. Afterwards
+    their states are restored.
 
     Args:
-        sampler: Yields samples, or batches of them.
-        num_samples: Of the data set.
-        seed: The order depends on it and the epoch.
+        sampler: Yields indices of samples, or batches of indices.
+        num_samples: The length of the data set.
+        seed: The order depends on `seed` plus the epoch.
     """
 
     def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Draw the order of an epoch; raise InputError where samples are left out or repeated in it."""
+        """Return the order of an epoch. Raise InputError if it leaves samples out or repeats some."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         order = self._drawn(epoch)
@@ -119,7 +118,7 @@ class SampledOrder:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is of every sample once, and the same whenever it is drawn."""
+        """Whether the order contains every sample once, and is the same when drawn twice."""
         order = None if isinstance(self._sampler, Iterator) else self._drawn(0)
         return order is not None and order == self._drawn(0)
 
@@ -129,17 +128,17 @@ class SampledOrder:
             for generator in (torch.default_generator, *own):
                 generator.manual_seed(self._seed + epoch)
             random.seed(self._seed + epoch)
-            np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # which is what a sampler draws by
-            parts = itertools.islice(self._sampler, self._num_samples + 1)  # there are endless ones
+            np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # samplers use this generator
+            parts = itertools.islice(self._sampler, self._num_samples + 1)  # some samplers never end
             try:
                 order = [index for part in parts for index in np.atleast_1d(np.asarray(part)).tolist()]
-            except (TypeError, ValueError):  # no numbers
+            except (TypeError, ValueError):  # the sampler does not yield numbers
                 return None
         return order if sorted(order, key=str) == sorted(range(self._num_samples), key=str) else None
 
 
 def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield a sampler's own generators, and those of samplers within it."""
+    """Yield the generators of a sampler and of the samplers inside it."""
     while sampler is not None:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -148,11 +147,11 @@ def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
 
 
 def is_shuffled(loader: Any) -> bool | None:
-    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither."""
+    """Return whether a loader shuffles. Return None if it may leave samples out, repeat some, or use another order."""
     sampler = _sampler_of(loader)
     if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
-        return None  # somebody's own, which may be derived from one of these
-    if isinstance(sampler, DistributedSampler):  # it deals out, which the shares do in its place
+        return None  # a user's class, even if it is derived from the classes below
+    if isinstance(sampler, DistributedSampler):  # its split over the processes is replaced by the plan's
         return bool(sampler.shuffle)
     if isinstance(sampler, RandomSampler):
         return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
@@ -160,15 +159,15 @@ def is_shuffled(loader: Any) -> bool | None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """Return what draws a loader's samples, or batches of them."""
+    """Return the sampler, or the batch sampler, of a loader."""
     drawn = getattr(loader, "batch_sampler", None)
     while (inner := getattr(drawn, "batch_sampler", None)) is not None:
-        drawn = inner  # accelerate's own deal the batches of this one out
+        drawn = inner  # accelerate's batch samplers distribute the batches of this inner batch sampler
     return drawn.sampler if type(drawn) is BatchSampler else drawn
 
 
 def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
-    """Tell as `is_shuffled` does, or return the order that somebody's own sampler draws, if that is a sound one."""
+    """Return `is_shuffled`, or the `SampledOrder` of a user's sampler if it is sound. Return None otherwise."""
     shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
     if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
         return shuffled
@@ -185,15 +184,14 @@ def loader_options(
     drop_last: bool | None = None,
     marks: bool = False,
 ) -> dict[str, Any]:
-    """Return what a DataLoader is made of that gives this process's share of what another one would.
+    """Return the arguments of a DataLoader that yields this process's part of another loader's data.
 
     Args:
-        shuffle: Draw in a new order each epoch. Default: as the loader does.
-        seed: Of that order.
-        drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out a
-            batch that is.
-        marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
-            where nobody knows their place in the schedule.
+        shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
+        seed: The seed of that order.
+        drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
+        marks: Whether to add the number of samples to each batch, which must then be a mapping. Needed if the library
+            draws batches itself, so that autosplit does not know their positions in the schedule.
     """
     if not isinstance(loader, DataLoader):
         raise InputError(

@@ -1,16 +1,16 @@
-"""The Trainer of transformers, with a plan's shares: each process its own, and the gradient that of the whole step.
+"""A transformers Trainer that follows a plan: batch sizes per process, and the gradient of the whole step.
 
-    from autosplit.integrations.transformers import Trainer  # in place of transformers' own
+    from autosplit.integrations.transformers import Trainer  # replaces transformers' Trainer
 
-A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)``.
+For your own Trainer class, write ``class MyTrainer(SharesMixin, TheirTrainer)``.
 
-    torchrun, N ranks   the Trainer's DDP; each rank loads its share of every micro-batch
-    plain python        `BalancedDataParallel` in place of nn.DataParallel
-    no plan             the Trainer as it is; a NoPlanWarning says so
+    torchrun, N ranks   the Trainer's DDP; each rank loads its part of every micro-batch
+    plain python        `BalancedDataParallel` instead of nn.DataParallel
+    no plan             the unchanged Trainer, and a NoPlanWarning
 
-Each micro-batch's loss is weighted by what it divides by: its labels that are not ignored, shifted or not, their class
-weights, or its samples. A sum has the weight 1. Which of these it is, the Trainer finds by running the loss on a few
-samples (`autosplit.probe.loss_mean`), unless `count` returns it.
+Each micro-batch's loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class
+weights, or the samples. A sum has the weight 1. The Trainer infers the divisor by running the loss on a few samples
+(`autosplit.probe.loss_mean`), unless `count` returns it.
 """
 
 from __future__ import annotations
@@ -71,47 +71,47 @@ from autosplit.rng import kept_rng
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed
 else:
-    Mixed = object  # a Trainer comes by the class that mixes: as a base here, it would stand before somebody's own
+    Mixed = object  # the subclass adds its Trainer. A Trainer as a base here would precede the user's Trainer.
 
 __all__ = ["CutWarning", "NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
 
 
 _ITEMS = "items"
-"""Of a loss that divides by the whole step's items itself, beside what a loss may be a mean over."""
+"""The rule of a loss that divides by the whole step's items itself. See `autosplit.probe.loss_mean.RULES`."""
 
 
 class SharesMixin(Mixed):
-    """Gives a Trainer a plan's shares; it stands before the Trainer among the bases.
+    """Make a Trainer follow a plan. Put this class before the Trainer in the list of bases.
 
     Args:
-        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
-            or else the only plan remembered for this machine, this number of processes and a model of this size.
-        count: Return what the mean loss of a batch divides by, an int or a float, such as the sum of its samples'
-            weights. Default: what running the loss on a few samples shows.
-        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`; with
+        plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
+            it), or else the only saved plan for this machine, this number of processes and a model of this size.
+        count: Returns the divisor of a batch's mean loss, an int or a float, such as the sum of its samples' weights.
+            Default: inferred by running the loss on a few samples.
+        loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
-        on_oom: ``"cut"``, the same in every process, runs a micro-batch that runs out of memory again in two parts, see
-            `Plan.steps`; the processes' gradients then meet after the last backward, not in it.
+        on_oom: With ``"cut"`` in every process, a micro-batch that runs out of memory is run again in two parts, see
+            `Plan.steps`. The processes' gradients are then averaged after the last backward, not in it.
         noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
-        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
-            average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
-            place.
+        **kwargs: The Trainer's arguments. The plan sets these attributes of `args` in place:
+            per_device_train_batch_size, gradient_accumulation_steps, average_tokens_across_devices and, if the plan is
+            for CPUs, use_cpu.
 
     Attributes:
-        share: What this process does of the plan; None without one.
+        share: This process's part of the plan. None without a plan.
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
-            or several could be meant.
-        DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The arguments ask for what a plan can't be combined with; `on_oom` is neither ``"raise"`` nor
-            ``"cut"``, or the model is one that can't be cut (SyncBatchNorm, a communication hook).
+        PlanError: The plan cannot be read, is for another number of processes than this job or transformers has, or
+            several saved plans fit.
+        DeviceError: The plan is for simulated GPUs, or for other GPUs.
+        InputError: An argument cannot be combined with a plan. `on_oom` is neither ``"raise"`` nor ``"cut"``, or the
+            model does not support ``"cut"`` (SyncBatchNorm, a communication hook).
 
     Warns:
-        NoPlanWarning: There is none.
+        NoPlanWarning: There is no plan.
         OtherModelWarning: The plan is for a model of another size.
-        CutWarning: The first time that this process cuts a micro-batch: why, and what to change.
+        CutWarning: This process cut a micro-batch for the first time. The message has the cause and advice.
     """
 
     share: Share | None
@@ -154,13 +154,13 @@ class SharesMixin(Mixed):
         if self.share is not None:
             self.share.checkpoint(self.model)
         if self.share is not None and self.accelerator.ddp_handler is not None:
-            # No argument is for it, and the plan's batch sizes fit the memory of a step that was run with it.
+            # The Trainer has no argument for this option. The plan measured the memory of the step with it.
             self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view
 
-    # What the Trainer asks for
+    # Methods that the Trainer calls
 
     def get_train_dataloader(self) -> Any:
-        """Return this process's loader: the Trainer's own, around the plan's batch sampler."""
+        """Return the Trainer's loader for this process, rebuilt with the plan's batch sampler."""
         loader: Any = super().get_train_dataloader()
         if self.share is None:
             return loader
@@ -179,7 +179,7 @@ class SharesMixin(Mixed):
         return made
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Take an optimizer step's micro-batches, and weigh them."""
+        """Draw the micro-batches of an optimizer step, and compute their weights."""
         if self.share is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))
@@ -208,10 +208,10 @@ class SharesMixin(Mixed):
         return None if self._finding is None else self._finding.rule
 
     def _count_of(self, batch: Any, samples: int | None) -> float:
-        """Return what the loss of a batch divides by.
+        """Return the divisor of a batch's loss.
 
         Args:
-            samples: Of the batch; None if nobody knows, 0 if it counts nothing.
+            samples: The samples of the batch. None if unknown, 0 if the batch has weight 0.
         """
         if samples == 0:
             return 0
@@ -235,7 +235,7 @@ class SharesMixin(Mixed):
         return [size / total if total else 0.0 for size in sizes]
 
     def _weighted_by_items(self, batches: list[Any], samples: list[int | None], device: Any) -> Any:
-        """Weight each micro-batch by 1, and return the items of the step, by which the loss divides itself."""
+        """Weight each micro-batch by 1, and return the number of items of the step. The loss divides by it."""
         self._weights = deque(float(number != 0) for number in samples)
         ignoring = [one if number != 0 else _ignored(one) for one, number in zip(batches, samples, strict=True)]
         step_items = self._get_num_items_in_batch(ignoring, device)
@@ -245,12 +245,12 @@ class SharesMixin(Mixed):
         return step_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch, its loss weighted."""
+        """Run the forward and the weighted backward of a micro-batch."""
         if self.share is None:
             return super().training_step(model, inputs, num_items_in_batch)
         let_go_of_group_last(model)
         weight = self._weights.popleft()
-        self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
+        self.current_gradient_accumulation_steps = 1  # the Trainer would divide the weighted loss by it
         items = self._items.popleft() if self._norms is not None else 0
         if self._scope is None and self._collectives is None and self.share.num_processes > 1:
             self._collectives = LossCollectives([model])
@@ -302,34 +302,41 @@ class SharesMixin(Mixed):
         if self.share is None or not self.share.wraps or not training:
             return super()._wrap_model(model, training, dataloader)
         if unwrapped:
-            # An evaluation before has put autocast around the model's own forward, which replicas would share.
+            # An earlier evaluation has wrapped the model's forward in autocast. Remove this, because replicas would
+            # all call the wrapped forward of the first.
             if "_original_forward" in vars(model):
                 del model._original_forward, model.forward
             model = self.share.plan.wrap(model)
         if not any(known is model for known in self.accelerator._models):
-            self.accelerator._models.append(model)  # or an evaluation would do so again
+            self.accelerator._models.append(model)  # otherwise an evaluation would wrap the forward again
         return model
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the arguments' autocast, where no model is prepared by accelerate, which has it around the forward."""
+        """Return the autocast context of the accelerator if the model is a `BalancedDataParallel`.
+
+        accelerate does not prepare that model, so its forward has no autocast.
+        """
         if self.share is None or not self.share.wraps:
             return super().autocast_smart_context_manager(cache_enabled)
         return self.accelerator.autocast()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
+        """Train. With several processes, first compare their plans, and detect failures of other processes."""
         if self.share is None or self.share.num_processes == 1:
             return super().train(*args, **kwargs)
         with ddp.setup(self.share.plan):
             return super().train(*args, **kwargs)
 
-    # How it is done
+    # Implementation
 
     @contextmanager
     def _weighted(
         self, weight: float, model: nn.Module, items: float, attempt: Attempt | None = None
     ) -> Iterator[None]:
-        """Let the accelerator's backward, which every Trainer's step ends in, run on the weighted loss."""
+        """Replace the accelerator's backward in the block, so that it runs on the weighted loss.
+
+        Every Trainer's step calls this backward.
+        """
         accelerator = self.accelerator
         backward = accelerator.backward
 
@@ -345,7 +352,7 @@ class SharesMixin(Mixed):
         try:
             yield
         finally:
-            del accelerator.backward  # the class's own shows again
+            del accelerator.backward  # uncovers the method of the class
 
     def _recorded(self, loss: torch.Tensor, items: float, model: nn.Module) -> AbstractContextManager[None]:
         if self._norms is None or not items:
@@ -355,7 +362,7 @@ class SharesMixin(Mixed):
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_finding(self) -> Finding:
-        """Find what the model's loss is a mean over; every process takes what the first process finds."""
+        """Infer what the model's loss is a mean over. All processes use the result of process 0."""
         assert self.share is not None, "without a plan nothing is weighed"
         found = [self._found()]
         if self.share.num_processes > 1:
@@ -382,7 +389,7 @@ class SharesMixin(Mixed):
             self.model.train(was_training)
 
     def _divides_by_items(self, batch: Any) -> bool:
-        """Tell whether a loss of one's own makes use of the step's items, which it is given: some take a mean."""
+        """Return whether the user's `compute_loss_func` divides by `num_items_in_batch`. Some ignore it."""
         if self.compute_loss_func is None or "labels" not in batch:
             return False
         first, second = (
@@ -397,36 +404,36 @@ class SharesMixin(Mixed):
 
 
 class Trainer(SharesMixin, transformers.Trainer):
-    """transformers' Trainer with a plan's shares; see `SharesMixin`."""
+    """transformers' Trainer that follows a plan. See `SharesMixin`."""
 
 
 def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | None = None) -> Share:
-    """Put a plan's numbers for this process into a Trainer's arguments.
+    """Set a plan's numbers for this process in a Trainer's arguments.
 
     Args:
-        args: They are changed.
-        share: Of this process, where it is known.
+        args: The arguments, which are changed in place.
+        share: This process's part of the plan, if it is known already.
 
     Raises:
-        PlanError: It is for another number of processes than this job has or transformers runs.
-        DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The arguments ask for what a plan can't be combined with.
+        PlanError: The plan is for another number of processes than this job or transformers has.
+        DeviceError: The plan is for simulated GPUs, or for other GPUs.
+        InputError: An argument cannot be combined with a plan.
     """
     share = find_share(plan, parameters=None) if share is None else share
     assert share is not None, "a plan was given"
     _refuse_unfit(args)
-    # Some of them can't be set from outside once they are there, and none is looked at again before training.
-    args.per_device_train_batch_size = max(1, share.batch_size)  # of the Trainer's own loader, which takes no 0
+    # The arguments exist already, so set the attributes in place. The Trainer reads them later.
+    args.per_device_train_batch_size = max(1, share.batch_size)  # the Trainer's own loader does not accept 0
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
     meets_on_cards = dist.is_initialized() and dist.get_backend() not in {"gloo", "undefined"}
     if share.device.type == "cpu" and not (args.use_cpu or meets_on_cards):
-        args.use_cpu = True  # or each process would train alone where there is no GPU
-        vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
-    device = args.device  # by which the processes meet
+        args.use_cpu = True  # otherwise each process would train alone if there is no GPU
+        vars(args).pop("_setup_devices", None)  # the arguments cache their device, so let them choose again
+    device = args.device  # this also creates the process group
     share.refuse_other_job(args.world_size, device, "transformers")
     if share.wraps:
-        args._n_gpu = min(args._n_gpu, 1)  # or the Trainer would wrap the model in nn.DataParallel
+        args._n_gpu = min(args._n_gpu, 1)  # with more, the Trainer would wrap the model in nn.DataParallel
     elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True
     has = next((name for name in ("bf16", "fp16") if getattr(args, name)), "none")
@@ -453,7 +460,7 @@ def _refuse_unfit(args: Any) -> None:
 
 
 def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch whose labels are all left out by the loss."""
+    """Return a batch with all labels replaced by the ignored label."""
     labels = {name: torch.full_like(batch[name], IGNORED_LABEL) for name in ("labels", "shift_labels") if name in batch}
     return {**batch, **labels}
 

@@ -1,4 +1,4 @@
-"""Make the workload of a transformers Trainer, to be tuned before it is trained."""
+"""Make a `Workload` from a transformers Trainer, to tune it before training."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from autosplit.workload.workload import Workload
 
 
 def workload(trainer: Any) -> Workload:
-    """Make the workload of a Trainer, to be tuned: its model, data, collator, loss, optimizer and precision.
+    """Make a workload from a Trainer's model, data, collator, loss, optimizer and precision, for `tune`.
 
         plan = autosplit.tune(autosplit.integrations.transformers.workload(trainer), effective_batch_size=512)
 
     Args:
-        trainer: A Trainer; nothing of it is changed. It may have no plan.
+        trainer: A Trainer, with or without a plan. It is not changed.
 
     Returns:
-        The workload. Its sample batch is the first samples of the training data set, collated.
+        The workload. Its sample batch contains the first samples of the training data set, collated.
 
     Raises:
         InputError: There is no training data set, or it has no length.
@@ -36,7 +36,7 @@ def workload(trainer: Any) -> Workload:
             "sample batch is made; pass train_dataset=",
             code="trainer-dataset",
         )
-    share, trainer.share = getattr(trainer, "share", None), None  # so that the loader is the Trainer's own
+    share, trainer.share = getattr(trainer, "share", None), None  # get the Trainer's loader without the plan
     try:
         loader: Any = trainer.get_train_dataloader()
     finally:
@@ -55,7 +55,7 @@ def workload(trainer: Any) -> Workload:
 
 
 _SAMPLES = 8
-"""Of a Trainer's sample batch."""
+"""Number of samples in the sample batch."""
 
 
 def _loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _has_own_loss(trainer: Any) -> bool:
 
 
 def _loss_by(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the loss that a Trainer makes of a batch that is all there is of an optimizer step."""
+    """Return the loss that a Trainer computes of a batch if the batch is the whole optimizer step."""
     labels = batch.get("labels")
     given = {}
     if trainer.compute_loss_func is not None and labels is not None:

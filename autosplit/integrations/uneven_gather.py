@@ -1,4 +1,4 @@
-"""Gathers tensors of which the processes hold unlike numbers of rows, as their shares are: gloo ends on these."""
+"""Gather tensors if the processes have different numbers of rows. gloo would abort, so pad the tensors first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autosplit.errors import InputError, shown
 
 
 def gather_uneven(data: Any) -> Any:
-    """Concatenate every process's rows, in the order of the processes.
+    """Concatenate the rows of all processes, in the order of the processes.
 
     Args:
-        data: A tensor, or a nested tuple, list or dict of tensors; a tensor without dimensions is one row.
+        data: A tensor, or a nested tuple, list or dict of tensors. A tensor without dimensions is one row.
 
     Raises:
-        InputError: They differ in more than their rows; in every process.
+        InputError: The tensors differ in other sizes than their number of rows. All processes raise it.
     """
     rows = recursively_apply(lambda tensor: tensor if tensor.dim() else tensor[None], data, error_on_other_type=True)
     own: list[list[int]] = []
@@ -37,7 +37,7 @@ def gather_uneven(data: Any) -> Any:
 
 
 def without_rows(data: Any) -> Any:
-    """Return what is to be gathered of a process that has nothing to add."""
+    """Return the data with 0 rows, for a process whose rows must not be gathered."""
     try:
         return recursively_apply(
             lambda tensor: tensor[:0] if tensor.dim() else tensor[None][:0], data, error_on_other_type=True

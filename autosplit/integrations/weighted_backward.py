@@ -1,4 +1,4 @@
-"""Weigh each micro-batch's backward by its share of the optimizer step."""
+"""Weight each micro-batch's backward by its part of the optimizer step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from autosplit.solve.split import micro_batch_sizes
 
 
 class Weighed(NamedTuple):
-    """A micro-batch with its weight and place.
+    """Hold a micro-batch with its weight and position.
 
     Attributes:
-        batch: As the loader made it.
-        weight: What its loss is multiplied by: its part of the optimizer step, or 1 of a sum, times the processes,
-            whose gradients are averaged.
-        number: Of it within the epoch.
-        position: In its optimizer step, from 0.
-        length: The micro-batches of that step.
-        size: Samples that it counts for in this process; 0 where it has no share.
-        total: What the optimizer step counts for, over all processes.
+        batch: The batch of the loader.
+        weight: The factor of its loss: its part of the optimizer step (1 for a sum) times the number of processes,
+            because their gradients are averaged.
+        number: Its number within the epoch, from 0.
+        is_last: Whether it is the last of the epoch.
+        position: Its position in the optimizer step, from 0.
+        length: The number of micro-batches of the step.
+        size: Its samples in this process. 0 if this process runs another process's samples with weight 0.
+        total: The count of the whole optimizer step, over all processes.
     """
 
     batch: Any
@@ -46,7 +47,7 @@ class Weighed(NamedTuple):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the optimizer steps after it."""
+        """Whether it is the last micro-batch of its optimizer step."""
         return self.position == self.length - 1
 
 
@@ -61,18 +62,18 @@ def weighed(
     begin: int = 0,
     end: int | None = None,
 ) -> Iterator[Weighed]:
-    """Walk a loader of shares by its sampler's schedule.
+    """Yield the micro-batches of a loader with their weights, by its sampler's schedule.
 
-    An optimizer step of which only a part is walked is a step of that part: its weights add up all the same.
+    If only a part of an optimizer step runs (`begin`, `end`), the part is weighted as if it were the whole step.
 
     Args:
-        count: Return what a batch's mean loss divides by; None for its samples. With a function, a step's micro-batches
-            are held back until all are counted.
-        sums: The loss is a sum, so each part has the weight 1.
-        spans_ranks: The loss is normalised over the processes already, see `normalised_over_ranks`.
-        over_processes: Adds each of a list of numbers up over the processes.
-        begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
-        end: How many of the epoch there are; None for all.
+        count: Returns the divisor of a batch's mean loss. None for its samples. If given, a step's micro-batches are
+            buffered until all are counted.
+        sums: Whether the loss is a sum, so each micro-batch has the weight 1.
+        spans_ranks: Whether losses are already normalised over the processes. See `normalised_over_ranks`.
+        over_processes: Sums each number of a list over the processes.
+        begin: The first micro-batch of the epoch to yield. It must be in the step at which the sampler begins.
+        end: The number of micro-batches in the epoch. None for all.
     """
     start, schedule = sampler.start_step, sampler.schedule
     first = batches_of(sampler, start)
@@ -82,7 +83,7 @@ def weighed(
         refuse_uncounted_scope(max((len(step.micro_batch_sizes) for step in schedule), default=0), count)
         zeros = sum(not size for step in schedule for size in step.micro_batch_sizes)
         refuse_ranks_without_samples(*over_processes([zeros]))
-    batches = iter(loader)  # workers begin to draw here, which spends the sampler's start
+    batches = iter(loader)  # read `start_step` before this line, because workers begin to draw and reset it
     for step in schedule[start:]:
         if first >= end:
             return
@@ -95,7 +96,7 @@ def weighed(
         drawn: Any = islice(batches, part.start, part.stop)
         if count is not None:
             drawn = list(drawn)
-            # Where there is no share, a sample is run that counts for nothing.
+            # A process without samples runs a sample of another process, with weight 0.
             sizes = [counted(count, one) if size else 0 for one, size in zip(drawn, sizes, strict=True)]
             everyones = over_processes(sizes if spans_ranks else [sum(sizes)])
             total = sum(everyones)
@@ -107,7 +108,7 @@ def weighed(
             number = numbers[position]
             yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position], total)
         first += len(step.micro_batch_sizes)
-    next(batches, None)  # a loader's workers finish in order
+    next(batches, None)  # draw past the end, so that the loader's workers can shut down normally
 
 
 def batches_of(sampler: ScheduledBatchSampler, steps: int) -> int:
@@ -120,8 +121,8 @@ def weighted_backward(
 ) -> None:
     """Run a backward on a weighted loss.
 
-    One of weight 0 sends zeros, whatever its loss is: a mean over no labels is 0/0, and 0 times that is no zero. It has
-    to run all the same, because the processes' gradients meet in it.
+    With weight 0, the gradients become 0, even if the loss is NaN (0/0 for a mean over no labels). The backward must
+    run anyway, because the processes reduce their gradients in it.
     """
     if weight:
         backward(loss * weight, **kwargs)

@@ -1,4 +1,5 @@
-"""Training in one process: BalancedDataParallel, and an epoch cut into optimizer steps.
+"""Train in one process with `BalancedDataParallel`, and cut an epoch into optimizer steps.
 
-May import the root, devices, solve and workload. Begin with `balanced` (the wrapper) and `optimizer_steps`.
+This package may import the root, devices, solve and workload. To read it, begin with `balanced` (the wrapper) and
+`optimizer_steps`.
 """

@@ -1,7 +1,7 @@
-"""Which micro-step of an optimizer step is running: who walks the step says so, and wrappers that keep replicas ask.
+"""Tell wrappers which micro-step of an optimizer step is running.
 
-The walk (`plan.steps`) knows no model, so it meets the wrapper here. It is named for as long as its loop body runs: an
-exception or a `break` in it ends the naming, too.
+`plan.steps` does not know the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
+reads it. The step is published while the loop body runs. An exception or a `break` in the body ends it, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Accumulation:
-    """One optimizer step as wrappers see it.
+    """Describe the running optimizer step to wrappers.
 
     Attributes:
-        is_last: The running micro-step is its last: gradients have to come home in its backward.
-        split: Samples per device of the running micro-batch, where they are not in the wrapper's proportions.
+        is_last: Whether the running micro-step is the last. Its backward has to reduce the gradients to device 0.
+        split: Samples per device of the running micro-batch. None if the wrapper's proportions apply.
     """
 
     def __init__(self) -> None:
@@ -33,25 +33,28 @@ class Accumulation:
         self._keepers: dict[Any, None] = {}
 
     def join(self, keeper: Any) -> None:
-        """Let a wrapper be told when the step is over, by its `synchronize`."""
+        """Register a wrapper. `finish` calls its `synchronize()`."""
         self._keepers[keeper] = None
 
     def finish(self) -> None:
-        """Bring home what the last micro-step left elsewhere: a wrapper need not have run, or not on every device."""
+        """Reduce the gradients that still wait on other devices.
+
+        The last micro-step does not reduce them if it did not run the wrapper, or not on every device.
+        """
         for keeper in self._keepers:
             keeper.synchronize()
         self._keepers.clear()
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Name this step's micro-step as the one that runs."""
+        """Publish this optimizer step as the running step for the length of the block."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:
             yield
         finally:
-            # Not by a token, and not whatever was there before: two walks side by side do not end in reverse order,
-            # and a generator may be closed in another context than the one it was started in.
+            # Remove only this step. A reset by token, or to the old value, would fail in two cases. Two interleaved
+            # loops do not end in reverse order. And a generator may be closed in another context than its start.
             _running.set(tuple(other for other in _running.get() if other is not self))
 
 
@@ -59,16 +62,16 @@ _running: ContextVar[tuple[Accumulation, ...]] = ContextVar("autosplit_accumulat
 
 
 def current_accumulation() -> Accumulation | None:
-    """Return the optimizer step whose micro-step runs now; None outside of one."""
+    """Return the optimizer step whose micro-step is running. Return None outside of an optimizer step."""
     running = _running.get()
     return running[-1] if running else None
 
 
 @dataclass(eq=False)
 class WatchedParameter:
-    """The parameter nearest to a loss. Its version and gradient show whether somebody changed it.
+    """Watch the version and gradient of the parameter nearest to a loss, to detect updates.
 
-    An update by a ``fused=True`` optimizer is not detected, because torch counts no version for it.
+    An update by a ``fused=True`` optimizer is not detected, because it does not increase the tensor's version.
     """
 
     parameter: Tensor
@@ -77,11 +80,11 @@ class WatchedParameter:
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
-        """Find the parameter that is the fewest operations away from the loss; None if it is more than 200 away."""
+        """Find the parameter that is the fewest operations away from the loss. Search at most 200 graph nodes."""
         nodes: list[Any] = [loss.grad_fn]
-        for node in itertools.islice(nodes, 200):  # the list grows meanwhile: breadth first
+        for node in itertools.islice(nodes, 200):  # the list grows in the loop, which gives breadth-first order
             if type(node).__name__ == "AccumulateGrad":
-                return cls(node.variable, node.variable._version)  # noqa: SLF001  # none is public
+                return cls(node.variable, node.variable._version)  # noqa: SLF001  # torch has no public version
             nodes += [other for other, _ in getattr(node, "next_functions", ())]
         return None
 
@@ -90,11 +93,11 @@ class WatchedParameter:
         return self.parameter._version != self.version  # noqa: SLF001
 
     def end_backward(self, place: str, *, may_update: bool) -> None:
-        """Remember whether the parameter has a gradient now, and refuse an update within the backward.
+        """Record whether the parameter has a gradient now. Raise InputError if the backward updated the parameter.
 
         Args:
             place: The micro-batch, for the message.
-            may_update: It is the last micro-batch of the step, so the update is that of the whole step.
+            may_update: Whether this is the last micro-batch of the step, so an update has the whole step's gradient.
         """
         if self.is_changed() and not may_update:
             raise InputError(
@@ -106,7 +109,7 @@ class WatchedParameter:
         self.has_gradient = self.parameter.grad is not None
 
     def change(self) -> str:
-        """Describe what happened since `end_backward`; empty for nothing."""
+        """Describe the change since `end_backward` for an error message. Return "" if there was no change."""
         if self.is_changed():
             return "parameters were changed"
         return "gradients were thrown away" if self.has_gradient and self.parameter.grad is None else ""

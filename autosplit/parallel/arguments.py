@@ -1,4 +1,4 @@
-"""Check what a `BalancedDataParallel` is given: devices, shares, and a module that can be replicated."""
+"""Check the arguments of `BalancedDataParallel`: the module and its devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autosplit.workload.compiled import is_compiled, scripted_part
 
 
 def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
-    """Refuse a module that was given first, as nn.DataParallel takes it, or none."""
+    """Raise InputError if the module is missing, or comes first as in nn.DataParallel."""
     if isinstance(module, nn.Module):
         return
     if isinstance(gpu0_bsz, nn.Module):
@@ -31,7 +31,7 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
 
 
 def refuse_packed(values: tuple[Any, ...]) -> None:
-    """Refuse a PackedSequence among the arguments of a call."""
+    """Raise WorkloadError if an argument of a call is a PackedSequence."""
     if any(isinstance(value, PackedSequence) for value in values):
         raise WorkloadError(
             "an argument is a PackedSequence, whose time steps lie one after the other over all samples; expected a "
@@ -41,9 +41,9 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Refuse a module that can not be replicated: one that torch compiled, in whole or in part, or TorchScript."""
-    # Replicating an OptimizedModule empties the original's parameters; a module compiled in place would run
-    # every replica with the first device's weights.
+    """Raise InputError if a module or a part of it is compiled or TorchScript, because it cannot be replicated."""
+    # Replicating an OptimizedModule removes the parameters of the original. Replicas of a module compiled in place
+    # would all run with the weights of device 0.
     for name, part in module.named_modules():
         if is_compiled(part):
             what = "the module is" if not name else f"its part {name} is"
@@ -61,7 +61,7 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
-    """Return the devices that are meant; none for a wrapper that passes its inputs through."""
+    """Return the devices of a wrapper. Return () if there is no GPU: the wrapper then calls the module directly."""
     if device_ids is None:
         kind = accelerator_kind()
         return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
@@ -79,7 +79,7 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
             code="device-ids-mixed",
         )
     if kinds == {"cuda"} and here is None:
-        return ()  # as nn.DataParallel: without any usable GPU, a pass-through
+        return ()  # without a usable GPU, nn.DataParallel calls the module directly, too
     return tuple(_indexed(device) for device in devices)
 
 
@@ -94,11 +94,11 @@ def _device_named(item: Any) -> torch.device:
 
 
 def output_device_from(given: int | str | torch.device | None, first: torch.device) -> Any:
-    """Return the device that outputs are gathered on."""
-    # Any: nn.DataParallel declares an index where it keeps whatever it was given.
+    """Return the device on which outputs are gathered."""
+    # The return type is Any because nn.DataParallel declares `output_device` as an int but stores any device.
     if given is None:
         return first
-    # What nn.DataParallel means by -1 is the processor.
+    # nn.DataParallel accepts -1 for the CPU.
     place = _indexed(_device_named("cpu" if isinstance(given, int) and given < 0 else given))
     if place.type != first.type:
         raise DeviceError(
@@ -110,7 +110,7 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Name a device as its tensors do: an accelerator with an index, `cpu` without one."""
+    """Return the device with the index that its tensors report: accelerators have an index, the CPU has none."""
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device

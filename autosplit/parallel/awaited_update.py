@@ -23,27 +23,27 @@ def _begin_to_count() -> None:
 
 
 def updates_so_far() -> int:
-    """Return how often an optimizer of this process has made a step since the first call of this function."""
+    """Return the number of steps by any optimizer of this process since the first call of this function."""
     _begin_to_count()
     return _updates
 
 
 class AwaitedUpdate:
-    """The update that should follow the last backward of an optimizer step.
+    """Detect the update that should follow the last backward of an optimizer step.
 
-    The version of a parameter alone does not show it: ``fused=True`` optimizers do not count versions, and a GradScaler
-    that found infinities leaves out the update, after which the gradients are cleared.
+    The version of a parameter is not enough. ``fused=True`` optimizers do not increase it. A GradScaler that found
+    infinities skips the update, and then the loop clears the gradients.
     """
 
     def __init__(self) -> None:
         self.expect(updates_so_far(), None)
 
     def expect(self, before: int, watched: WatchedParameter | None) -> None:
-        """Wait for the update of another backward.
+        """Begin to watch for the update that follows a backward.
 
         Args:
-            before: `updates_so_far` before the backward: an optimizer may step in a hook of the backward.
-            watched: The parameter nearest to the loss; None if it was not found.
+            before: `updates_so_far` before the backward, because an optimizer may step in a hook of the backward.
+            watched: The parameter nearest to the loss, or None if it was not found.
         """
         self._before, self._watched = before, watched
 

@@ -1,6 +1,6 @@
-"""`BalancedDataParallel`: nn.DataParallel with a share of its own for each device.
+"""`BalancedDataParallel`: nn.DataParallel with a batch size for each device.
 
-It takes plain integers and never tunes itself; which part of a batch goes where is decided here.
+The wrapper takes plain integers and does not tune. It decides which part of a batch goes to which device.
 """
 
 from __future__ import annotations
@@ -52,59 +52,61 @@ from autosplit.workload.batch import (
 )
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
-"""What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
+"""torch's error for a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
 
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
-    """Data parallelism in one process, with `gpu0_bsz` samples on the first device.
+    """Run a module data-parallel in one process, with a chosen number of samples on each device.
 
-    A batch of ``sum(split)`` samples is split exactly as `split` says, another one in proportion to it, by
-    largest remainder. With `gpu0_bsz` alone, the first device takes ``min(gpu0_bsz, batch)`` and the others the
-    rest, evenly. A device whose share is 0 is not called. Outputs are concatenated on the output device; a
-    scalar output (a loss) is combined by `reduce`, an integer one (a count) is summed. One element from each device
-    is a loss, too, which stays one element. With a single sample on each it is what it was at a batch before: an output
-    for each sample, if there was none.
+    A batch of ``sum(split)`` samples is split exactly into `split`. Other batches are split in proportion to it, by
+    largest remainder. If only `gpu0_bsz` is given, device 0 gets ``min(gpu0_bsz, batch)`` samples. The rest is split
+    evenly. A device with 0 samples is not called.
 
-    Of the arguments, tensors with as many rows as the batch has samples are cut. What holds no samples goes whole to
-    every device: what was seen at another batch size not to grow with it, and what `autosplit.Whole` marks.
+    Tensors in the output are concatenated on the output device. Scalar outputs (losses) are combined by `reduce`, and
+    integers (counts) are summed. A tensor of shape (1,) from each device is a loss, too. If every device has one
+    sample, earlier batches decide whether it is a loss. Without earlier batches, it is an output per sample.
 
-    Moving from nn.DataParallel: ``nn.DataParallel(model, ids)`` becomes ``BalancedDataParallel(None, model, ids)``. The
-    old class of this name is called as before, also followed by ``.cuda()``.
+    Tensors in the arguments are cut if they have as many rows as the batch has samples. A tensor whose rows did not
+    change with the batch size goes whole to every device. So does anything marked with `autosplit.Whole`.
+
+    To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` by ``BalancedDataParallel(None, model,
+    ids)``. Calls of the older class with this name work unchanged, also if followed by ``.cuda()``.
 
     * `gpu0_bsz` counts samples per forward. ``gpu0_bsz // acc_grad`` is right only if the loader yields ``batch //
-      acc_grad`` samples: 4 of 16 in 2 micro-steps is 2 of 8, (2, 3, 3) twice; a loader of 16 gets (2, 7, 7). It also
-      floors: ``1 // 2`` leaves the first device without samples.
-    * Scalar losses come back as one number, weighted by `reduce`, not as one per device; ``.mean()`` on it is harmless.
+      acc_grad`` samples. Example: 3 devices, a batch of 16 in 2 micro-steps, and 4 samples on device 0. A loader of 8
+      gives (2, 3, 3) twice, but a loader of 16 gives (2, 7, 7). The division also rounds down: ``1 // 2`` leaves device
+      0 without samples.
+    * Scalar losses are returned as one number, weighted by `reduce`, not as one per device. ``.mean()`` has no effect.
     * `no_sync` around all micro-steps but the last keeps the replicas: one broadcast and one reduce per optimizer step.
-    * `autosplit.matching_state_dict` loads states of plain, wrapped and compiled modules into each other. Compile the
+    * `autosplit.matching_state_dict` converts state dicts between plain, wrapped and compiled modules. Compile the
       wrapper, not the module.
 
     Args:
-        gpu0_bsz: Samples per forward on the first device; None takes `split[0]`.
-        module: The module; its parameters must be on the first device at the first forward.
-        device_ids: GPUs, or ``["cpu", "cpu"]`` to try it anywhere. Default: every visible GPU; without
-            any, the wrapper passes its inputs through, as its parent does.
-        output_device: Where outputs are gathered. Default: the first device.
+        gpu0_bsz: Samples per forward on device 0. None uses `split[0]`.
+        module: The module. Its parameters must be on device 0 at the first forward.
+        device_ids: GPUs, or ``["cpu", "cpu"]`` to try the wrapper without GPUs. Default: every visible GPU. If there
+            is none, the wrapper calls the module directly, as nn.DataParallel does.
+        output_device: The device on which outputs are gathered. Default: device 0.
         dim: The batch dimension.
         split: Samples per device in one forward.
-        ceilings: The most samples each device may get in one forward that keeps a graph for its backward.
-        reduce: How scalar outputs are combined; `Plan.wrap` passes what the plan's checks found. ``"samples"`` weights
-            by samples, which is exact where each is a mean over them; ``"tokens"`` by the `labels` that are not -100,
-            ``"next tokens"`` by those without the first of each sequence, as causal language models average;
-            ``"sum"`` adds them up; a callable returns from a replica's ``(args, kwargs)`` what it counts for beside
-            the others: an amount, such as its tokens. None, the default, weights by samples, and says once where
-            labels hold -100.
+        ceilings: The most samples of each device in one forward with gradients.
+        reduce: The rule to combine scalar outputs. `Plan.wrap` passes the rule that the plan's checks found.
+            ``"samples"`` weights by samples, which is exact for means over samples. ``"tokens"`` weights by the
+            `labels` that are not -100. ``"next tokens"`` does the same without the first label of each sequence, for
+            causal language models. ``"sum"`` adds the outputs up. A callable gets a replica's ``(args, kwargs)`` and
+            returns an amount, such as its number of tokens. None, the default, weights by samples, and warns once if
+            labels contain -100.
 
     Raises:
-        InputError: Numbers that disagree with each other, a compiled module, or an optimizer's parameters that
-            moving to the only device has replaced.
-        DeviceError: Devices that can't be used together.
+        InputError: The numbers contradict each other, or the module is compiled. Also if moving the module to its only
+            device replaced parameters that an optimizer has.
+        DeviceError: The devices cannot be used together.
     """
 
     def __init__(
         self,
         gpu0_bsz: int | None,
-        module: nn.Module = None,  # type: ignore[assignment]  # left out, it gets an answer that says what goes where
+        module: nn.Module = None,  # type: ignore[assignment]  # if it is missing, an InputError explains the order
         device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
@@ -114,8 +116,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         reduce: Reduce | None = None,
     ) -> None:
         refuse_wrong_order(gpu0_bsz, module)
-        # Not nn.DataParallel's own: it warns of unlike GPUs, which are what this class is for, and drops its
-        # arguments where there is no GPU.
+        # Do not call nn.DataParallel.__init__. It warns of different GPUs, which this class is for, and it ignores its
+        # arguments if there is no GPU.
         nn.Module.__init__(self)
         refuse_compiled(module)
         devices = devices_from(device_ids)
@@ -129,7 +131,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self.src_device_obj = devices[0]
             tensors = itertools.chain(self.module.parameters(), self.module.buffers())
             if len(devices) == 1 and devices[0].type != "cpu" and any(one.device != devices[0] for one in tensors):
-                moved(self.module, devices[0])  # as nn.DataParallel does, and with one device only
+                moved(self.module, devices[0])  # nn.DataParallel also moves the module, but only for a single device
         self.reduce = checked_reduce(reduce)
         self.ceilings = self._checked_sizes("ceilings", ceilings)
         self._split: tuple[int, ...] | None = None
@@ -143,7 +145,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     @property
     def split(self) -> tuple[int, ...] | None:
-        """Samples per device in one full forward; None where only `gpu0_bsz` was given."""
+        """Samples per device in one full forward. None if only `gpu0_bsz` was given."""
         return self._split
 
     @split.setter
@@ -152,7 +154,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """Samples per forward on the first device; set, it takes the place of `split`."""
+        """Samples per forward on device 0. Setting it removes `split`."""
         return self._gpu0_bsz
 
     @gpu0_bsz.setter
@@ -186,18 +188,20 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return None if sizes is None else tuple(limits_of(name, sizes, len(self.devices) or length_hint(sizes)))
 
     def split_of(self, batch_size: int, *, bounded: bool = True) -> tuple[int, ...]:
-        """Return the samples each device gets of a batch.
+        """Return the number of samples of a batch that each device gets.
+
+        In a loop over a `TokenBatchSampler`, the sampler's split of the running micro-batch applies.
 
         Args:
-            bounded: Hold the ceilings, which are those of training; a forward without gradients needs less. Within a
-                loop over a sampler of batches of like length its own split holds.
+            bounded: Whether to respect the ceilings. They are for training. A forward without gradients needs less
+                memory.
 
         Raises:
-            InputError: The ceilings do not hold the batch.
+            InputError: The batch is larger than the sum of the ceilings.
         """
         running = current_accumulation()
         if running is not None and running.split is not None and batch_size <= sum(running.split):
-            return proportional_split(batch_size, running.split, running.split)  # fewer in a part of a micro-batch
+            return proportional_split(batch_size, running.split, running.split)  # a cut micro-batch has fewer samples
         ceilings = self.ceilings if bounded else None
         if self._split is not None:
             if batch_size < sum(self._split) and any(isinstance(part, BATCH_NORMS) for part in self.module.modules()):
@@ -210,19 +214,19 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return sizes if ceilings is None else cap_split(sizes, ceilings)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on the batch, each device on its share, and return its outputs, gathered on the output device.
+        """Run the module on the batch, split over the devices. Return its outputs, gathered on the output device.
 
         Args:
-            *inputs: The module's positional arguments: tensors, or nested containers of them.
-            **kwargs: Its keyword arguments, likewise.
+            *inputs: The module's positional arguments: tensors, or nested containers of tensors.
+            **kwargs: The module's keyword arguments, also tensors or nested containers of tensors.
 
         Raises:
-            WorkloadError: The arguments disagree on the batch size, or outputs that can't be put together.
-            DeviceError: The module is not on the first device, or copies between GPUs do not arrive.
-            OutOfMemoryError: A device ran out of memory; it is named, with the samples it held.
+            WorkloadError: The arguments differ in their batch size, or the outputs cannot be joined.
+            DeviceError: The module is not on device 0, or copies between GPUs do not arrive.
+            OutOfMemoryError: A device ran out of memory. The error names the device and its number of samples.
 
         Warns:
-            AmbiguousBatchWarning: A tensor may be a table that has as many rows as the batch by accident, and would be
+            AmbiguousBatchWarning: A tensor may be a table with as many rows as the batch by coincidence. It would be
                 cut to single rows, which broadcast without an error.
         """
         if not self.devices:
@@ -232,7 +236,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         call = (inputs, kwargs)
         sizes, batch_size = self._sizes_of(call)
         active, chunks = self._cuts.cut(call, sizes, batch_size)
-        leaves = [*named_call(call)] if len(active) > 1 else []  # nothing is cut for one device
+        leaves = [*named_call(call)] if len(active) > 1 else []  # a single device gets the call uncut
         if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
             warnings.warn(f"the batch is cut to single rows; {doubt}", AmbiguousBatchWarning, stacklevel=2)
         shares = [sizes[index] for index in active]
@@ -260,11 +264,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the replicas, and the gradients on them, from one micro-step to the next.
+        """Keep the replicas and their gradients from one micro-step to the next.
 
         Within this context, parameters are copied to the other devices once, and gradients stay on their devices. The
         backward of the first forward outside adds them to the gradients of the module. So run the last micro-step of
-        each optimizer step outside. The gradient is the same, with fewer copies. `plan.steps` does this by itself.
+        each optimizer step outside. The gradient is the same, with fewer copies. `plan.steps` does this automatically.
 
             *others, (last_inputs, last_targets) = micro_batches
             with model.no_sync():
@@ -274,14 +278,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             (last * (len(last_inputs) / total)).backward()
             optimizer.step()
 
-        As with DDP, forward and backward both belong inside. `torch.autograd.grad` of parameters returns the gradient
-        of the whole batch, also with ``create_graph=True``. A backward with ``create_graph=True`` is refused.
+        As with DDP, run both forward and backward inside. `torch.autograd.grad` of parameters returns the gradient
+        of the whole batch, also with ``create_graph=True``. A backward with ``create_graph=True`` raises InputError.
         `optimizer.zero_grad()` also clears the gradients on other devices. While gradients wait there, clipping or
-        scaling a gradient and `optimizer.step()` are refused. Within `plan.budgets()` torch counts no versions for
-        operations over lists of tensors, so a clip by such operations is not detected.
+        scaling a gradient and `optimizer.step()` raise InputError. Within `plan.budgets()`, torch counts no versions
+        for operations on lists of tensors, so clipping by such operations is not detected.
 
-        No replica is kept if parameters have hooks, because hooks expect whole gradients. On ``"cpu"`` ids none is
-        kept either: all chunks run through the one module.
+        Replicas are not kept if parameters have hooks, because hooks expect whole gradients. With ``"cpu"`` devices
+        there are no replicas, because all chunks run through the one module.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -290,35 +294,35 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._syncs = outer
 
     def synchronize(self) -> None:
-        """Bring the gradients that `no_sync` left on other devices home now, without another backward.
+        """Reduce the gradients that `no_sync` left on other devices to device 0, without another backward.
 
         Raises:
-            InputError: They have a graph (``create_graph=True``).
+            InputError: The gradients have a graph (``create_graph=True``).
         """
         if self._kept is not None:
             self._kept.bring_home()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, those too that wait on other devices.
+        """Clear the gradients, including the gradients that wait on other devices.
 
         Args:
-            set_to_none: Set them to None instead of to zeros.
+            set_to_none: Whether to set them to None instead of zeros.
         """
         if self._kept is not None:
             self._kept.drop_gradients()
         super().zero_grad(set_to_none)
 
     def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`."""
+        """Create waiting gradients of zeros on the devices of a placement, as after a micro-step within `no_sync`."""
         self._kept = KeptReplicas(Copies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()  # a copy has no devices' gradients to wait for
+        self.synchronize()  # the copy has no replicas, so waiting gradients would be lost
         return {**self.__dict__, "_kept": None, "_checked": False}
 
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
-        """Return the samples of a call for each device, and for all of them."""
+        """Return the number of samples of a call per device, and in total."""
         full = sum(self._split) if self._split else None
         try:
             batch_size = self._cuts.samples(call, full)
@@ -326,17 +330,17 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             lone = self._lone_device()
             if lone is None:
                 raise
-            # Nothing is cut for one device, so it takes batches whose samples nobody can count.
+            # A single device gets the call uncut, so the samples need not be countable.
             sizes = tuple(full or 1 if index == lone else 0 for index in range(len(self.devices)))
             return sizes, sum(sizes)
         if batch_size:
             return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
-        if batch_size is None:  # nothing to split: the first device runs the call as it is
+        if batch_size is None:  # no tensor can be split, so device 0 runs the whole call
             return (1, *(0 for _ in self.devices[1:])), 1
-        return (0,) * len(self.devices), 0  # the first device runs it, as in nn.DataParallel
+        return (0,) * len(self.devices), 0  # device 0 runs an empty batch, as in nn.DataParallel
 
     def _lone_device(self) -> int | None:
-        """Return the only device that gets samples of any batch, if there is one."""
+        """Return the index of the device that gets all samples of any batch. Return None if there are several."""
         running = current_accumulation()
         split = self._split if running is None or running.split is None else running.split
         active = [index for index, size in enumerate(split or ()) if size]
@@ -349,7 +353,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if isinstance(error, OutOfMemoryError) or not is_oom(error):
                 raise
             message = str(error)
-        # Raised outside the except block: its traceback would pin the outputs.
+        # Raise outside the except block, because the first error's traceback would keep the outputs in memory.
         place = torch.device(self.output_device)
         raise OutOfMemoryError(
             f"{place} is out of memory with the outputs of all {batch_size} samples gathered there; give the module "
@@ -364,10 +368,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         kwargs: dict[str, Any] | None,
         device_ids: Any = None,  # noqa: ARG002
     ) -> tuple[list[Any], list[Any]]:
-        """Cut a call as `forward` does, for code that drives nn.DataParallel's parts itself.
+        """Cut a call as `forward` does, for code that calls the methods of nn.DataParallel directly.
 
         Args:
-            device_ids: Ignored: the wrapper's own devices have their shares.
+            device_ids: Ignored. The call is split over the wrapper's devices.
 
         Returns:
             The positional arguments of each device that has samples, and the keyword arguments of each.
@@ -382,7 +386,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return [args for args, _ in moved], [named for _, named in moved]
 
     def _check_module(self) -> None:
-        """Check at the first forward what the module is and where; later only where it begins."""
+        """Check the module and its device at the first forward. Later, check only the device of the first parameter."""
         named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         home = self.devices[0]
         for name, tensor in itertools.islice(named, 1) if self._checked else named:
@@ -392,31 +396,31 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                     code="module-device",
                 )
         if not self._checked:
-            refuse_compiled(self.module)  # it may have been compiled since
-            if active_placement() is None:  # there all devices are one, and nothing is copied between two
+            refuse_compiled(self.module)  # it may have been compiled after the wrapper was made
+            if active_placement() is None:  # in a placement all devices are the CPU, so there are no links to check
                 check_links(self.devices)
                 check_links((torch.device(self.output_device), *self.devices))
             self._checked = True
 
     def _kept_now(self) -> tuple[KeptReplicas | None, bool]:
-        """Return the replicas that this forward runs on, None for such as last no longer than it; and if it is last."""
+        """Return the kept replicas for this forward, or None for new ones, and whether it is the last micro-step."""
         walk = current_accumulation()
         last = self._syncs and (walk is None or walk.is_last)
         if self._kept is not None and walk is None and last and not self._kept.needed:
-            self._kept = None  # nothing is accumulated any more: their memory is free
+            self._kept = None  # gradients are no longer accumulated, so free the replicas' memory
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
         keeps = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
         if self._kept is None and keeps and not self._has_hooks():
-            # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
+            # On the CPU outside a placement there are no replicas, because all chunks run through the one module.
             self._kept = KeptReplicas(Copies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:
             walk.join(self)
         return self._kept, last
 
     def _has_hooks(self) -> bool:
-        """Tell whether hooks want each parameter's whole gradient: a kept replica's would pass them by."""
+        """Return whether parameters have gradient hooks. The gradients of kept replicas would not call them."""
         return any(
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self.parameters()
         )
@@ -452,16 +456,16 @@ def data_parallel(
     ceilings: Sequence[int] | None = None,
     reduce: Reduce | None = None,
 ) -> Any:
-    """Run a module once on a batch, each device on its share: the functional form of `BalancedDataParallel`.
+    """Run a module once on a batch, split over the devices. This is the function form of `BalancedDataParallel`.
 
-    All arguments that are not listed are the wrapper's.
+    See `BalancedDataParallel` for the other arguments.
 
     Args:
-        inputs: A tensor, or a tuple of positional arguments; None for no such argument.
+        inputs: A tensor, or a tuple of positional arguments. None for no positional argument.
         module_kwargs: Keyword arguments of the module.
 
     Returns:
-        What the module returns, gathered.
+        The module's outputs, gathered on the output device.
     """
     wrapper = BalancedDataParallel(
         gpu0_bsz, module, device_ids, output_device, dim, split=split, ceilings=ceilings, reduce=reduce

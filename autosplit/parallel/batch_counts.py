@@ -1,7 +1,7 @@
-"""Count what a batch's mean loss averages over: its samples, its labels, or the sum of real-valued weights.
+"""Compute the count of a batch: the divisor of its mean loss, such as the number of samples or of labels.
 
 A loss with class weights w divides by the sum of the weights of its labels, `sum(w[y])`. That sum is the count of the
-batch: a step's gradient is exact if each micro-batch is weighted by its count over the whole step's.
+batch. The gradient of a step is exact if each micro-batch has the weight `its count / the count of the whole step`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autosplit.workload.batch import children_of
 
 
 def check_loader(loader: Any) -> None:
-    """Raise InputError for a data set: its items are samples, so their first dimension is no batch size."""
+    """Raise InputError if the loader is not iterable, or is a data set: its items are samples, not batches."""
     is_data_set = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if is_data_set or not isinstance(loader, Iterable):
         raise InputError(
@@ -31,14 +31,14 @@ def check_loader(loader: Any) -> None:
 
 
 Count = Callable[[Any], "float | torch.Tensor"]
-"""Return what the mean loss of a batch averages over: an int, a float, or a tensor of one element."""
+"""A function that returns the count of a batch: an int, a float, or a tensor of one element."""
 
 
 def counted(count: Count, batch: Any) -> float:
-    """Return the count of a batch as a Python number; whole numbers stay ints, and so are exact.
+    """Return the count of a batch as a Python number. Integers stay ints and are therefore exact.
 
     Raises:
-        InputError: `count` returned anything but a finite number, 0 or more.
+        InputError: `count` did not return a finite number of 0 or more.
     """
     return as_count(count(batch), "count(batch)")
 
@@ -74,12 +74,12 @@ def as_count(value: Any, name: str) -> float:
 
 
 def tidy(total: float) -> float:
-    """Return a whole number as an int, and any other as it is."""
+    """Return an int if the number is whole. Return other numbers unchanged."""
     return int(total) if float(total).is_integer() else total
 
 
 def count_samples(batch: Any) -> int:
-    """Return the samples of a batch: the first dimension of the first tensor in it."""
+    """Return the number of samples of a batch: the first dimension of its first tensor."""
     samples = _first_size(batch)
     if samples is None:
         raise InputError(
@@ -95,6 +95,6 @@ def _first_size(part: Any) -> int | None:
     if isinstance(part, torch.Tensor):
         return int(part.size(0)) if part.dim() else None
     if isinstance(part, PackedSequence):
-        return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
+        return int(part.batch_sizes[0])  # `data` concatenates the time steps of all samples, so its size is no use
     found = (_first_size(item) for _, item in children_of(part) or ())
     return next((size for size in found if size is not None), None)

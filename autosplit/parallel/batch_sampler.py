@@ -1,4 +1,4 @@
-"""Cut an epoch into micro-batches: the batch sampler of a plan, and what of each step is one rank's."""
+"""Cut an epoch into micro-batches: the batch sampler of a plan, and each rank's part of a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_s
 
 
 class LeftOutWarning(UserWarning):
-    """A batch sampler was made for fewer samples than the data set has: the last of them are never trained on."""
+    """A batch sampler has fewer samples than the data set, so the last samples are never trained on."""
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """One optimizer step.
+    """Describe one optimizer step.
 
     Attributes:
-        micro_batch_sizes: Samples that each of its micro-batches counts for, on this rank.
+        micro_batch_sizes: Samples of each micro-batch on this rank. They are the weights of the losses.
         num_samples: Samples of the whole step, over all its micro-batches and all ranks.
-        splits: Samples per device of each micro-batch, where they are not in the plan's proportions.
+        splits: Samples per device of each micro-batch. None if the plan's proportions apply.
     """
 
     micro_batch_sizes: tuple[int, ...]
@@ -37,12 +37,12 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The part of every micro-batch that one rank takes: the ranks' parts lie side by side, in the order of the ranks.
+    """Select one rank's part of every micro-batch. The parts are consecutive, in the order of the ranks.
 
     Attributes:
-        rank: From 0.
-        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
-            the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
+        rank: The rank, from 0.
+        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. `short_split` splits a smaller
+            micro-batch in nearly the same proportions. It avoids single samples on ranks that have more in a full one.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankSlice:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share a micro-batch."""
+        """The number of ranks that train on each micro-batch."""
         return len(self.batch_sizes)
 
     @property
@@ -59,15 +59,15 @@ class RankSlice:
         return sum(self.batch_sizes)
 
     def size_of(self, num_samples: int) -> int:
-        """Return how many samples of a micro-batch are this rank's."""
+        """Return this rank's number of samples in a micro-batch of `num_samples`."""
         return short_split(num_samples, self.batch_sizes)[self.rank]
 
     def part_of(self, batch: list[int]) -> list[int]:
         """Return this rank's part of a micro-batch.
 
-        A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
-        backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
-        on fewer a BatchNorm may not train.
+        A rank without samples gets the first sample of the micro-batch, with weight 0. It still has to run the forward
+        and the backward, because DDP synchronises the gradients there. A rank with two or more samples of a full
+        micro-batch gets two samples. A BatchNorm may not train on a single sample.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
@@ -76,25 +76,26 @@ class RankSlice:
 
 
 class ScheduledBatchSampler(Sampler[list[int]]):
-    """Hands out an epoch as micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
+    """Yield micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
 
-    Every sample comes once an epoch. Each optimizer step is cut into micro-batches of `batch_size`, the last of them
-    smaller where it doesn't divide; the last step of the epoch, where samples run short, is cut by the same rule. Give
-    it to a ``DataLoader`` as `batch_sampler`.
+    Every sample is yielded once per epoch. Each optimizer step is cut into micro-batches of `batch_size` samples. The
+    last micro-batch of a step is smaller if the sizes do not divide evenly. The last step of the epoch may have fewer
+    samples, and it is cut by the same rule. Pass the sampler to a ``DataLoader`` as `batch_sampler`.
 
     Args:
         batch_size: Samples per forward over all devices.
-        shuffle: Whether to draw a new order for each epoch, which `steps` counts unless `set_epoch` chooses it;
-            otherwise the dataset's own order.
-        seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
-            random state is read or changed.
-        drop_last: Whether to leave out the last step of the epoch where it is short of samples.
-        order: Draws the order of an epoch in place of a permutation: every sample once, the same on every rank.
-        rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
-            draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
+        shuffle: Whether to draw a new order for each epoch. If False, samples come in the order of the data set.
+            `steps` counts the epochs, unless `set_epoch` chooses the epoch.
+        seed: The order depends only on `seed` plus the epoch. The sampler has its own generator and neither reads nor
+            changes the global random state.
+        drop_last: Whether to drop the last step of the epoch if it has fewer samples.
+        order: Returns the order of an epoch, instead of a random permutation. It must contain every sample once and be
+            the same on every rank.
+        rank_slice: The part of every micro-batch to yield, for a rank of a DDP job. None for the whole micro-batch. All
+            ranks draw the same order and yield equally many micro-batches. See `RankSlice.part_of` for empty parts.
 
     Attributes:
-        unlike_lengths: Whether as many samples may take another memory in another micro-batch.
+        unlike_lengths: Whether micro-batches with equally many samples may need different amounts of memory.
 
     Raises:
         InputError: A number is not whole or below its minimum.
@@ -134,7 +135,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         """The optimizer steps of the whole epoch, in order."""
         return self._schedule_of_epoch(self.epoch)
 
-    def _schedule_of_epoch(self, epoch: int) -> tuple[StepSchedule, ...]:  # noqa: ARG002  # all are alike
+    def _schedule_of_epoch(self, epoch: int) -> tuple[StepSchedule, ...]:  # noqa: ARG002  # all epochs are equal
         full_steps, short = divmod(self.num_samples, self.effective_batch_size)
         full = self._step_of(self.effective_batch_size)
         last = (self._step_of(short),) if short and not self.drop_last else ()
@@ -144,8 +145,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def samples_consumed(self) -> int:
         """Samples of this epoch, over all ranks, in optimizer steps that have updated the parameters.
 
-        Samples that loader workers have drawn ahead do not count. Between its last backward and `optimizer.step()`, an
-        optimizer step does not count either. In a loop whose updates can't be detected, it counts at once.
+        Samples that loader workers have drawn ahead do not count. An optimizer step counts when `optimizer.step()` has
+        run. If a loop's updates cannot be detected, the step counts right after its last backward.
         """
         counts = self._awaited is not None and (not self._detects_updates or self._awaited[1]())
         return self._consumed + (self._awaited[0] if self._awaited is not None and counts else 0)
@@ -156,15 +157,15 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     @property
     def start_step(self) -> int:
-        """The optimizer step at which the next iteration begins: 0, except once after `resume`."""
+        """The optimizer step at which the next iteration begins. It is 0, except once after `resume`."""
         return self._start_step
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
-        """Refuse an epoch in which a device would train on too few samples, before it begins.
+        """Raise InputError if a device would train on too few samples in any forward of the epoch.
 
         Args:
-            split: Samples per device, or rank, in a full forward.
-            least: The fewest that the model trains on: 2 where a BatchNorm sees one value per sample.
+            split: Samples per device or rank in a full forward.
+            least: The fewest samples on which the model can train: 2 if a BatchNorm gets one value per sample.
         """
         for step in (*self.schedule[:1], *self.schedule[-1:]):
             last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
@@ -178,7 +179,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
-        """Raise InputError if the sampler was made for other sizes; `steps` calls it."""
+        """Raise InputError if the sampler has other sizes. `steps` calls this method."""
         for name, wanted, has in (
             ("batch_size", batch_size, self.batch_size),
             ("effective_batch_size", effective_batch_size, self.effective_batch_size),
@@ -191,13 +192,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_dataset(self, dataset: Any) -> None:
-        """Compare the samples that are handed out with those that there are; `steps` does it.
+        """Compare the number of samples of this sampler with the data set. `steps` calls this method.
 
         Raises:
-            InputError: The data set has fewer.
+            InputError: The data set has fewer samples.
 
         Warns:
-            LeftOutWarning: It has more: the others never come.
+            LeftOutWarning: The data set has more samples. The sampler never yields the rest.
         """
         if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
             return
@@ -208,10 +209,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if len(dataset) < self.num_samples:
             raise InputError(said, code="dataset-size")
         said += f", or a Subset where the other {len(dataset) - self.num_samples} are not to be trained on"
-        warnings.warn(said, LeftOutWarning, stacklevel=4)  # at whoever called plan.steps or ctx.steps
+        warnings.warn(said, LeftOutWarning, stacklevel=4)  # points at the caller of plan.steps or ctx.steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, 0 or more, and with it the order that the next iteration draws, if it shuffles.
+        """Choose the epoch, 0 or more. If the sampler shuffles, the epoch determines the order of the next iteration.
 
         Raises:
             InputError: `epoch` is negative or not a whole number.
@@ -225,37 +226,36 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             self.samples_consumed = self._start_step = 0
 
     def resume(self, samples_consumed: int) -> None:
-        """Let the next iteration, and only that one, begin where an interrupted epoch left off.
-
-        Count what the optimizer has consumed; loader workers draw ahead, so what was drawn is more.
+        """Start the next iteration in the middle of an interrupted epoch. Later iterations start at step 0.
 
         Args:
-            samples_consumed: Samples of this epoch that finished optimizer steps have consumed.
+            samples_consumed: Samples of this epoch in finished optimizer steps. Do not count the samples that the
+                loader has drawn, because its workers draw ahead.
 
         Raises:
-            InputError: It is negative, more than the epoch has, or within an optimizer step.
+            InputError: `samples_consumed` is negative, more than the epoch has, or inside an optimizer step.
         """
         self._start_step = self._step_after(samples_consumed, self.epoch)
         self.samples_consumed = samples_consumed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, for a checkpoint: after an optimizer step that `steps` walked, the end of it."""
+        """Return the position in the epoch for a checkpoint: the end of the last optimizer step of `steps`."""
         return {**self._order_facts(), "epoch": self.epoch, "samples_consumed": self.samples_consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin where another sampler was, in its epoch.
+        """Start the next iteration at the epoch and position of another sampler's state.
 
-        Batch sizes and ranks may be others than they were, if the samples consumed end an optimizer step here, too.
+        Batch sizes and ranks may have changed, if the consumed samples still end at an optimizer step.
 
         Raises:
-            InputError: The state is of another order of samples, or ends within an optimizer step.
+            InputError: The state belongs to another order of samples, or ends inside an optimizer step.
         """
         self.check_state_dict(state)
         self._go_to(state["epoch"])
         self.resume(state["samples_consumed"])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make sure that a state can be loaded, and load nothing."""
+        """Raise InputError if a state cannot be loaded. Load nothing."""
         facts = self._order_facts()
         known = state if isinstance(state, Mapping) else {}
         lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in known]
@@ -275,31 +275,31 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
 
     def begin_epoch(self) -> None:
-        """Go on to the next epoch where this one is consumed, and none was chosen since; `steps` does it."""
+        """Advance to the next epoch if this one is consumed and `set_epoch` was not called. `steps` calls this."""
         if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
             self._go_to(self.epoch + 1)
         self._is_chosen = False
         self._detects_updates = True
 
     def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
-        """Count the samples of an optimizer step; `steps` calls it after the last backward.
+        """Count the samples of an optimizer step. `steps` calls this after the last backward.
 
         Args:
-            has_updated: Returns whether the update of that step has come. Before that, the samples do not count: a
-                checkpoint with the weights of before the update must resume with this step.
+            has_updated: Returns whether the optimizer has updated the parameters. Before that, the samples do not
+                count, because a checkpoint with the old weights must resume with this step.
         """
         self.settle()
         self._awaited = num_samples, has_updated
 
     def settle(self) -> None:
-        """Count the last optimizer step, whether its update was seen or not; `steps` calls it before the next step."""
+        """Count the last optimizer step, even if its update was not detected. `steps` calls this before a new step."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             self._consumed += awaited[0]
             self._detects_updates = awaited[1]()
 
     def _step_after(self, samples_consumed: int, epoch: int) -> int:
-        """Return the optimizer step that begins where so many samples of an epoch have been consumed."""
+        """Return the optimizer step that begins after `samples_consumed` samples of an epoch."""
         consumed = whole_number("samples_consumed", samples_consumed)
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
@@ -338,8 +338,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator, because a DataLoader with workers asks for two iterators and draws from the second only:
-        # the resumed position is spent at the first draw.
+        # This must be a generator. A DataLoader with workers makes two iterators and draws only from the second. The
+        # body runs at the first draw, so only the second iterator uses the resumed position.
         start_step, self._start_step = self._start_step, 0
         order = self._order(self.epoch)
         for number, step in enumerate(self.schedule[start_step:], start_step):

@@ -18,18 +18,18 @@ from autosplit.workload.samples import AmbiguousBatchError, Layout, batch_size_o
 from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, with_children
 
 DEPTH = 2
-"""A call is a tuple of the positional arguments, a tuple, and of the keyword arguments."""
+"""The depth of an argument in a call, which is a pair of a tuple (positional) and a dict (keyword arguments)."""
 
 
 @dataclasses.dataclass
 class CallCuts:
-    """Counts the samples of calls and cuts them; it remembers which parts did not grow with the batch.
+    """Count the samples of calls and cut them. Remember the parts whose size did not change with the batch.
 
-    A part of a call is cut because its size is the number of samples. That may be an accident, for example for a table
-    of 8 rows in a batch of 8 samples. If the part had 8 rows in a batch of another size, too, then it holds no samples.
+    A part of a call is cut if its size is the number of samples. That may be a coincidence, for example for a table
+    of 8 rows in a batch of 8 samples. If the part also had 8 rows in a batch of another size, it holds no samples.
 
     Attributes:
-        sizes: By place, the rows of tensors, and the lengths of lists, that were not the number of samples.
+        sizes: By place in the call, the rows of tensors and lengths of lists that differed from the number of samples.
         cuts_lists: Whether the last call had lists of samples.
     """
 
@@ -38,7 +38,7 @@ class CallCuts:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def samples(self, call: Any, expected: int | None) -> int | None:
-        """Return the number of samples of a call; None if the call has no tensor that could be cut.
+        """Return the number of samples of a call, or None if the call has no tensor that could be cut.
 
         Args:
             expected: The samples of a full batch. See `batch_size_of`.
@@ -66,14 +66,14 @@ class CallCuts:
             ) from error
 
     def lengths(self, call: Any) -> frozenset[int]:
-        """Return the sizes of the dimension after the batch, of all tensors: the tokens of each sample."""
+        """Return the sizes of all tensors in the dimension after the batch, for example the tokens per sample."""
         after = self.dim + 1
         return frozenset(
             leaf.size(after) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim() > after
         )
 
     def _rows_text(self, call: Any) -> str:
-        """Name one tensor of each size at the batch dimension."""
+        """Describe one tensor of each size in the batch dimension, for an error message."""
         named = {
             part.size(self.dim): f"{place} has {part.size(self.dim)} rows"
             for place, part in reversed([*named_call(call)])
@@ -82,7 +82,7 @@ class CallCuts:
         return listed([*reversed(named.values())], 3)
 
     def _structure(self, call: Any) -> frozenset[int]:
-        """Return the ids of lists of tensors that did not grow with the batch."""
+        """Return the ids of lists of tensors whose length did not change with the batch."""
         return frozenset(
             id(part)
             for place, part, size in _sized_parts(call, self.dim)
@@ -90,10 +90,10 @@ class CallCuts:
         )
 
     def cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
-        """Return the positions of the devices that run, and the call of each.
+        """Return the positions of the devices that have samples, and the call of each.
 
         Args:
-            sizes: Samples of each device. If only one device has samples, nothing is cut and nothing is examined.
+            sizes: Samples of each device. If only one device has samples, the call is not examined.
 
         Raises:
             WorkloadError: An argument cannot be cut.
@@ -112,7 +112,7 @@ class CallCuts:
         return active, chunk(call, own, self.dim, batch_size, layout=layout)
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:
-        """Mark as `Whole` the parts that had the same size in another batch; note other sizes."""
+        """Mark as `Whole` the parts that had the same size in a batch of another size. Record the other sizes."""
         tables = set()
         for place, part, size in _sized_parts(call, self.dim):
             if size != batch_size:
@@ -124,7 +124,7 @@ class CallCuts:
 
 
 def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield the tensors, lists and tuples of a call with their places, and with their rows or lengths."""
+    """Yield each tensor, list and tuple of a call with its place and its number of rows or its length."""
     if isinstance(tree, Tensor) and tree.dim() > dim:
         yield place, tree, tree.size(dim)
     if level >= DEPTH and is_plain_sequence(tree):

@@ -1,4 +1,4 @@
-"""Checkpoint layers of a model in place: parameters, names and the state dict stay as they are."""
+"""Checkpoint layers of a model in place. Parameters, names and the state dict do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from autosplit.workload.checkpointing import is_transformers_layer
 
 
 def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoint a plan's layers of a model; those that are already stay so."""
+    """Enable activation checkpointing for the named layers of a model. Skip layers that already have it.
+
+    Raises:
+        PlanError: The model has no layer of a name.
+    """
     layers = dict(model.named_modules())
     lacking = [name for name in names if name not in layers]
     if lacking:
@@ -29,15 +33,16 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def checkpointed_in(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that `checkpoint_layer` was called for."""
+    """Return the names of the layers that `checkpoint_layer` has changed."""
     return tuple(name for name, layer in model.named_modules() if _is_checkpointed(layer))
 
 
 def checkpoint_layer(layer: nn.Module) -> Callable[[], None]:
-    """Let a layer compute its activations again in the backward; return what undoes it.
+    """Let a layer recompute its activations in the backward. Return a function that undoes the change.
 
-    A layer of transformers is told to, because its cache has to be left out; any other gets a class below its own. An
-    attribute of the instance would run the first replica's layer in all of them.
+    A layer of transformers gets its own checkpointing attributes, because it also has to disable its cache. The class
+    of any other layer is replaced by a subclass. A `forward` set on the instance would not work: all replicas would
+    run the layer of the first replica.
     """
     if _is_checkpointed(layer):
         return lambda: None
@@ -77,7 +82,7 @@ def _checkpointing_class(kind: Any) -> Any:
 
 
 def _made_again(kind: Any) -> nn.Module:
-    """Make an empty layer for pickle, which finds no class that was made on the way."""
+    """Create an empty layer for pickle, which cannot find classes that are created at run time."""
     made = _checkpointing_class(kind)
     layer: nn.Module = made.__new__(made)
     return layer

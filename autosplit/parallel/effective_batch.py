@@ -16,16 +16,16 @@ _Step = TypeVar("_Step", bound=_HasSamples)
 
 
 class EffectiveBatchWarning(UserWarning):
-    """The loader's batches add up to optimizer steps of another size than the plan's effective batch."""
+    """The loader's batches add up to optimizer steps of another size than the plan's effective batch size."""
 
 
 def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: int) -> Iterator[_Step]:
-    """Yield the steps, and warn once if a step has more samples than the plan, or a step before the last has fewer.
+    """Yield the steps. Warn once if a step differs in size from the plan's effective batch size.
 
-    The last step of an epoch may be smaller.
+    The last step of an epoch may be smaller without a warning.
 
     Args:
-        stacklevel: The number of generators between this one and the loop to which the warning belongs.
+        stacklevel: The number of generators between this one and the user's loop. The warning points at the loop.
     """
     before: float | None = None
     for step in made:

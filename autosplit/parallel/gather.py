@@ -1,4 +1,4 @@
-"""Join the outputs of replicas: tensors and lists of samples are concatenated, scalars are combined.
+"""Join the outputs of replicas. Tensors and lists of samples are concatenated, and scalars are combined.
 
 # Note [Joined outputs]
 Two devices ran 2 samples each. Their outputs are joined as follows.
@@ -11,11 +11,12 @@ Two devices ran 2 samples each. Their outputs are joined as follows.
     (logits, hidden), each of shape (2, 5)       (logits, hidden), each of shape (4, 5)
     dict, dataclass, list of other length        the same container, its items joined
     None, texts, flags outside lists             the same value, if all devices return it
-    tensor of shape (6, 5)                       (12, 5) if each sample has 3 tokens, as a router's logits
-    another tensor                               refused: it has neither rows for its samples nor one value
+    tensor of shape (6, 5)                       (12, 5) if each sample has 3 tokens, such as a router's logits
+    another tensor                               WorkloadError: it has neither rows for its samples nor one value
 
-A list of 2 items holds one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
-the lengths show which: `SeenOutputs` remembers it. Otherwise the items decide, and doubts are warned of or refused.
+A list of 2 items has one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
+the lengths decide, and `SeenOutputs` remembers the result. Otherwise the types of the items decide. If they leave a
+doubt, `Gathering` warns or raises an error.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from autosplit.workload.tree import children_of, is_cache, leaves_of, map_tensor
 
 
 class AmbiguousBatchWarning(UserWarning):
-    """A tensor or list may hold no samples, although its size is the number of samples."""
+    """A tensor or list may contain no samples, although its size is the number of samples."""
 
 
 class _GatherPlaced(torch.autograd.Function):
-    """Concatenate the devices' outputs on the first: one block of the whole size, filled chunk by chunk."""
+    """Concatenate the devices' outputs on device 0. Allocate the whole result once and copy chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, devices: tuple[int, ...], dim: int, *tensors: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class _GatherPlaced(torch.autograd.Function):
         shape[dim] = sum(ctx.sizes)
         placement = active_placement()
         assert placement is not None
-        # Not new_empty: that would be on the device of its first argument.
+        # Do not use `new_empty`: the placement would charge its memory to the device of the first tensor.
         whole = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
         placement.adopt(whole, 0)
         start = 0
@@ -79,17 +80,17 @@ class _GatherPlaced(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLink:
-    """Brings outputs to the first device inside a placement."""
+    """Copy outputs to device 0 inside a placement (`autosplit.devices.transfer`)."""
 
     devices: tuple[int, ...]
 
     def bring(self, tensor: Tensor, position: int) -> Tensor:
-        """Bring a replica's tensor to the first device."""
+        """Copy a replica's tensor to device 0."""
         device = self.devices[position]
         return tensor if device == 0 else transfer(tensor, device, 0, "output" if tensor.dim() else "scalar")
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
-        """Put the replicas' tensors together on the first device."""
+        """Concatenate the replicas' tensors on device 0."""
         if self.devices == (0,):
             return tensors[0]
         gathered: Tensor = _GatherPlaced.apply(self.devices, dim, *tensors)  # type: ignore[no-untyped-call]
@@ -98,20 +99,23 @@ class PlacedLink:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Brings outputs to the output device: by torch's gather on CUDA, which has no other, else by copies and `cat`."""
+    """Copy outputs to the output device, with torch's gather on CUDA, and with copies and `cat` elsewhere.
+
+    torch implements gather only for CUDA.
+    """
 
     output_device: torch.device
 
     def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
-        """Bring a replica's tensor to the output device."""
+        """Copy a replica's tensor to the output device."""
         return tensor.to(self.output_device)
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
-        """Put the replicas' tensors together on the output device."""
+        """Concatenate the replicas' tensors on the output device."""
         if len(tensors) == 1:
             return tensors[0].to(self.output_device)
         if self.output_device.type == "cuda":
-            # What a replica put on the host comes along: torch's gather takes nothing from there.
+            # torch's gather refuses CPU tensors, so first move tensors that a replica put on the CPU.
             tensors = [tensor if tensor.is_cuda else tensor.to(self.output_device) for tensor in tensors]
             gathered: Tensor = nn.parallel.gather(tensors, self.output_device, dim)
             return gathered
@@ -120,12 +124,12 @@ class Link:
 
 @dataclasses.dataclass
 class SeenOutputs:
-    """Facts about a module's outputs, by place, which later batches cannot show.
+    """Remember facts about a module's outputs, by place, because a later batch may not show them.
 
     Attributes:
-        losses: Whether a tensor of one element is a loss. One sample on each device does not show it.
-        lists: Whether a list holds one item for each sample. Equal numbers of samples do not show it.
-        flat: Tensors that have several rows for each sample. Equal numbers of samples do not show it.
+        losses: Whether a tensor of one element is a loss. A batch with one sample per device does not show it.
+        lists: Whether a list has one item for each sample. A batch with an equal split does not show it.
+        flat: Tensors that have several rows for each sample. A batch with an equal split does not show it.
     """
 
     losses: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -138,10 +142,10 @@ class Gathering:
     """Join the outputs of the replicas, and keep the types of their containers. See Note [Joined outputs].
 
     Args:
-        weights: The weight of each replica's scalars: numbers, or scalar tensors on any device.
-        shares: Samples of each replica. Without them, rows and lengths are not compared with them.
+        weights: The weight of each replica's scalars. Each is a number, or a scalar tensor on any device.
+        shares: Samples of each replica. If empty, the sizes of the outputs are not checked.
         seen: Facts from earlier batches.
-        cuts_lists: Lists in the call were cut, so lists in the outputs may hold samples, too.
+        cuts_lists: Whether lists in the call were cut. If so, lists in the outputs may contain samples, too.
         lengths: Sizes of the inputs' dimensions after the batch, such as the tokens of each sample.
     """
 
@@ -154,7 +158,7 @@ class Gathering:
     lengths: frozenset[int] = frozenset()
 
     def join(self, outputs: list[Any], place: str = "") -> Any:
-        """Join outputs of one structure, one for each active device.
+        """Join the outputs of all active devices. They must have the same structure.
 
         Args:
             place: The place of these outputs in the module's output, such as ``['logits']``.
@@ -182,7 +186,7 @@ class Gathering:
         return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
 
     def _join_lists(self, outputs: list[Any]) -> Any:
-        """Concatenate lists with one item for each sample, on the output device."""
+        """Concatenate lists with one item for each sample. Copy their tensors to the output device."""
         items = [
             map_tensors(partial(self.link.bring, position=position), item)
             for position, output in enumerate(outputs)
@@ -191,7 +195,7 @@ class Gathering:
         return items if type(outputs[0]) is list else type(outputs[0])(items)
 
     def _hold_samples(self, outputs: list[Any], place: str) -> bool:
-        """Return whether lists hold one item for each sample."""
+        """Return whether lists have one item for each sample."""
         lengths = tuple(map(len, outputs))
         if len(self.shares) < 2:
             return False
@@ -204,7 +208,7 @@ class Gathering:
         return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(outputs, place)
 
     def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
-        """Return how lists are joined if their lengths do not show whether they hold samples."""
+        """Return whether lists probably have one item for each sample, if their lengths do not show it."""
         first, size = outputs[0], len(outputs[0])
         tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -219,7 +223,7 @@ class Gathering:
         if all(leaf.dim() == 0 for leaf in tensors):
             return self._are_scalars_of_samples(first, place)
         rows = [_rows(leaf, self.dim) for leaf in tensors if leaf.dim() > 0]
-        if any(row != size for row in rows):  # these tensors can't be joined with each other
+        if any(row != size for row in rows):  # the rows are not samples, so the tensors cannot be concatenated
             return self.cuts_lists or not any(size in leaf.shape for leaf in tensors)
         if isinstance(first, tuple):
             return False
@@ -274,7 +278,7 @@ class Gathering:
         return total.to(brought[0].dtype)
 
     def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
-        """Return whether tensors of one element are losses, as nn.DataParallel returns them, not outputs."""
+        """Return whether tensors of shape (1,) are losses, as in nn.DataParallel, and not outputs of one sample."""
         if any(share > 1 for share in self.shares):
             self.seen.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
         return self.seen.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)
@@ -282,8 +286,8 @@ class Gathering:
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
-        # A mean over nothing is NaN, and NaN × 0 as well: a replica that counts for nothing is left out instead. Out
-        # of the graph, too, where that can be known without waiting for a GPU: a mean of the module's own divides by 0.
+        # A mean over no labels is NaN, and NaN * 0 is NaN. So replace the loss of a replica with weight 0 by zeros. If
+        # the weight is on the CPU, drop the replica from the graph, too, because its backward divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
         here = weight.to(tensor.device, non_blocking=True)
@@ -294,7 +298,7 @@ class Gathering:
             self.weights.say()
 
     def _check_rows(self, tensors: list[Tensor], place: str) -> None:
-        """Refuse tensors whose batch dimension is not the number of samples: their rows are no samples."""
+        """Raise WorkloadError if the size in the batch dimension does not match the number of samples."""
         rows = tuple(_rows(tensor, self.dim) for tensor in tensors)
         if len(self.shares) < 2 or None in rows or rows == self.shares or not any(rows):
             return
@@ -327,8 +331,8 @@ class Gathering:
         return self.link.concatenate(tensors, dim)
 
     def _join_plain(self, values: list[Any], place: str) -> Any:
-        # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7. A member of an
-        # enumeration is no count, though it may be an int.
+        # Decide by type. Equal values may be a coincidence: counts of 3 and 3 add up to 6, as 3 and 4 add up to 7.
+        # A member of an enumeration is not a count, although it may be an int.
         first = values[0]
         if isinstance(first, bool):
             return all(values)
@@ -336,7 +340,7 @@ class Gathering:
             return sum(values)
         if isinstance(first, numbers.Complex) and not isinstance(first, enum.Enum):
             self._say_doubts()
-            weights = [float(weight) for weight in self.weights]  # waits for the device: a plain number has to
+            weights = [float(weight) for weight in self.weights]  # waits for the device
             counted = [item for item in zip(weights, values, strict=True) if item[0] != 0.0]
             return sum(weight * value for weight, value in counted)
         if all(_is_same(value, first) for value in values):
@@ -344,7 +348,7 @@ class Gathering:
         raise _cannot_join("values", values, place)
 
     def _join_caches(self, caches: list[Any]) -> Any:
-        """Join what transformers models keep of keys and values: objects with tensors in them, one entry per layer."""
+        """Join the key-value caches of transformers models: objects with tensors, one entry per layer."""
         if len({id(cache) for cache in caches}) != len(caches):
             raise WorkloadError(
                 f"{len(caches)} replicas returned one and the same {type(caches[0]).__name__}; expected one from each; "
@@ -360,7 +364,7 @@ class Gathering:
         if any(type(value) is not type(first) for value in values):
             raise _cannot_join("types", [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
-            # The batch comes first, whatever the wrapper's dim; counters, and what is not filled yet, have none.
+            # Caches have the batch in dimension 0, whatever the wrapper's `dim`. Counters and empty caches have none.
             return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
         if children_of(first) is not None:
             return self._join_children(values, self._join_state)
@@ -374,14 +378,14 @@ class Gathering:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    # An array is per sample, as a tensor is: that the replicas' are equal is an accident.
+    # An array has rows for samples, as a tensor does. If the arrays of two replicas are equal, it is a coincidence.
     if value is other:
         return True
     if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0:
         return False
     try:
         return bool(value == other)
-    except (TypeError, ValueError):  # compares element by element, and is neither true nor false
+    except (TypeError, ValueError):  # the comparison returned an array, which has no truth value
         return False
 
 
@@ -390,7 +394,7 @@ def _rows(tensor: Tensor, dim: int) -> int | None:
 
 
 def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> str:
-    """Return a hint how a module can put the batch into its dimension."""
+    """Return code that moves the batch to dimension `dim`, for an error message."""
     for other in range(tensors[0].dim()):
         if all(tensor.size(other) == share for tensor, share in zip(tensors, shares, strict=True)):
             return f"output.transpose({dim}, {other})"
@@ -398,7 +402,7 @@ def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> st
 
 
 def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError:
-    shown = " ".join(f"{values}"[:200].split())  # arrays and texts of many lines, too, on one
+    shown = " ".join(f"{values}"[:200].split())  # join the lines of arrays and texts
     return WorkloadError(
         f"the replicas' outputs{place} have different {what}: {shown}; expected the same from each; "
         "return per-sample tensors of one shape, or combine them inside the module",

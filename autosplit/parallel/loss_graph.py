@@ -1,4 +1,4 @@
-"""Read from a loss's autograd graph what the loss is a mean over. Nothing is run.
+"""Infer from a loss's autograd graph what the loss is a mean over. No code of the model runs.
 
 cross_entropy(x, y, weight=w)       NllLossBackward0, with w, y and the ignored label    a mean over sum(w[y])
 losses[mask].mean()                 MeanBackward0 of 13 elements, from 8 samples         a mean over the mask
@@ -22,7 +22,7 @@ from autosplit.workload.batch import leaves_of
 
 
 class UnevenLossWarning(UserWarning):
-    """A loss is not known to be what its micro-batches are weighted by."""
+    """The loss is not a mean over samples, but its micro-batches are weighted by their samples."""
 
 
 Kind = Literal["samples", "sum", "weights", "labels", "elements", "unknown"]
@@ -30,12 +30,13 @@ Kind = Literal["samples", "sum", "weights", "labels", "elements", "unknown"]
 
 @dataclass(frozen=True)
 class Reading:
-    """The loss as its graph shows it.
+    """Describe the loss that the graph shows.
 
     Attributes:
-        kind: What the loss is a mean over: its samples, the weights of its labels, its labels that are not ignored, or
-            a number of elements that is no multiple of the samples. Or it is a sum, or unknown.
-        text: What the graph shows, for a message.
+        kind: ``"sum"``, ``"unknown"``, or the divisor of a mean. ``"weights"`` are the weights of the labels.
+            ``"labels"`` are the labels that are not ignored. ``"elements"`` is a number that is not a multiple of the
+            samples.
+        text: A description of the loss for messages.
     """
 
     kind: Kind
@@ -50,7 +51,7 @@ _SUM, _MEAN = 2, 1
 
 
 def read_loss(loss: Tensor, samples: int) -> Reading:
-    """Return what a loss of so many samples is a mean over. It waits for the loss's device."""
+    """Return what a loss of `samples` samples is a mean over. This waits for the loss's device."""
     return _read(loss.grad_fn, samples, is_root=True)
 
 
@@ -68,14 +69,14 @@ def _read(node: Any, samples: int, *, is_root: bool) -> Reading:
         parts = [_read(one, samples, is_root=False) for one in inner]
         return next((one for kind in _KINDS for one in parts if one.kind == kind), _SAMPLES)
     reading = _read_reduction(node, name, samples)
-    # Beside another loss, a sum or a mean may be of parameters: a penalty, which every micro-batch has whole.
+    # Next to another loss, a sum or a mean may be a penalty on parameters, which does not depend on the samples.
     if not is_root and reading.kind in ("sum", "elements"):
         return Reading("unknown", reading.text)
     return reading
 
 
 _KINDS: tuple[Kind, ...] = ("weights", "labels", "unknown")
-"""Of several losses that are added up, the first of these kinds decides."""
+"""If several losses are added up, the first of these kinds that occurs is the kind of the total."""
 
 
 def _read_reduction(node: Any, name: str, samples: int) -> Reading:
@@ -109,10 +110,10 @@ def _sums_samples(node: Any, samples: int) -> bool:
 
 
 def warn_of_reading(reading: Reading, *, where: str, stacklevel: int) -> None:
-    """Warn if a loss is no mean over samples, and micro-batches are weighted by their samples.
+    """Warn if a loss is not a mean over samples, because its micro-batches are weighted by their samples.
 
     Args:
-        where: What takes `count=`, such as ``"plan.steps"``.
+        where: The function that accepts `count=`, such as ``"plan.steps"``.
     """
     if reading.kind in ("samples", "unknown"):
         return
@@ -134,18 +135,18 @@ COUNTS: dict[str, str] = {
     "labels": "a function that counts those labels in a batch",
     "elements": "a function that counts those elements in a batch",
 }
-"""What `count=` is to be, for each kind of loss that has one."""
+"""Advice for `count=`, for each kind of loss that needs it."""
 
 
 @dataclass(frozen=True, eq=False)
 class LabelMean:
-    """The count of a cross entropy: its labels that are not ignored, or the sum of their class weights.
+    """Count the labels of a cross entropy that are not ignored, or add up their class weights.
 
     Attributes:
-        position: Of the labels among the batch's leaves.
-        is_shifted: The loss leaves the first label of each sequence out.
+        position: The position of the labels among the batch's leaves.
+        is_shifted: Whether the loss skips the first label of each sequence.
         ignored: The label that the loss ignores.
-        weights: Of the classes, in double precision on the CPU; None if all are equal.
+        weights: The class weights, in double precision on the CPU. None if all are equal.
     """
 
     position: int
@@ -155,23 +156,23 @@ class LabelMean:
 
     @property
     def is_special(self) -> bool:
-        """Whether counting samples or labels of -100 can't stand in for it."""
+        """Whether none of the named rules of `reduce` gives this count."""
         return self.weights is not None or self.ignored != IGNORED_LABEL
 
     def __call__(self, batch: Any) -> float:
-        """Return what the loss of a batch divides by."""
+        """Return the divisor of a batch's loss."""
         labels = next(itertools.islice(leaves_of(batch), self.position, None))
         kept = _kept(labels, self.ignored, is_shifted=self.is_shifted)
         return kept.numel() if self.weights is None else as_count(self.weights[kept].sum(), "the class weights' sum")
 
     def __str__(self) -> str:
-        """Return it in words, as what a loss is a mean over."""
+        """Describe the divisor in words."""
         labels = f"labels that are not {self.ignored}" + ", the first of each sequence left out" * self.is_shifted
         return labels if self.weights is None else f"the class weights of the {labels}"
 
 
 def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
-    """Yield what the cross entropies in a loss's graph may be a mean over, if their labels are in the batch."""
+    """Yield the possible counts of each cross entropy in a loss's graph whose labels are in the batch."""
     for node in _nodes(loss):
         target = _saved(node, "target")
         if not _name(node).startswith("NllLoss") or target is None:
@@ -193,24 +194,24 @@ def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
 
 
 def _nodes(loss: Tensor) -> Iterable[Any]:
-    """Yield the nodes of a graph that are nearest to the loss."""
+    """Yield the 64 nodes of a graph that are nearest to the loss."""
     return itertools.islice(_nodes_below(loss.grad_fn), _MOST_NODES)
 
 
 def _nodes_below(node: Any) -> Iterator[Any]:
     nodes: list[Any] = [node]
-    for one in nodes:  # the list grows while it is read: breadth first
+    for one in nodes:  # the list grows in the loop, which gives breadth-first order
         yield one
         nodes += [other for other, _ in getattr(one, "next_functions", ()) if other is not None]
 
 
 def _name(node: Any) -> str:
-    """Return the operation of a node: ``Mean`` of ``MeanBackward0``."""
+    """Return the operation of a node, for example ``Mean`` for ``MeanBackward0``."""
     return type(node).__name__.partition("Backward")[0]
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return what a node keeps for its backward; None if it keeps no such thing, or has let it go."""
+    """Return a value that a node saved for its backward. Return None if it did not, or if it was freed."""
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # the backward has run
@@ -219,7 +220,7 @@ def _saved(node: Any, name: str) -> Any:
 
 def _ignored(node: Any) -> int:
     value = int(_saved(node, "ignore_index"))
-    return value - 2**64 if value >= 2**63 else value  # torch returns a negative one without its sign
+    return value - 2**64 if value >= 2**63 else value  # torch returns a negative index as an unsigned number
 
 
 def _is_uneven(weights: Any) -> bool:

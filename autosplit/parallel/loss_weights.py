@@ -1,7 +1,8 @@
-"""Weigh the scalar outputs of the replicas when they are combined into one.
+"""Compute the weights that combine the replicas' scalar losses into one loss.
 
-A loss that is a mean over samples is weighted by samples, one that is a mean over tokens by the tokens of each share,
-and a sum by nothing. A module does not say which it is: the gradient check finds it, or whoever wraps the module says.
+If the loss is a mean over samples, the weights are the samples of each replica. If the loss is a mean over tokens, they
+are the tokens. Sums are added without weights. The kind of loss cannot be read from a module. The gradient check infers
+it, or the user passes `reduce=`.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
-"""Way to combine scalar outputs; a callable returns what a replica's counts for from its ``(args, kwargs)``: an amount,
-such as its tokens, of which all replicas' sum is the whole."""
+"""Rule that combines scalar outputs. A callable gets a replica's ``(args, kwargs)`` and returns an amount, for example
+its number of tokens. The weight of the replica is its amount divided by the sum of all replicas' amounts."""
 
 _NAMED = ("samples", "tokens", "next tokens", "sum")
 
 IGNORED_LABEL = -100
-"""The label that torch's cross entropy leaves out by default."""
+"""The label that torch's cross entropy ignores by default."""
 
 _DIVISOR = "num_items_in_batch"
-"""What transformers passes to models that add their losses up and divide them by it."""
+"""The argument that models of transformers use as the divisor of their summed losses."""
 
 
 class ReduceWarning(UserWarning):
-    """Nobody said how a module's losses are to be combined, and it could not be found out."""
+    """The rule to combine a module's losses was not given and could not be inferred."""
 
 
 class DoubtfulWeights(list["float | Tensor"]):
-    """Weights that were guessed: whoever combines a loss with them calls `say`."""
+    """Weights that were guessed. The code that combines a loss with them calls `say`."""
 
     def __init__(self, weights: Sequence[float | Tensor], doubt: str) -> None:
         super().__init__(weights)
         self.doubt = doubt
 
     def say(self) -> None:
-        """Warn of the doubt, once."""
+        """Warn that the weights are a guess. Warn only once."""
         if self.doubt:
             warnings.warn(self.doubt, ReduceWarning, stacklevel=3)
             self.doubt = ""
 
 
 _looked_at: set[type[nn.Module]] = set()
-"""Classes whose labels were looked at: each once in a process."""
+"""Classes whose labels were examined. Each class is examined once per process."""
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
-    """Return a way to combine scalar outputs, checked."""
+    """Return `reduce`, or raise InputError if it is neither a known name, nor a callable, nor None."""
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
         raise InputError(
@@ -70,21 +71,21 @@ def weights_of(
     chunks: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     sizes: Sequence[int],
 ) -> list[float | Tensor]:
-    """Return what the scalar outputs of each replica count for.
+    """Return the weight of each replica's scalar outputs.
 
     Args:
-        reduce: As the user or the plan says it; None weights by samples. But a call with `num_items_in_batch`, by
-            which the module divides a sum itself, is added up.
-        chunks: The call of each replica, ``(args, kwargs)``, before anything runs.
-        sizes: Samples in each.
+        reduce: The rule of the user or the plan. None weights by samples. If a call has `num_items_in_batch`, the
+            module divides its sum by that number, so the outputs are added without weights.
+        chunks: The call of each replica, ``(args, kwargs)``, before the replicas run.
+        sizes: Samples in each chunk.
 
     Returns:
-        Plain numbers, or, where labels are counted, scalar tensors on the labels' device, so that nothing waits for it;
-        `DoubtfulWeights` where they were guessed.
+        Plain numbers. If labels are counted, scalar tensors on the labels' device, to avoid a synchronisation. If the
+        weights are a guess, `DoubtfulWeights`.
     """
     if callable(reduce):
         amounts = [float(reduce(call)) for call in chunks]
-        total = sum(amounts)  # a callable sees one replica's call, and can't know the others'
+        total = sum(amounts)  # a callable gets the call of only one replica, so it cannot divide by the total
         return [amount / total if total else amount for amount in amounts]
     if reduce == "sum" or any(kwargs.get(_DIVISOR) is not None for _, kwargs in chunks):
         return [1.0] * len(chunks)
@@ -93,26 +94,28 @@ def weights_of(
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
     labels = (_labels_in(kwargs, reduce) for _, kwargs in chunks)
-    # A number would wait for the device, and a fake tensor has none. In double precision: a weight in single precision
-    # would be the least precise factor of a loss in double.
+    # Keep tensors: `.item()` would wait for the device, and it fails on fake tensors. Use double precision, so the
+    # weight of a loss in double precision is not less precise than the loss.
     return _shares([(one != IGNORED_LABEL).sum().double() for one in labels], sizes)
 
 
 def _by_samples(sizes: Sequence[int]) -> list[float]:
     total = sum(sizes)
-    return [size / total if total else 1.0 for size in sizes]  # an empty batch is one replica's
+    return [size / total if total else 1.0 for size in sizes]  # only one replica runs an empty batch
 
 
 def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
     total = torch.stack(counts).sum()
-    # In a batch in which nothing counts, each replica gives what the module gives of nothing: weighted by samples,
-    # that is what all of them give, be it NaN or 0.
+    # If every label is ignored, all replicas return the same value, NaN or 0. Weights by samples keep that value.
     pairs = zip(counts, _by_samples(sizes), strict=True)
     return [torch.where(total == 0, by_samples, count / total) for count, by_samples in pairs]
 
 
 def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
-    """Return the labels that the loss averages over: the first of a sequence has nothing to predict it from."""
+    """Return the labels that the loss averages over. For "next tokens", drop the first label of each sequence.
+
+    The first token is not predicted from any other token.
+    """
     if reduce == "next tokens" and isinstance(kwargs.get("shift_labels"), Tensor):
         return cast("Tensor", kwargs["shift_labels"])
     labels = kwargs.get("labels")
@@ -126,7 +129,7 @@ def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
 
 
 def is_integer(value: object) -> TypeIs[Tensor]:
-    """Tell whether a value is a tensor of whole numbers, as class labels are."""
+    """Return whether a value is a tensor of integers, such as class labels."""
     own = value.dtype if isinstance(value, Tensor) else torch.bool
     return not (own.is_floating_point or own.is_complex or own == torch.bool)
 
@@ -141,7 +144,7 @@ def _by_samples_with_doubts(
     found = [labels for _, kwargs in chunks if is_integer(labels := kwargs.get("labels"))]
     if not found or torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) or one.is_meta for one in found):
         return weights
-    _looked_at.add(kind)  # this look waits for the labels' device, and is the only one
+    _looked_at.add(kind)  # examine each class once, because `bool()` below waits for the labels' device
     if not any(bool((item == IGNORED_LABEL).any()) for item in found):
         return weights
     return DoubtfulWeights(

@@ -11,7 +11,7 @@ from torch import Tensor
 from autosplit.errors import InputError
 
 Sums = tuple[float, float, float]
-"""Of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
+"""Sums of one step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
 
 
 class StepNorms(Protocol):
@@ -19,7 +19,7 @@ class StepNorms(Protocol):
 
     @property
     def noise_scale(self) -> NoiseEstimate:
-        """The estimate to which the step is added."""
+        """The estimate that will include the step."""
 
     def recorded(
         self, scaled: Tensor, size: float, weight: float, scale: float | Tensor = 1.0
@@ -48,7 +48,7 @@ class NoiseEstimate(Protocol):
         """The 95% confidence interval of the noise scale."""
 
     def begin_step(self, over_ranks: Callable[[Sums], Sums] | None) -> StepNorms:
-        """Begin an optimizer step. `over_ranks` adds the ranks' sums up; None for a single process."""
+        """Begin an optimizer step. `over_ranks` adds up the ranks' sums. It is None in a single process."""
 
 
 def checked_estimate(noise_scale: object) -> None:

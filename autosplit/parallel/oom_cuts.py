@@ -1,9 +1,12 @@
-"""Cut a micro-batch that ran out of memory in two, so that its parts are run in its place.
+"""Cut a micro-batch that ran out of memory into two parts, and run the parts instead.
 
-A backward that breaks off has added to some gradients and not to others. Those that it began are dropped. Those that it
-added to are complete, since autograd adds to a leaf once in a backward; the parts leave them out.
+A backward that fails has updated some gradients and not others. The rules for the parts are:
 
-gradient of   before   whole, broke off   first half   second half
+- A gradient that did not exist before is dropped. The parts compute it again.
+- A gradient that the backward added to is complete, because autograd adds to a leaf once per backward. The parts do
+  not add to it again.
+
+gradient of   before   whole, failed      first half   second half
 weight 1      g        + w  (added)       + 0          + 0
 weight 2      g                           + a          + b           a + b = w
 weight 3      -        w   (dropped)      a            + b
@@ -38,10 +41,11 @@ _log = logging.getLogger(__name__)
 OnOom = Literal["raise", "cut"]
 
 CUTS_UNTIL_LOWERED = 3
-"""Micro-batches of a size that have run out before those of that size are cut before they run."""
+"""After this many out-of-memory errors at a size, micro-batches of that size are cut before they run."""
 
 SHARE_UNTIL_LOWERED = 0.25
-"""The share of them that has: a run that breaks off costs up to a whole one, two halves some tenths more than one."""
+"""The fraction of runs of that size that must have failed, too. A failed run costs up to a whole run, and two halves
+cost some tenths more than one."""
 
 
 class CutWarning(UserWarning):
@@ -50,11 +54,11 @@ class CutWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A micro-batch, or a part of one.
+    """Represent a micro-batch or a part of it.
 
     Attributes:
-        size: What it counts for, in samples or in whatever its mean loss averages over.
-        added: Tensors whose gradients have this part already.
+        size: Its weight in the optimizer step: samples, or the count that its mean loss averages over.
+        added: Tensors whose gradients contain this part already.
     """
 
     batch: Any
@@ -64,18 +68,18 @@ class Part:
 
 @dataclass(eq=False, kw_only=True)
 class Cuts:
-    """The cuts of a run: how micro-batches are cut, and from which size on they are cut before they run.
+    """Cut the micro-batches of a run, and learn which sizes to cut before they run.
 
     Args:
         least: The fewest samples that a part may have.
-        count: What a part counts for; by default its samples.
-        note: Told once, in a sentence, when micro-batches begin to be cut before they run.
-        lowers: As many samples take as much memory in any micro-batch, so that those of a size that ran out of it
-            several times are cut before they run.
+        count: Returns the weight of a part. By default, the weight is the number of samples.
+        note: Called once with a note when micro-batches begin to be cut before they run.
+        lowers: Whether memory depends only on the number of samples. If so, sizes that ran out of memory several
+            times are cut before they run.
 
     Attributes:
-        most_samples: Micro-batches of more samples are cut before they run; None for no bound.
-        count_cut: Micro-batches and parts of them that ran out of memory.
+        most_samples: Micro-batches with more samples are cut before they run. None for no limit.
+        count_cut: The number of micro-batches and parts that ran out of memory.
     """
 
     dim: int = 0
@@ -89,7 +93,7 @@ class Cuts:
     _failures: Counter[int] = field(default_factory=Counter, init=False)
 
     def parts_of(self, batch: Any, size: float) -> list[Part]:
-        """Return a micro-batch as it is, or cut where as many samples are known to run out."""
+        """Return the micro-batch in one part, or in several parts if it has more than `most_samples` samples."""
         part = Part(batch, size)
         samples = self.samples_of(part) if self.most_samples is not None and size else 0
         if self.most_samples is None or samples <= self.most_samples:
@@ -98,11 +102,11 @@ class Cuts:
         return self._cut(part, samples, [samples * i // number for i in range(number + 1)])
 
     def halves(self, part: Part, added: Sequence[Tensor], why: str) -> list[Part]:
-        """Return the two parts of what ran out of memory, and warn of it once.
+        """Cut a part that ran out of memory into two, and return them. Warn the first time.
 
         Args:
-            added: Tensors whose gradients have all of it already.
-            why: What kept memory from it, and what to do; empty where it was the samples themselves.
+            added: Tensors whose gradients contain the whole part already.
+            why: The cause, if other memory than the part's own was too large, and the advice. Empty otherwise.
         """
         samples = self.samples_of(part)
         self.count_cut += 1
@@ -158,7 +162,7 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 
 
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
-    """Return the `Cuts` of a loader's run, which go on from epoch to epoch; None where errors are to be raised."""
+    """Return the `Cuts` of a loader, the same object in every epoch. Return None if `on_oom` is "raise"."""
     if on_oom not in ("raise", "cut"):
         raise InputError(
             f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts", code="on-oom"
@@ -168,16 +172,16 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
     cuts = Cuts(**arguments, lowers=not getattr(getattr(loader, "batch_sampler", None), "unlike_lengths", False))
     try:
         return _CUTS.setdefault(loader, cuts)
-    except TypeError:  # a list or the like: no two epochs are known to be of one run
+    except TypeError:  # a list, for example, cannot be a weak key, so each epoch gets new cuts
         return cuts
 
 
 class Attempt:
-    """A run of a part that may run out of memory.
+    """Run a part that may run out of memory.
 
     Attributes:
-        has_failed: Whether it has; its halves are to be run in its place.
-        has_backward: Whether its backward has run, and its gradients are whole.
+        has_failed: Whether it ran out of memory. The caller must then run its `halves`.
+        has_backward: Whether its backward has finished, so its gradients are complete.
     """
 
     def __init__(self, part: Part, cuts: Cuts) -> None:
@@ -191,7 +195,7 @@ class Attempt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the part within; an out-of-memory error ends the block, unless cutting does not help."""
+        """Run the part in the block. Catch an out-of-memory error if smaller parts can help, and re-raise others."""
         try:
             with _left_out(self.part.added):
                 yield
@@ -201,7 +205,7 @@ class Attempt:
             self._fail(error)
 
     def backward(self, run: Callable[[], object], loss: Tensor) -> None:
-        """Run the backward of a loss; where it runs out, drop what it began."""
+        """Run the backward of a loss. If it runs out of memory, drop the incomplete gradients."""
         gradients = AddedGradients(loss)
         try:
             run()
@@ -209,7 +213,7 @@ class Attempt:
             if is_oom(error):
                 self._added, self._hides = gradients.drop_begun(), gradients.hides
                 if not loss._is_view():
-                    loss.detach_()  # the loop's own variable would hold the graph, and its memory, until the next loss
+                    loss.detach_()  # the variable in the user's loop would keep the graph's memory until the next loss
             raise
         self.has_backward = True
 
@@ -228,7 +232,10 @@ class Attempt:
         self.has_failed = True
 
     def halves(self) -> list[Part]:
-        """Return the parts to be run in its place, when nothing refers to the error any more."""
+        """Free memory, restore the random state, and return the two halves.
+
+        Call it when nothing refers to the error any more, because its traceback keeps tensors in memory.
+        """
         gc.collect()
         accelerator = accelerator_in_use()
         if accelerator is not None:
@@ -238,11 +245,11 @@ class Attempt:
 
 
 class AddedGradients:
-    """The gradients that the backward of a loss may add to, as they were before it.
+    """Record the gradients that the backward of a loss may add to, before it runs.
 
     Attributes:
-        hides: Whether parts of the graph are made only in the backward (reentrant checkpointing), so that not all
-            gradients are known.
+        hides: Whether the graph contains reentrant checkpointing. It builds parts of the graph in the backward, so
+            some gradients are unknown.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -253,11 +260,11 @@ class AddedGradients:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The tensors that the backward adds to."""
+        """The tensors whose gradients the backward adds to."""
         return [leaf for leaf, _, _ in self._before]
 
     def drop_begun(self) -> list[Tensor]:
-        """Drop the gradients that the backward began, and return the tensors of those that it added to."""
+        """Drop the gradients that the backward created. Return the tensors whose gradients it added to."""
         _wait_for_workers(leaf.device for leaf, _, _ in self._before)
         added = []
         for leaf, grad, version in self._before:
@@ -284,7 +291,7 @@ class AddedGradients:
 
 
 def _wait_for_workers(devices: Iterable[torch.device]) -> None:
-    """Wait until autograd's thread of each device has ended what it was doing when another one's failed."""
+    """Wait for autograd's thread of each device. It may still be busy after the thread of another device failed."""
     for device in set(devices):
         if device.type != "cpu":
             torch.zeros((), device=device, requires_grad=True).mul(1).backward()
@@ -292,7 +299,7 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leave tensors' gradients as they are in the backwards within."""
+    """Keep the gradients of these tensors unchanged by any backward in the block."""
     with ExitStack() as hooks:
         for tensor in tensors:
             hooks.enter_context(tensor.register_hook(torch.zeros_like))
@@ -300,11 +307,11 @@ def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def run_in_parts(cuts: Cuts, batch: Any, size: float, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:
-    """Run a micro-batch by a function, and what runs out of memory of it in two parts; return its results.
+    """Run a micro-batch, and cut each part that runs out of memory. Return the results of all parts.
 
     Args:
-        size: What the micro-batch counts for, of which each part gets its own.
-        run: Runs a part; its backward is the attempt's.
+        size: The weight of the micro-batch in the optimizer step. `cuts` divides it among the parts.
+        run: Runs a part. It must call the `backward` of the attempt.
     """
     parts, results = cuts.parts_of(batch, size), []
     while parts:

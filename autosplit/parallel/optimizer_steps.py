@@ -1,9 +1,8 @@
-"""Walk an epoch by optimizer steps of exactly E samples, and their micro-batches.
+"""Iterate over an epoch by optimizer steps of exactly E samples, and over the micro-batches of each step.
 
-`steps` walks a loader by the schedule of its `ScheduledBatchSampler` (any other by counting) and weights each
-micro-batch's mean loss by its share of its optimizer step, so that the gradient is that of the whole step, also where
-the last micro-batch is smaller. A `BalancedDataParallel` that runs within a step keeps its replicas until the step's
-last micro-batch.
+`steps` follows the schedule of the loader's `ScheduledBatchSampler`. With other batch samplers it counts samples. It
+weights each micro-batch's mean loss by the micro-batch's fraction of the step. So the gradient is exact, even if the
+last micro-batch is smaller. A `BalancedDataParallel` keeps its replicas until the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_n
 _MISSING = object()
 
 LossReader = Callable[[torch.Tensor, int], None]
-"""Examine the first loss of a walk, of so many samples."""
+"""A function that examines the first loss of an epoch. Its arguments are the loss and its number of samples."""
 
 
 class OptimizerStep:
-    """One optimizer step: iterate it for its micro-batches, and call `backward` once for each.
+    """Run one optimizer step. Iterate over it for its micro-batches, and call `backward` once for each.
 
-    `backward` multiplies the mean loss of a micro-batch by its weight, so the sum of the gradients is that of the mean
-    over the whole step. The weight is the micro-batch's samples divided by the step's samples. For a rank of a DDP job
-    it is `num_ranks` times that, because DDP divides the sum of the ranks' gradients by their number.
+    `backward` multiplies the mean loss of a micro-batch by its weight. The sum of the gradients is then the gradient of
+    the mean over the whole step. The weight is the micro-batch's samples divided by the step's samples. On a rank of a
+    DDP job, the weight is multiplied by `num_ranks`, because DDP averages the gradients of the ranks.
 
     Args:
-        sizes: The count of each micro-batch: its samples, or whatever its mean loss divides by.
+        sizes: The count of each micro-batch: its samples, or another divisor of its mean loss.
         num_samples: The count of the whole step, over all ranks. Default: the sum of `sizes`.
-        num_ranks: The ranks whose gradients are averaged in the step's last backward.
+        num_ranks: The number of ranks whose gradients are averaged in the step's last backward.
         samples: This rank's samples of each micro-batch, if `sizes` count something else. A rank with 0 samples runs
-            those of another rank.
+            samples of another rank.
         splits: See `StepSchedule.splits`.
 
     Attributes:
         on_draw: Called before each micro-batch, with whether it is the last. Returns whether the ranks synchronise in
-            its backward. None: they do in the last.
+            its backward. If None, they synchronise in the last.
         uncounted: Context around a micro-batch of weight 0. Called with whether the samples are another rank's.
         silenced: Context around a backward of weight 0, which runs because the other ranks wait for it.
         on_end: Called after the backward of the last micro-batch.
@@ -121,9 +120,9 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """The factor of the current micro-batch's mean loss in `backward`; 0 where the step counts nothing.
+        """The factor of the current micro-batch's mean loss in `backward`.
 
-        It is the micro-batch's samples over the whole step's, times the number of ranks.
+        The samples of the micro-batch divided by the samples of the step, times the ranks. 0 if the step has none.
 
         Raises:
             InputError: No micro-batch was drawn yet.
@@ -140,14 +139,14 @@ class OptimizerStep:
 
     @property
     def counts_here(self) -> bool:
-        """Whether the samples that run now count: False in a micro-batch for which this rank runs other ranks' samples.
+        """Whether the running samples have a weight. False while this rank runs samples of another rank.
 
         True outside of the micro-batches.
         """
         return not self.is_open or self._samples[self._drawn - 1] > 0
 
     def expect_gather(self) -> None:
-        """Run the backward of this micro-batch whatever it counts for: all ranks gather gradients in it."""
+        """Run the backward of this micro-batch even if its weight is 0, because all ranks gather gradients in it."""
         self._gathers = self.is_open
 
     @property
@@ -157,9 +156,9 @@ class OptimizerStep:
 
     @property
     def loss(self) -> float:
-        """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device.
+        """The mean loss over the micro-batches of the step so far. Reading it waits for the device.
 
-        On a rank of a DDP job, the mean over this rank's own samples: the other ranks are not asked.
+        On a rank of a DDP job, this is the mean over the rank's own samples. Reading it does not communicate.
         """
         own = sum(self.micro_batch_sizes) * self.num_ranks
         return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
@@ -167,15 +166,15 @@ class OptimizerStep:
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Multiply the current micro-batch's mean loss by its weight, and run the backward pass.
 
-        A micro-batch of weight 0 runs no backward: its mean is 0/0, which would make all gradients NaN. If the ranks
-        synchronise in it, the rank runs the zeroed loss of another rank's sample instead.
+        A micro-batch of weight 0 runs no backward, because its mean is 0/0 and would make all gradients NaN. If the
+        ranks synchronise in it, the rank runs the zeroed loss of another rank's sample instead.
 
         Args:
             loss: The mean loss of the micro-batch, one number.
             scaler: Scales the weighted loss, for fp16.
 
         Raises:
-            InputError: `loss` is not one number, no micro-batch was drawn, or it had its backward already.
+            InputError: `loss` is not one number, no micro-batch was drawn, or its backward has run already.
         """
         weight = self.weight
         if self._had_backward:
@@ -194,14 +193,14 @@ class OptimizerStep:
                 "forward and step.backward(loss) under `with step.attempt():`.",
                 code="backward-outside-attempt",
             )
-        self._had_backward = True  # also if it fails: it may have left gradients behind, so it cannot run again
+        self._had_backward = True  # even if the backward fails: its gradients may be incomplete, so it cannot run again
         if not weight and not ((self._meets or self._gathers) and self.num_ranks > 1):
             if scaler is not None:
                 scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
             return
         watched = WatchedParameter.of(loss)
         weighted, before = loss * weight, updates_so_far()
-        # Other ranks' losses may have gradients for the samples of a rank whose own loss counts for nothing.
+        # If the ranks gather outputs, other ranks' losses have gradients for this rank's samples. Do not silence them.
         with nullcontext() if weight or (self._gathers and self.counts_here) else self.silenced():
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
@@ -230,7 +229,7 @@ class OptimizerStep:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run the current micro-batch; if it runs out of memory, let the loop get it in two parts.
+        """Run the current micro-batch. If it runs out of memory, the loop yields it again in two parts.
 
             for step in plan.steps(loader, on_oom="cut"):
                 for inputs, targets in step:
@@ -239,13 +238,13 @@ class OptimizerStep:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        An error ends the block, and not the loop. The parts start from the same random numbers, and the step's gradient
-        is that of the whole micro-batch. Keep no output of the model beyond the block: it would hold the memory that
-        the parts need. With ``on_oom="raise"`` the block does nothing.
+        An out-of-memory error ends the block but not the loop. The parts start from the same random state, and the
+        gradient of the step does not change. Do not keep outputs of the model after the block, because they would
+        occupy the memory that the parts need. With ``on_oom="raise"`` the block does nothing.
 
         Raises:
-            OutOfMemoryError: As torch raises it, where the micro-batch has no samples left to be cut, or reentrant
-                checkpointing hides which gradients have it.
+            OutOfMemoryError: torch's error, if the micro-batch is too small to be cut. Also if reentrant checkpointing
+                hides which gradients are complete.
         """
         if self.cuts is None:
             yield
@@ -268,7 +267,7 @@ class OptimizerStep:
                 self.norms.spoil()
 
     def check_finished(self) -> None:
-        """Make sure that every micro-batch of the step had its backward."""
+        """Raise InputError if the backward of a micro-batch of the step has not run."""
         self._check_backward()
         if self._drawn < len(self):
             raise InputError(
@@ -290,14 +289,14 @@ class OptimizerStep:
             self._drawn += 1
             accumulation.split = None if self._splits is None else self._splits[number]
             parts = [Part(batch, size)] if self.cuts is None else self.cuts.parts_of(batch, size)
-            del batch  # or this frame would hold it while the next is made
+            del batch  # this frame would keep the batch in memory while the loader makes the next
             while parts:
                 part, is_last = parts.pop(0), self._drawn == len(self) and not parts
                 self._size, self._had_backward = part.size, False
                 self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
                 apart = nullcontext() if size else self.uncounted(not self._samples[number])
-                # Replicas that kept their gradients would have them of other samples than the parts give them, and
-                # hide a micro-batch's own.
+                # If micro-batches may be cut or norms are measured, reduce the gradients in every micro-step. Those
+                # that wait on other devices would be wrong after a cut, and missing in the norms.
                 gives_up = self.cuts is not None or self.norms is not None
                 with accumulation.running(is_last=is_last or gives_up), apart:
                     self._part = part if self.cuts is not None else None
@@ -325,7 +324,7 @@ class OptimizerStep:
             )
 
     def _check_parameters(self) -> None:
-        """Refuse an update or zero_grad() amid a step."""
+        """Raise InputError if the parameters were updated, or the gradients cleared, within the step."""
         change = self._watched.change() if self._watched is not None else ""
         if change:
             raise InputError(
@@ -350,19 +349,19 @@ def steps(
     noise_scale: NoiseEstimate | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Walk one epoch of a loader, an optimizer step at a time; as `Plan.steps`.
+    """Yield the optimizer steps of one epoch of a loader. See `Plan.steps`.
 
-    A loader with a `ScheduledBatchSampler` is followed by its schedule and no batch is looked into. Of any other, one
-    optimizer step's micro-batches are held back until their samples reach `effective_batch_size` (or the loader ends),
-    since the weights depend on their sum; a batch that goes beyond it belongs to the step whole. With `count` a step is
-    ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of such a loader.
+    If the loader has a `ScheduledBatchSampler`, its schedule gives the sizes, and batches are not examined. With other
+    loaders, the batches of a step are buffered until they have `effective_batch_size` samples or the loader ends. The
+    weights depend on the total. The last batch may exceed it and is not cut. If `count` is given, a step of such a
+    loader has ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches.
 
     Args:
-        over_ranks: Adds each of a list of numbers up over the ranks; needed for `count` with one rank's slice.
-        spans_ranks: The loss of a micro-batch is normalised over all ranks already, see `normalised_over_ranks`.
-        cuts: How micro-batches that run out of memory are cut; None where they are not.
-        noise_scale: Estimated from the steps, unless it is None.
-        sums_over_ranks: Puts the ranks' sums of gradient norms together; None for a lone process.
+        over_ranks: Sums each number of a list over the ranks. Needed for `count` if the loader yields one rank's part.
+        spans_ranks: Whether losses are already normalised over all ranks. See `normalised_over_ranks`.
+        cuts: Cuts micro-batches that run out of memory. None to raise the error instead.
+        noise_scale: The estimate to which each step is added, or None.
+        sums_over_ranks: Adds up the ranks' sums of gradient norms. None in a single process.
     """
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -397,10 +396,10 @@ def checked(
     *,
     reads_loss: bool = False,
 ) -> Iterator[OptimizerStep]:
-    """Yield steps, cut and with norms as is said, and refuse to go on after one that was left unfinished.
+    """Set up each step with `cuts` and `noise_scale`, and yield it. Raise InputError after an unfinished step.
 
     Args:
-        reads_loss: Warn if the graph of the first step's loss shows that it is no mean over samples.
+        reads_loss: Whether to warn if the graph of the first step's loss shows that it is not a mean over samples.
     """
     checked_estimate(noise_scale)
     for step in made:
@@ -430,7 +429,7 @@ def _scheduled_steps(
             *over_ranks([sum(not size for one in sampler.schedule for size in one.micro_batch_sizes)])
         )
     sampler.begin_epoch()
-    start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
+    start_step = sampler.start_step  # read it before iter(), because workers then begin to draw and reset it
     schedule = sampler.schedule
     sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
     batches = iter(loader)
@@ -442,7 +441,7 @@ def _scheduled_steps(
             sizes, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
         if count is not None:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
-            # A rank without a share gets a sample to run that counts for nothing.
+            # A rank without samples runs a sample of another rank, with weight 0.
             parts = zip(held, step.micro_batch_sizes, strict=False)
             sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
             sizes += [0] * (len(step.micro_batch_sizes) - len(held))
@@ -463,7 +462,7 @@ def _scheduled_steps(
         made.on_end = partial(sampler.consume, step.num_samples, made.awaited.has_come)
         yield made
         sampler.settle()
-    # Drawing past the end lets a loader's workers finish in order.
+    # Draw past the end, so that the loader's workers can shut down normally.
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(
             "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
@@ -479,7 +478,7 @@ def _held_steps(
     most_batches: int | None = None,
     enough: int | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Hold batches back until there are `most_batches` of them, or until they count for `enough`."""
+    """Buffer batches and yield a step when there are `most_batches`, or when their counts reach `enough`."""
     held: list[Any] = []
     sizes: list[float] = []
     index = 0
@@ -494,7 +493,7 @@ def _held_steps(
 
 
 def _let_go(held: list[Any]) -> Iterator[Any]:
-    """Yield what is held, in order, keeping no hold on what was yielded."""
+    """Yield the batches of a list in order, and remove each from the list to free its memory."""
     held.reverse()
     while held:
         yield held.pop()

@@ -1,7 +1,8 @@
-"""Run a module on the chunks of a batch, each where it belongs.
+"""Run a module on the chunks of a batch, each chunk on its device.
 
-On GPUs it stands on torch's own parallel_apply. On CPU devices chunks run in turn: through the one module outside a
-placement, through a replica per device inside one, so that each device's copies are accounted where they are.
+On GPUs, torch's `parallel_apply` runs one replica per GPU in parallel. On CPU devices, the chunks run in turn. Outside
+a placement (`autosplit.devices.transfer`) they run through the one module. Inside a placement there is a replica per
+device, so the placement can charge the copies to each device.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from autosplit.workload.batch import map_tensors, placed_on
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
-    """Run chunks through the one module; its buffers keep what the first of them leaves, as on GPUs."""
+    """Run the chunks in turn through the one module. As on GPUs, only the first chunk updates its buffers."""
     if len(chunks) > 1:
-        # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
+        # On GPUs each replica gets a copy. Clone here, too: a module may change its input in place.
         chunks = [map_tensors(torch.clone, call) for call in chunks]
     slots = moving_buffers(module) if len(chunks) > 1 else []
-    copies = [BufferCopies(slots) for _ in chunks[1:]]  # before the first chunk moves them, as replicas have them
+    copies = [BufferCopies(slots) for _ in chunks[1:]]  # copy before the first chunk updates them, as replicas do
     outputs = [module(*chunks[0][0], **chunks[0][1])]
     for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
         with own:
@@ -42,7 +43,7 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
 def run_placed(
     module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
 ) -> list[Any]:
-    """Scatter all, replicate, run all: on devices that are there for the placement only."""
+    """Scatter the chunks, replicate the module, and run the replicas on the simulated devices of a placement."""
     adopt_module(placement, module, 0)
     placed = [placed_on(index, call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
@@ -77,7 +78,7 @@ def run_on_gpus(
         if not is_oom(error):
             raise
         message = str(error)
-    # Raised outside the except block: its traceback would pin the replica's tensors.
+    # Raise outside the except block, because the first error's traceback would keep the replica's tensors in memory.
     raise _named_oom(message, devices, active, shares)
 
 
@@ -98,7 +99,7 @@ def _outputs_of_gpus(
         [carried(replica, device) for replica, device in zip(replicas, own, strict=True)],  # type: ignore[misc]  # it only calls them
         [args for args, _ in moved],
         [kwargs for _, kwargs in moved],
-        [device.index for device in own],  # as devices, torch takes CUDA's alone
+        [device.index for device in own],  # torch accepts torch.device objects only for CUDA, so pass indices
     )
     warn_of_side_outputs(module, replicas[-1], outputs)
     if active[0] != 0:
@@ -125,7 +126,7 @@ def _named_oom(
 
 
 def _failed_device(message: str, devices: Sequence[torch.device], active: list[int]) -> int | None:
-    """Find which device a message is about: a replica's thread says which it was, the allocator names the GPU."""
+    """Return the index of the device that ran out of memory, parsed from a replica's or the allocator's message."""
     for position, index in enumerate(active):
         if f"in replica {position} on device" in message:
             return index

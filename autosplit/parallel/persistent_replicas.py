@@ -1,4 +1,4 @@
-"""Replicas that are kept for a whole optimizer step: one broadcast of parameters, one reduction of gradients.
+"""Keep replicas for a whole optimizer step, with one broadcast of parameters and one reduction of gradients.
 
 nn.DataParallel broadcasts and reduces in every micro-step, because the parameters of its replicas are outputs of one
 autograd node. Here each device has a leaf for each parameter. Every backward adds to the gradient of the leaf, and the
@@ -38,13 +38,13 @@ from autosplit.torch_versions import run_early, storage_key, will_run
 
 @dataclass
 class _Master:
-    """A parameter (or a buffer that takes part in the gradient) on the first device, and its leaves elsewhere.
+    """Hold a parameter (or a buffer that can have a gradient) on device 0, and its leaves on other devices.
 
     Attributes:
         leaves: By device, the copies that replicas compute with.
-        stamps: By device, which values the copy has: a device may sit out a micro-step and join a later one.
-        noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
-        hook: Follows what autograd itself adds to the module's own gradient meanwhile.
+        stamps: By device, the version of the values in the copy. A device may skip a micro-step and run a later one.
+        noted: The module's gradient after the last backward, and its version. None if no gradient waits.
+        hook: Detects when autograd adds to the module's gradient without the wrapper.
     """
 
     tensor: Tensor
@@ -55,12 +55,12 @@ class _Master:
 
     @property
     def waiting(self) -> bool:
-        """Whether a leaf has a gradient that has not come home."""
+        """Whether a leaf has a gradient that is not yet added to the module's gradient."""
         return any(leaf.grad is not None for leaf in self.leaves.values())
 
     @property
     def is_cleared(self) -> bool:
-        """Whether the module's own gradient was cleared since it was noted: `optimizer.zero_grad()`."""
+        """Whether the module's gradient was cleared since `note`, for example by `optimizer.zero_grad()`."""
         if self.noted is None:
             return False
         grad, version = self.noted
@@ -70,36 +70,36 @@ class _Master:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anybody but autograd changed the module's own gradient since it was noted."""
+        """Whether the module's gradient was changed since `note`."""
         return self.noted is not None and (
             self.tensor.grad is not self.noted[0] or self.noted[0]._version != self.noted[1]
         )
 
     def note(self) -> None:
-        """Remember the module's own gradient as it is."""
+        """Record the module's gradient and its version."""
         assert self.tensor.grad is not None
         self.noted = self.tensor.grad, self.tensor.grad._version
         if self.hook is None:
             self.hook = self.tensor.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
 
     def let_go(self) -> None:
-        """End what `note` began."""
+        """Forget the recorded gradient and remove the hook."""
         self.noted = None
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
 
     def drop_gradients(self) -> None:
-        """Forget the leaves' gradients."""
+        """Delete the gradients of all leaves."""
         self.let_go()
         for leaf in self.leaves.values():
             leaf.grad = None
 
 
 def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
-    """Note what a backward adds to the gradient without the wrapper: a penalty on the parameters.
+    """Record the gradient again after a backward that did not go through the wrapper, such as a weight penalty.
 
-    torch also calls this hook if the backward of `_Copy` returned no gradient. Nothing was added then.
+    torch also calls this hook if the backward of `_Copy` returned no gradient. The gradient is unchanged then.
     """
     master = known()
     if master is None or master.noted is None or tensor.grad is None or not master.is_changed:
@@ -108,14 +108,14 @@ def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
     grad, version = master.noted
     if tensor.grad is grad and grad._version != version + 1:
         raise _changed_error()
-    if tensor.grad is not grad and not grad.is_sparse:  # it was None: cleared, and begun anew
+    if tensor.grad is not grad and not grad.is_sparse:  # the gradient was cleared (None) and then created again
         master.drop_gradients()
     else:
         master.note()
 
 
 class _Copy(torch.autograd.Function):
-    """The leaf of a parameter on another device. See Note [Gradients of kept replicas]."""
+    """Connect a parameter to its leaf on another device. See Note [Gradients of kept replicas]."""
 
     @staticmethod
     def forward(ctx: Any, copies: Copies, device: int, parameter: Tensor, leaf: Tensor) -> Tensor:  # noqa: ARG004
@@ -131,7 +131,7 @@ class _Copy(torch.autograd.Function):
 
 
 class KeptReplicas:
-    """Replicas of one module that outlive a micro-step."""
+    """Keep the replicas of one module for all micro-steps of an optimizer step."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -143,36 +143,39 @@ class KeptReplicas:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients of earlier micro-steps wait on other devices."""
+        """Whether gradients of earlier micro-steps wait on other devices to be reduced to device 0."""
         return any(master.waiting for master in self._masters.values())
 
     @property
     def needed(self) -> bool:
-        """Whether gradients wait, or a forward ran whose backward may be still to come."""
+        """Whether gradients wait, or a forward ran whose backward may still run."""
         return self._has_graph or self.waiting
 
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
-        """Return a replica of the module for each device, the first device's on the module's own parameters.
+        """Return a replica of the module for each device. The replica of device 0 uses the module's own parameters.
 
-        Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
+        Values are copied again, unless gradients wait or a backward may still run. Those belong to the present values.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
         self._follow(kept)
         if not self.needed:
-            self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
+            self._round += 1  # versions do not count changes through `.data` or inside a tracker
         if isinstance(self._copies, GpuCopies):
             for device in devices:
                 self._renew(self._copies, kept, device)
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
-        # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
+        # Copy tensor by tensor to all devices, as a broadcast does. So no device waits for the end of another's copies.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
             for device, table in tables.items():
                 table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device)
         return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Let gradients of zeros wait, as if a micro-step had been before: for whoever follows just one of many."""
+        """Create waiting gradients of zeros, as after an earlier micro-step.
+
+        A trace of a single accumulating micro-step needs them.
+        """
         self.replicas(module, devices)
         for parameter in parameters:
             master = self._masters.get(id(parameter))
@@ -181,11 +184,11 @@ class KeptReplicas:
         self.note()
 
     def watch(self, outputs: Iterable[Tensor], *, last: bool) -> None:
-        """Act when a backward of this forward, or of one before it, begins and when it is over.
+        """Register hooks that detect the begin and the end of a backward through these outputs.
 
         Args:
-            outputs: Of a forward of the replicas. A backward that does not come through them is seen at the leaves.
-            last: Bring the gradients home then; otherwise note what waits.
+            outputs: The outputs of a forward. If a backward does not pass through them, the leaves' hooks detect it.
+            last: Whether to reduce the gradients to device 0 after the backward. If False, only record them.
         """
         self._last = last
         for tensor in outputs:
@@ -194,7 +197,7 @@ class KeptReplicas:
                 self._has_graph = True
 
     def begin_backward(self) -> None:
-        """Drop gradients that were cleared before anything is added, and queue `end_backward`."""
+        """Drop the waiting gradients of parameters whose gradient was cleared, and queue `end_backward`."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -208,7 +211,7 @@ class KeptReplicas:
         return any(tensor.requires_grad and will_run(get_gradient_edge(tensor).node) for tensor in tensors)
 
     def end_backward(self) -> None:
-        """After the last micro-step's backward, add the gradients to the module's. After another, note what waits."""
+        """Reduce the gradients to device 0 after the last micro-step. Record them after any other micro-step."""
         self._task = _NO_TASK
         if self._last:
             self.bring_home()
@@ -216,7 +219,7 @@ class KeptReplicas:
             self.note()
 
     def bring_home(self) -> None:
-        """Add all gradients that wait to the module's own; refuse those that have a graph (``create_graph=True``)."""
+        """Add all waiting gradients to the module's. Raise InputError if one has a graph (``create_graph=True``)."""
         self._has_graph = False
         if isinstance(self._copies, GpuCopies):
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
@@ -225,7 +228,7 @@ class KeptReplicas:
             self._bring(master)
 
     def note(self) -> None:
-        """Remember how the module's own gradients are while others wait, to see it when they are cleared."""
+        """Record the module's gradients while others wait, to detect later when they are cleared."""
         self._has_graph = False
         for master in self._masters.values():
             for leaf in master.leaves.values():
@@ -235,13 +238,15 @@ class KeptReplicas:
             if master.tensor.grad is None:
                 master.tensor.grad = self._zeros_for(master)
             master.note()
-        _guard_updates()  # of any optimizer: one that has these parameters must not run on half a gradient
+        _guard_updates()  # an optimizer with these parameters must not step on incomplete gradients
         _guarded.add(self)
 
     def settle(self) -> None:
-        """Forget what waits for parameters whose own gradient was cleared meanwhile.
+        """Drop the waiting gradients of parameters whose gradient was cleared.
 
-        One that was changed otherwise (clipped, scaled or replaced, which the others were not) is refused.
+        Raises:
+            InputError: A gradient was clipped, scaled or replaced. The waiting gradients were not, so the sum would be
+                wrong.
         """
         for master in self._masters.values():
             if master.is_cleared:
@@ -250,12 +255,12 @@ class KeptReplicas:
                 raise _changed_error()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients that wait."""
+        """Delete all waiting gradients."""
         for master in self._masters.values():
             master.drop_gradients()
 
     def refuse_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update of parameters whose gradients are not complete."""
+        """Raise InputError if an optimizer is about to update parameters whose gradients are incomplete."""
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         places: set[int] = set()
         for master in self._masters.values():
@@ -274,7 +279,7 @@ class KeptReplicas:
             )
 
     def _follow(self, kept: list[Tensor]) -> None:
-        """Have a master for each tensor, and none for what the module no longer has."""
+        """Create a master for each new tensor, and remove the masters of tensors that the module no longer has."""
         before = dict(self._masters)
         self._masters = {
             id(tensor): before.pop(id(tensor)) if id(tensor) in before else _Master(tensor) for tensor in kept
@@ -284,10 +289,10 @@ class KeptReplicas:
         self.settle()
         for master in self._masters.values():
             if master.noted is None:
-                master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
+                master.drop_gradients()  # they are from a backward that failed: a complete one would have noted them
 
     def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
-        """Copy to a device, together, the values that it has from before."""
+        """Copy the parameters whose values on a device are outdated, in as few copies as possible."""
         stale = []
         for tensor in kept:
             master = self._masters[id(tensor)]
@@ -302,29 +307,30 @@ class KeptReplicas:
             master.stamps[device] = (self._round, *_stamp(master.tensor))
 
     def _elsewhere(self, tensor: Tensor, device: int) -> Tensor:
-        """Return what another device computes with in place of a tensor of the first."""
+        """Return the copy of a tensor that the replica on another device computes with."""
         master = self._masters.get(id(tensor))
-        if master is None:  # what a forward makes of parameters and keeps as a buffer has a graph, and no leaf
+        if master is None:  # a plain buffer, or a buffer that a forward computed from parameters (not a leaf)
             return self._copies.copy(tensor if tensor.requires_grad else tensor.detach(), device, "buffer")
         leaf, stamp = master.leaves.get(device), (self._round, *_stamp(tensor))
         if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
             leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
             if may_have_gradient(tensor):
-                # Also while the tensor is frozen: a backward of before may be still to come.
+                # Do this even if the tensor is frozen, because the backward of an earlier forward may still run.
                 leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
-        elif master.stamps[device] != stamp:  # within a placement; between GPUs `_renew` was before
+        elif master.stamps[device] != stamp:  # only inside a placement: between GPUs, `_renew` has copied it already
             with torch.no_grad():
                 transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
         if not tensor.requires_grad:
             return leaf.detach()
         copied: Tensor = _Copy.apply(self._copies, device, tensor, leaf)  # type: ignore[no-untyped-call]
-        # This node is older than those of the forward: the gradients of all parameters would wait for it.
+        # Autograd runs old nodes last, and this node is older than the forward's nodes. Without `run_early`, all
+        # gradients would stay in memory until the end of the backward.
         run_early(copied.grad_fn)
         return copied
 
     def _bring_from(self, copies: GpuCopies, device: int) -> None:
-        """Bring a device's dense gradients home together."""
+        """Reduce a device's dense gradients to device 0, in as few copies as possible."""
         waiting, grads = [], []
         for master in self._masters.values():
             leaf = master.leaves.get(device)
@@ -336,7 +342,7 @@ class KeptReplicas:
             for position, grad in copies.bring_all(grads, device):
                 master, leaf = waiting[position]
                 _add_to(master.tensor, grad)
-                leaf.grad = None  # not before, as in `_bring`
+                leaf.grad = None  # only now, for the same reason as in `_bring`
 
     def _bring(self, master: _Master) -> None:
         with torch.no_grad():
@@ -344,23 +350,23 @@ class KeptReplicas:
                 _refuse_graph(leaf.grad)
                 if leaf.grad is not None:
                     _add_to(master.tensor, self._copies.bring(leaf.grad, device))
-                    leaf.grad = None  # not before: running out of memory on the way must not lose it
+                    leaf.grad = None  # only now, because an out-of-memory error in the copy must not lose the gradient
         master.let_go()
 
     def _zeros_for(self, master: _Master) -> Tensor:
-        """Make the gradient that waiting ones will be added to, of their layout, on the first device."""
+        """Create a zero gradient on device 0, in the layout of the waiting gradients."""
         device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
         if grad.layout != torch.strided:
-            return self._copies.bring(torch.zeros_like(grad), device)  # without a value in it
+            return self._copies.bring(torch.zeros_like(grad), device)  # sparse, with no values
         return torch.zeros_like(master.tensor)
 
 
 _NO_TASK = -1
-"""Torch's number for the backward that runs where none does."""
+"""torch's graph task id outside of any backward."""
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method as long as what it is of lives."""
+    """Return a hook that calls a method as long as its object is alive. The hook does not keep the object alive."""
     known = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> None:
@@ -381,7 +387,7 @@ def _changed_error() -> InputError:
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
-    """Tell a tensor's values from others it had: its storage, and how often that was changed in place."""
+    """Return a key that changes with the tensor's values: its storage and its version."""
     return storage_key(tensor.untyped_storage()), 0 if tensor.is_inference() else tensor._version
 
 
@@ -396,7 +402,7 @@ def _refuse_graph(grad: Tensor | None) -> None:
 
 
 def _add_to(tensor: Tensor, grad: Tensor) -> None:
-    """Add to a tensor's gradient as autograd's accumulation does: in place, and a sparse one turns dense."""
+    """Add to a tensor's gradient in place, as autograd does. A sparse plus a dense gradient gives a dense one."""
     if tensor.grad is None:
         tensor.grad = grad
     elif tensor.grad.is_sparse and not grad.is_sparse:
@@ -406,12 +412,12 @@ def _add_to(tensor: Tensor, grad: Tensor) -> None:
 
 
 _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
-"""Replicas whose gradients wait, or did."""
+"""Replicas whose gradients wait, or waited at an earlier optimizer step."""
 
 
 @cache
 def _guard_updates() -> None:
-    """Look at every optimizer's step from now on: torch walks through its hooks, so none may come or go meanwhile."""
+    """Check every optimizer's step from now on. The hook is never removed: torch may be iterating over its hooks."""
     register_optimizer_step_pre_hook(_before_update)
 
 

@@ -1,4 +1,4 @@
-"""Weigh micro-batches whose losses divide by a number that was summed over the ranks, as DETR's and RetinaNet's do."""
+"""Weight micro-batches whose losses divide by a sum over all ranks, such as the losses of DETR and RetinaNet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 
 LossScope = Literal["sample", "ranks"]
-"""What a micro-batch's loss is normalised over: its own samples, or the samples of all ranks."""
+"""Scope of the divisor of a micro-batch's loss: the rank's samples, or the samples of all ranks."""
 
 OverRanks = Callable[[Sequence[float]], list[float]]
-"""Add each number of a list up over the ranks; every rank calls it with equally many."""
+"""A function that sums each number of a list over the ranks. All ranks must call it with lists of equal length."""
 
 
 def checked_scope(scope: LossScope | None) -> bool:
-    """Return whether losses are normalised over the ranks; raise InputError for an unknown scope."""
+    """Return whether losses are normalised over the ranks. Raise InputError if the scope is unknown."""
     if scope not in (None, "sample", "ranks"):
         raise InputError(
             f"loss_scope is {scope!r}. Expected 'sample', or 'ranks' if the loss divides by a sum over all ranks.",
@@ -26,7 +26,7 @@ def checked_scope(scope: LossScope | None) -> bool:
 
 
 def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, sums: bool = False) -> None:
-    """Raise InputError for options that exclude a loss that is normalised over the ranks."""
+    """Raise InputError if an option cannot be combined with a loss that is normalised over the ranks."""
     for given, why in (
         ("on_oom='cut'" if on_oom == "cut" else "", "the ranks would run unequal numbers of collectives"),
         ("noise_scale" if noise_scale else "", "no rank has the mean gradient of its own samples"),
@@ -39,15 +39,15 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
 
 
 def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list[float], float]:
-    """Return the counts of micro-batches, and their total, for losses that are normalised over the ranks.
+    """Return the sizes of micro-batches, and their total, for losses that are normalised over the ranks.
 
     DETR's loss of rank r in micro-batch m divides a sum S(r, m) by the boxes of all W ranks over W:
 
         loss(r, m) = S(r, m) / (K(m) / W)    with K(m) = boxes of micro-batch m, over all ranks
 
-    DDP averages the ranks' gradients, so a weight w(m) gives w(m) * sum_r S(r, m) / K(m). The whole step's loss is the
-    sum of all S over the sum of all K, so w(m) = K(m) / sum of all K. It is 1 in a step of one micro-batch. An
-    `OptimizerStep` weights by size * W / total, so each size is K(m) / W.
+    DDP averages the ranks' gradients, so a weight w(m) gives w(m) * sum_r S(r, m) / K(m). The loss of the whole step is
+    the sum of all S divided by the sum of all K. So w(m) = K(m) / sum of all K. The weight is 1 if the step has one
+    micro-batch. An `OptimizerStep` weights by size * W / total, so each size is K(m) / W.
 
     Args:
         counts: K(m) of each micro-batch, over all ranks.
@@ -56,7 +56,11 @@ def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list
 
 
 def refuse_ranks_without_samples(without: float) -> None:
-    """Refuse micro-batches of which a rank has no sample, for a loss that is normalised over the ranks."""
+    """Raise InputError if a rank has no sample in some micro-batch.
+
+    Args:
+        without: The number of micro-batches without a sample, over all ranks.
+    """
     if without:
         raise InputError(
             "loss_scope is 'ranks', and some rank has no samples in a micro-batch. The sample that it runs instead "
@@ -66,7 +70,7 @@ def refuse_ranks_without_samples(without: float) -> None:
 
 
 def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
-    """Refuse to accumulate losses that are normalised over the ranks without a count of their divisor."""
+    """Raise InputError if a step has several micro-batches and `count` is missing."""
     if micro_steps > 1 and count is None:
         raise InputError(
             f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each must be weighted by what its loss "

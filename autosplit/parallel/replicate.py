@@ -1,7 +1,7 @@
-"""Replicas of a module on the devices of a wrapper, and what is carried into and out of them.
+"""Replicate a module on the devices of a wrapper, as nn.DataParallel does.
 
-They follow the protocol of nn.DataParallel's replicas, on GPUs and, where all devices are torch's one CPU, inside a
-placement, each with its own copies, so that these are accounted where they would be.
+Replicas also exist inside a placement (`autosplit.devices.transfer`). There all devices are torch's one CPU. Each
+replica has its own copies of the tensors, so the placement can charge each copy to the right device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autosplit.torch_versions import default_device
 
 
 def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """Carry into a replica's thread what torch leaves behind there.
+    """Return a function that runs a replica with the autocast dtype, inference mode and default device of this thread.
 
-    torch's `parallel_apply` carries grad mode and whether autocast is on. Left behind are autocast's dtype, inference
-    mode and the default device (torch nn/parallel/parallel_apply.py: the three are thread-local).
+    These settings are thread-local. torch's `parallel_apply` copies only grad mode and whether autocast is on into the
+    threads of the replicas (torch nn/parallel/parallel_apply.py).
 
     Args:
-        device: The replica's; a default device of its kind becomes this one in its thread.
+        device: The device of the replica. If the default device has the same type, the replica's thread uses `device`.
     """
     inference = torch.is_inference_mode_enabled()
     default = default_device()
@@ -36,7 +36,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as contexts:
-            if inference:  # not inference_mode(False): that would turn gradients on
+            if inference:  # never call inference_mode(False) otherwise, because it would enable gradients
                 contexts.enter_context(torch.inference_mode())
             if own != default_device():
                 contexts.enter_context(own)
@@ -48,16 +48,17 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcast parameters of the first device to each active one; gradients come back in one node, as torch's do.
+    """Broadcast parameters from device 0 to each active device. One autograd node reduces all gradients.
 
-    No gradient reaches `.grad` before all replicas have finished: their sum stands beside the first replica's
-    own gradients, and beside `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast). Unlike torch's
-    it makes no zeros where a replica has no gradient: an unused parameter stays without, a sparse one sparse.
+    No gradient reaches `.grad` before all replicas have finished. Until then, the sum needs memory in addition to the
+    first replica's gradients. While accumulating, it also needs memory in addition to `.grad` (torch
+    nn/parallel/_functions.py, Broadcast). If a replica has no gradient, torch's node fills in zeros. This node does
+    not, so an unused parameter keeps `grad=None` and a sparse gradient stays sparse.
     """
 
     @staticmethod
     def forward(ctx: Any, copies: Copies, devices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a parameter that no replica used keeps a gradient of None
+        ctx.set_materialize_grads(False)  # a parameter that no replica used keeps grad=None
         ctx.copies, ctx.devices, ctx.num_tensors = copies, devices, len(tensors)
         spread = copies.spread(tensors, devices)
         return tuple(copy for tensor_copies in spread for copy in tensor_copies)
@@ -71,7 +72,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Same(torch.autograd.Function):
-    """A tensor as it is. A view would not do: no sparse gradient passes one."""
+    """Return the tensor from a new autograd node. The node of a plain view would refuse sparse gradients."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class _Same(torch.autograd.Function):
 
 
 def here(tensor: Tensor) -> Tensor:
-    """Return a tensor as the first device's replica has it: a plain attribute, no parameter; a node of its own."""
+    """Return a module's tensor for the replica on device 0. If it can have a gradient, add an autograd node to it."""
     if not may_have_gradient(tensor):
         return tensor
     same: Tensor = _Same.apply(tensor)  # type: ignore[no-untyped-call]
@@ -91,18 +92,18 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def may_have_gradient(tensor: Tensor) -> bool:
-    """Tell whether a module's tensor takes part in the gradient, whether or not it does at the moment."""
+    """Return whether a module's tensor can have a gradient. A parameter counts even while it is frozen."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return differentiable and (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in order, each once: tied parameters come once for each name."""
+    """Return the tensors in order, without the duplicates that tied parameters cause."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
-    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
+    """Build a replica of the module on each device, with the structure of nn.DataParallel's replicas."""
     tensors = unique((*module.parameters(), *module.buffers()))
     moving = [tensor for tensor in tensors if tensor.requires_grad]
     fixed = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
@@ -117,11 +118,15 @@ def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure around tensors given by the `id` of its own, tied ones staying tied."""
+    """Copy a module's structure, with other tensors in it. Tied tensors stay tied.
+
+    Args:
+        table: The new tensors, by the `id` of the module's tensor that each one replaces.
+    """
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
         twin = twins[id(part)]
-        # RNNs refresh their flat weights in their own `__setattr__`. That of nn.Module takes 2.2 us, `object`'s 0.2.
+        # `object.__setattr__` takes 0.2 us, `nn.Module.__setattr__` 2.2 us. RNNs override it to refresh flat weights.
         assign = object.__setattr__ if type(part).__setattr__ is nn.Module.__setattr__ else setattr
         for name, child in part._modules.items():
             twin._modules[name] = None if child is None else twins[id(child)]
@@ -129,14 +134,14 @@ def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
             if parameter is None:
                 twin._parameters[name] = None
             else:
-                assign(twin, name, table[id(parameter)])  # a plain attribute, because it is no leaf
+                assign(twin, name, table[id(parameter)])  # not a leaf, so it cannot be an nn.Parameter
         for name, buffer in part._buffers.items():
             twin._buffers[name] = None if buffer is None else table[id(buffer)]
     return twins[id(module)]
 
 
 def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the buffers that a forward may move: all of a module that trains in some part, none in evaluation."""
+    """Return the buffers that a forward may update in place: all if a submodule is in training mode, else none."""
     slots = [
         (part, name, buffer)
         for part in module.modules()
@@ -147,7 +152,7 @@ def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 class BufferCopies:
-    """Copies of `moving_buffers`, in their place while a chunk runs: only the first moves the module's own."""
+    """Replace a module's `moving_buffers` by copies while a chunk runs, so only the first chunk updates the module."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._slots = slots
@@ -164,7 +169,7 @@ class BufferCopies:
 
 
 def copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Bring the buffers a replica moved back to the module: the first device had no samples to move them with."""
+    """Copy the buffers that a replica updated to the module. Device 0 had no samples, so its buffers are unchanged."""
     if not moving_buffers(module):
         return
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Find tensors that a module keeps in attributes during its forward, for a loss that is computed elsewhere.
+"""Find tensors that a module's forward stores in attributes, for a loss that is computed elsewhere.
 
-On several devices each replica keeps its own, and what is left in the module is of one device's samples, or of an
-earlier forward. A loss that uses it has the wrong gradient.
+On several devices each replica stores its own tensor. The module's attribute then has the samples of one device only,
+or of an earlier forward. A loss that uses the attribute has the wrong gradient.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ADVICE = (
 )
 
 _looked_at: WeakSet[nn.Module] = WeakSet()
-"""Modules that were examined: each once."""
+"""Modules that were examined. Each module is examined once."""
 
 
 def kept_tensors(module: nn.Module, ran: nn.Module | None = None) -> list[tuple[str, Tensor]]:
-    """Return the tensors with a graph that the attributes of a module hold, each with its name.
+    """Return the tensors with a graph in a module's attributes, each with its name. Parameters are left out.
 
     Args:
-        ran: The replica that ran in the module's place: its parameters are attributes with a graph, too.
+        ran: The replica that ran instead of the module. Its attributes are examined.
     """
     replicas = dict((module if ran is None else ran).named_modules())
     return [
@@ -44,14 +44,14 @@ def kept_tensors(module: nn.Module, ran: nn.Module | None = None) -> list[tuple[
 
 
 def examine_no_more(module: nn.Module) -> None:
-    """Never warn of a module: the gradient check, which compares numbers, reports what it keeps."""
+    """Suppress the warning for a module, because the gradient check compares its gradients and reports more."""
     _looked_at.add(module)
 
 
 def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> None:
-    """Warn once of tensors that a split forward keeps in attributes, and of which its outputs are not made.
+    """Warn once if a split forward stores a tensor in an attribute and does not use it for its outputs.
 
-    A kept activation of which the outputs are made may be for a look at it. Any other tensor with a graph is a loss.
+    If the outputs depend on the stored tensor, it may be an activation for inspection. Otherwise it is a loss.
     """
     if module in _looked_at or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return

@@ -1,4 +1,4 @@
-"""A state dict under the names that a module has, whatever it was wrapped in when it was saved."""
+"""Rename a state dict so that it loads into a module that is wrapped or compiled differently."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from autosplit.errors import InputError, shown
 _WRAPPED = "module"
 """Name of the module inside nn.DataParallel, DistributedDataParallel and BalancedDataParallel."""
 _COMPILED = "_orig_mod"
-"""Name of the module inside torch.compile's. Nobody gives a layer this name, while `module` is quite usual."""
+"""Name of the module inside a compiled module. Layers do not have this name, but a layer named `module` is common."""
 
 
 def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what a state dict holds so that it loads into a module.
+    """Rename the entries of a state dict so that it loads into a module.
 
-    A plain module, one in nn.DataParallel, DistributedDataParallel or BalancedDataParallel, and a compiled one, in
-    any nesting, differ in the ``module.`` and ``_orig_mod.`` of their names. Which of these to add or remove is
-    judged by the names that the module itself has, so a layer that is called `module` keeps its name::
+    nn.DataParallel, DistributedDataParallel and BalancedDataParallel add ``module.`` to the names, and torch.compile
+    adds ``_orig_mod.``. This function compares the names of the state with the names of the module, and adds or removes
+    these parts. A layer that is called `module` keeps its name::
 
         wrapper.load_state_dict(autosplit.matching_state_dict(wrapper, torch.load(path, weights_only=True)))
 
     Args:
-        module: What the state is for.
-        state: The state dict of the same model, wrapped in the same or in other things.
+        module: The module into which the state will be loaded.
+        state: The state dict of the same model, wrapped or compiled in any way.
 
     Returns:
-        A new dict with the very same tensors. Names that the module lacks are in it, too: `load_state_dict` reports
-        them, and those that are missing, or lets them pass with ``strict=False``.
+        A new dict with the same tensors. It keeps entries that the module does not have. `load_state_dict` reports
+        them, and missing entries, unless ``strict=False``.
 
     Raises:
-        InputError: Something that is no state dict, such as a whole checkpoint.
+        InputError: `state` is not a state dict, for example a whole checkpoint.
     """
     _check(module, state)
     wanted = {_bare(name) for name in module.state_dict(keep_vars=True)}
     shift = _best_shift(wanted, {_bare(name) for name in state})
-    # Of two layers with one bare path the inner one, which comes later, has the tensors.
+    # A wrapper and the layer in it have the same bare path. The inner layer comes later and has the tensors.
     places = {_bare(path): path for path, _ in module.named_modules(remove_duplicate=False)}
     renamed = {name: _compiled(_shifted(_bare(name), shift), places) for name in state}
     often = Counter(renamed.values())
@@ -59,42 +59,46 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict under the names that it has before it, or a part of it, is compiled."""
+    """Return a module's state dict without the ``_orig_mod.`` that torch.compile adds to names."""
     state = module.state_dict()
     return _with_names(state, {name: _bare(name) for name in state}, _bare)
 
 
 def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Callable[[str], str]) -> dict[str, Any]:
-    """Rename the tensors of a state, and the layers whose versions it tells: what an older torch saved is known so."""
+    """Rename the entries of a state and of its metadata, the layers' versions. torch needs them for old states."""
     result: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        # An attribute, as Module.state_dict leaves it. A wrapper comes before what is in it, which takes its place.
+        # Set an attribute, as Module.state_dict does. A wrapper and the layer in it may get the same name. The layer
+        # comes later, so its metadata wins.
         moved = OrderedDict((layer(path), known) for path, known in metadata.items())
         result._metadata = moved  # type: ignore[attr-defined]  # noqa: SLF001
     return result
 
 
 def _bare(name: str) -> str:
-    """Return a name without what torch.compile put into it."""
+    """Return a name without ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def _depth(name: str) -> int:
-    """Count the wrappers that a name begins with, or layers called as they are."""
+    """Count the parts ``module`` at the beginning of a name, from wrappers or from layers of that name."""
     parts = name.split(".")
     return next((index for index, part in enumerate(parts) if part != _WRAPPED), len(parts))
 
 
 def _shifted(name: str, shift: int) -> str:
-    """Put a name into that many more wrappers, or take it out; one that is in fewer of them stays."""
+    """Add `shift` times ``module.`` to a name, or remove it if `shift` is negative.
+
+    A name with fewer wrappers than there are to remove stays the same.
+    """
     if shift >= 0:
         return ".".join([_WRAPPED] * shift + ([name] if name else []))
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name
 
 
 def _best_shift(wanted: set[str], given: set[str]) -> int:
-    """Return how many more wrappers the module is in than the state was: where most names meet, the least change."""
+    """Return how many more wrappers the module has than the state: the smallest shift with the most equal names."""
     out, into = (max((_depth(name) for name in names), default=0) for names in (given, wanted))
 
     def meeting(shift: int) -> tuple[int, int]:
@@ -105,7 +109,7 @@ def _best_shift(wanted: set[str], given: set[str]) -> int:
 
 
 def _compiled(name: str, places: Mapping[str, str]) -> str:
-    """Put into a name what torch.compile put into those of the layer that it belongs to."""
+    """Return a bare name with the ``_orig_mod`` parts of the layer that it belongs to."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         place = places.get(".".join(parts[:end]))
@@ -146,7 +150,7 @@ def _check(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def is_extra(name: str) -> bool:
-    """Tell whether a name is a layer's own extra state, which may be anything."""
+    """Return whether a name is the extra state of a layer, which may have any type."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -1,4 +1,7 @@
-"""Copies of tensors between the first device of a wrapper, 0, and its others: in a placement, and between GPUs."""
+"""Copy tensors between device 0 of a wrapper and its other devices.
+
+`Copies` works inside a placement (`autosplit.devices.transfer`), and `GpuCopies` works on real GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ from autosplit.torch_versions import buckets, copy_each
 Grads = Sequence["Tensor | None"]
 
 BUCKET_BYTES = 10 * 2**20
-"""Size of what travels as one, where a copy for each would cost a launch for each: that of torch's own broadcast."""
+"""Bytes of small tensors that are copied together, to save kernel launches. torch's broadcast uses the same size."""
 
 
 class Copies:
-    """The copies within a placement, each tensor by itself. Devices are positions in the wrapper's list."""
+    """Copy tensors one by one inside a placement. A device is a position in the wrapper's list of devices."""
 
     def name_of(self, device: int) -> str:
-        """Name a device for a message."""
+        """Return the name of a device for messages."""
         return f"device {device}"
 
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
-        """Copy a tensor of the first device to another one, differentiably."""
+        """Copy a tensor from device 0 to another device. Gradients flow back through the copy."""
         return transfer(tensor, 0, device, purpose)
 
     def bring(self, tensor: Tensor, device: int) -> Tensor:
-        """Copy a gradient of a device to the first."""
+        """Copy a gradient from a device to device 0."""
         return transfer(tensor, device, 0, "gradient")
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-        """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
+        """Copy tensors from device 0 to each device. Return the list of copies of each tensor. Device 0 gets a view."""
         return [
             [
                 tensor.view_as(tensor) if device == 0 else self.copy(tensor.detach(), device, "parameter")
@@ -44,12 +47,12 @@ class Copies:
         ]
 
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
-        """Add up gradients on the first device: for each tensor, of what each device has; None where none has any."""
+        """Add up the devices' gradients of each tensor on device 0. A sum is None if no device has that gradient."""
         return [self._sum_on_first(parts, devices) for parts in grads]
 
     def _sum_on_first(self, grads: Grads, devices: Sequence[int]) -> Tensor | None:
         total: Tensor | None = None
-        owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
+        owned = False  # never add in place to the gradient of device 0, because it belongs to autograd
         for grad, device in zip(grads, devices, strict=True):
             if grad is None:
                 continue
@@ -58,52 +61,55 @@ class Copies:
                 total, owned = brought, device != 0
             else:
                 total, owned = total.add_(brought) if owned else total + brought, True
-            del brought  # before the next one comes
+            del brought  # free it before the next copy is made
         return total
 
 
 @dataclass(frozen=True)
 class GpuCopies(Copies):
-    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own."""
+    """Copy tensors between GPUs. On CUDA this uses the functions behind nn.DataParallel.
+
+    A GPU that is in the list twice gets two copies.
+    """
 
     devices: tuple[torch.device, ...]
 
     @property
     def _in_one_go(self) -> bool:
-        """Whether small tensors travel together, which torch has for CUDA alone (and tests in host memory)."""
+        """Whether small tensors are copied together. torch supports this on CUDA, and on CPU (used by tests)."""
         return self.devices[0].type in {"cuda", "cpu"}
 
     def name_of(self, device: int) -> str:
-        """Name a device for a message."""
+        """Return the name of a device for messages."""
         return str(self.devices[device])
 
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:  # noqa: ARG002  # the placed copies tell it
-        """Copy a tensor of the first device to another one, differentiably."""
+    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:  # noqa: ARG002  # only `Copies` needs it
+        """Copy a tensor from device 0 to another device. Gradients flow back through the copy."""
         return tensor.to(self.devices[device], non_blocking=True, copy=True)
 
     def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
-        """Copy a gradient of a device to the first."""
+        """Copy a gradient from a device to device 0."""
         return tensor.to(self.devices[0], non_blocking=True)
 
     def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors of the first device into such as are on another already, small ones together."""
+        """Copy tensors from device 0 into existing tensors (`blocks`) on another device. Batch the small tensors."""
         block_of = dict(zip(map(id, tensors), blocks, strict=True))
         for bucket in buckets(tensors, BUCKET_BYTES):
             arrived = _moved([tensor.detach() for tensor in bucket], self.devices[device])
             copy_each([block_of[id(tensor)] for tensor in bucket], arrived)
 
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
-        """Copy dense gradients to the first device, small ones together; yield each with its position when there."""
+        """Copy dense gradients to device 0, small tensors together. Yield each with its position in `tensors`."""
         place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
         for bucket in buckets(tensors, BUCKET_BYTES):
             yield from zip([place_of[id(one)] for one in bucket], _moved(bucket, self.devices[0]), strict=True)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-        """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
+        """Copy tensors from device 0 to each device, small tensors together. Device 0 gets a view."""
         if not self._in_one_go:
             return super().spread(tensors, devices)
         others = [device for device in devices if device != 0]
-        # torch copies from the first of its list, so that is there, also when it gets no samples.
+        # torch copies from the first device of the list, so device 0 is in it even if it has no samples.
         targets = [self.devices[device] for device in (0, *others)]
         found = comm.broadcast_coalesced([tensor.detach() for tensor in tensors], targets) if tensors else []
         by_device = dict(zip((0, *others), found, strict=False))
@@ -116,7 +122,7 @@ class GpuCopies(Copies):
         ]
 
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
-        """Add up gradients on the first device, small ones together where every device has one."""
+        """Add up gradients on device 0. Reduce the small gradients together if every device has them."""
         totals: list[Tensor | None] = [None] * len(grads)
         sums = self._in_one_go and 0 in devices and len(devices) > 1
         together = [i for i, parts in enumerate(grads) if sums and all(map(_plain, parts))]
@@ -130,7 +136,7 @@ class GpuCopies(Copies):
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors of one dtype and one device to another as one; what comes are views of it."""
+    """Copy tensors of one dtype and one device to another device as one flat tensor. Return views of that tensor."""
     if len(tensors) == 1:
         return [tensors[0].to(device, non_blocking=True)]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=True)
@@ -143,5 +149,5 @@ def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _plain(grad: Tensor | None) -> bool:
-    """Tell whether torch's reduction takes a gradient: there, dense, real, and without a graph of its own."""
+    """Return whether torch's reduction accepts a gradient: not None, dense, real, and without a graph."""
     return grad is not None and grad.layout is torch.strided and not grad.is_complex() and not grad.requires_grad

@@ -1,4 +1,4 @@
-"""The batch sampler of samples that differ in length: batches of like length, as many samples as fit at that length."""
+"""Batch samples of similar length, with as many samples per batch as fit on the devices at that length."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from autosplit.solve.padded_length import Batches, LengthPlan, checked_lengths, 
 
 
 class TokenBatchSampler(ScheduledBatchSampler):
-    """Hands out an epoch as batches of like length, each of as many samples as the devices hold at its length.
+    """Yield batches of samples of similar length. Each has as many samples as fit on the devices at its length.
 
-    Every sample comes once an epoch. With an effective batch, each optimizer step has exactly the samples that the
-    plan's `batch_sampler` would give it, sorted and cut otherwise; without, every batch is an optimizer step, so that
-    steps have unlike numbers of samples. Within a batch the longest sample comes first, and devices, or ranks, get
-    their samples in that order.
+    Every sample is yielded once per epoch. With an effective batch size, each optimizer step has the same samples as
+    with the plan's `batch_sampler`. But the samples are sorted by length, and the batches differ. Without an effective
+    batch size, every batch is an optimizer step, so steps differ in their number of samples. The longest sample of a
+    batch comes first. Devices or ranks get their samples in that order.
 
     Args:
-        lengths: Of each sample of the data set, in what the plan's lengths are counted in.
-        split: Samples of the longest length that each device, or each rank, gets in a full forward.
-        keeps_effective: Every step has exactly `effective_batch_size` samples; otherwise every batch is a step.
-        rank: Whose part of every batch to hand out; None for all of it.
+        lengths: The length of each sample of the data set, in the unit of the plan's lengths.
+        split: Samples of the longest length that each device or rank gets in a full forward.
+        keeps_effective: Whether every step has exactly `effective_batch_size` samples. If False, every batch is a step.
+        rank: The rank whose part of every batch to yield. None for the whole batch.
 
     Raises:
-        InputError: Lengths that are no whole numbers of 1 or more, or are above the longest of the plan.
+        InputError: A length is not an integer of 1 or more, or is above the longest length of the plan.
     """
 
     unlike_lengths = True
@@ -50,7 +50,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         self._digest: str | None = None
         self._plan, self._split = plan, tuple(split)
         self._keeps_effective, self._rank = keeps_effective, rank
-        plan.times_at(max(self._lengths))  # or one is too long
+        plan.times_at(max(self._lengths))  # raises InputError if a sample is too long
         super().__init__(
             len(self._lengths),
             sum(split),
@@ -75,7 +75,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         order = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
         effective = self.effective_batch_size if self._keeps_effective else None
         steps = cut_epoch(self._plan, self._lengths, order, self._split, effective)
-        if self.shuffle and effective is None:  # or lengths would fall and fall again
+        if self.shuffle and effective is None:  # the batches are sorted by length, so shuffle the steps
             generator = torch.Generator().manual_seed(self.seed + epoch)
             steps = [steps[number] for number in torch.randperm(len(steps), generator=generator).tolist()]
         return steps
@@ -95,17 +95,17 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return sum(map(len, self._of_epoch(self.epoch)[0]))
 
     def __iter__(self) -> Iterator[list[int]]:
-        start_step, self._start_step = self._start_step, 0  # spent at the first draw, as in the class above
+        start_step, self._start_step = self._start_step, 0  # used at the first draw, as in ScheduledBatchSampler
         for step in self._of_epoch(self.epoch)[0][start_step:]:
             for batch in step:
                 yield batch if self._rank is None else self._part_of(batch, self._rank)
 
     def _part_of(self, batch: list[int], rank: int) -> list[int]:
         ends = [0, *itertools.accumulate(self._shares_of(batch))]
-        return batch[ends[rank] : ends[rank + 1]] or batch[-1:]  # which is run, and counts for nothing
+        return batch[ends[rank] : ends[rank + 1]] or batch[-1:]  # a rank without samples runs one with weight 0
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:  # noqa: ARG002
-        """Refuse models that train on no single sample: batches of like length are of any size."""
+        """Raise InputError if the model cannot train on a single sample, because a batch may have only one."""
         if least > 1:
             raise InputError(
                 f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "
@@ -120,7 +120,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return {**super().common_facts(), "digest of the lengths": self._digest}
 
     def _order_facts(self) -> dict[str, Any]:
-        """Return what the samples of a number of steps depend on: with an effective batch the order alone."""
+        """Return the facts that determine the samples of each step. With an effective batch size, only the order."""
         facts = super()._order_facts()
         if not self._keeps_effective:
             made_of = repr((self._plan.points, self._split, self._lengths)).encode()
