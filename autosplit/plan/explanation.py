@@ -101,10 +101,10 @@ class Bound:
         what: The kind of bound. ``"memory"``: memory of a device, compared with no limit. ``"max_batch_size"`` and
             ``"effective_batch_size"``: compared with twice the size (`max_batch_size` with an effective batch size: no
             limit). ``"device"``: time of one device, and ``"link"``: time of all transfers, compared with twice the
-            speed. Compared with no cost: ``"copies"`` of parameters and gradients (for ranks, the all-reduce),
-            ``"gather"`` of the outputs, ``"update"`` by the optimizer, and ``"host"``, the cost of starting each
-            operation (only in `MeasuredStep`). ``"overhead"``: all costs between real devices except the optimizer,
-            which can't be measured separately.
+            speed. The other kinds are compared with no cost. ``"copies"``: copies of parameters and gradients, or for
+            ranks the all-reduce. ``"gather"``: the gather of the outputs. ``"update"``: the optimizer. ``"host"``: the
+            cost of starting each operation (only in `MeasuredStep`). ``"overhead"``: all costs between real devices
+            except the optimizer, which can't be measured separately.
         device: Label of the device; None for all devices, or if the bound concerns no single device.
         samples_per_s: Throughput without the bound: simulated for simulated GPUs, otherwise predicted.
         gain: Throughput without the bound over throughput with it.

@@ -21,9 +21,9 @@ class Export:
 
     Attributes:
         to: The format, one of `FORMATS`.
-        settings: For `transformers`, `accelerate` and `lightning`: keyword arguments, by the name of the class that
-            takes them, and under ``"command"`` the command line that starts the script. For `torchrun`: ``"command"``,
-            a list, and ``"variables"``. For `env`: the variables. For `json`: the plan.
+        settings: For `transformers`, `accelerate` and `lightning`: keyword arguments by class name, and the command
+            line that starts the script under ``"command"``. For `torchrun`: ``"command"``, a list, and ``"variables"``.
+            For `env`: the variables. For `json`: the plan.
         text: The text to paste: Python, a command line, ``export`` lines, or JSON.
         exact: Whether the tool trains as the plan does. Otherwise the settings are the nearest even plan.
         notes: Sentences about settings that the tool can't express, and other remarks.

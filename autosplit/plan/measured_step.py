@@ -37,9 +37,9 @@ class MeasuredStep:
         peak_bytes: Peak memory of each device.
         capacity_bytes: Memory that training may use on each device, without the reserve.
         memory: Parts of each peak; None if they are unknown.
-        bound_by: Changes that would make the step faster with the same split, the largest gain first: a device that is
-            twice as fast (``"device"``, without a label for all devices), free copies, and so on. Empty if they are
-            unknown.
+        bound_by: Changes that would make the step faster with the same split, the largest gain first. ``"device"``: a
+            device that is twice as fast, or all devices if it has no label. See `Bound` for the others. Empty if they
+            are unknown.
         simulated: Whether the devices are simulated.
         predicted: Whether the time is computed from each rank's own time, because no step of all ranks was run (DDP
             from one process).

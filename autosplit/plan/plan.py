@@ -364,9 +364,9 @@ class Plan(PlanRecord):
 
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
-            count: Return the divisor of a batch's mean loss if it is not the number of samples: an int (labels that are
-                not padding), a float, or a tensor of one element (the sum of the class weights of its labels). A batch
-                with a count of 0 contributes nothing.
+            count: Return the divisor of a batch's mean loss, if it is not the number of samples. For example, return
+                the number of labels that are not padding, or a tensor with the sum of the labels' class weights. A
+                batch with a count of 0 contributes nothing.
             on_oom: ``"cut"``: if a micro-batch runs out of memory within ``with step.attempt():``, run it again in two
                 parts, see `OptimizerStep.attempt`. After three such micro-batches, all of their size are cut before
                 they run, as long as the loader lives, and the plan's file gets a note. Values other than tensors are

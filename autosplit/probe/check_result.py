@@ -18,9 +18,9 @@ class Check:
     Attributes:
         subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``,
             ``"BatchNorm2d at features.1"``, ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
-        split_error: Relative difference (0.1 for 10%) between the whole sample batch and the same batch split unevenly
-            over two devices, of the gradient or of a BatchNorm layer's output. None if it was not compared, or is not
-            finite. In a plan, differences within rounding are 0.
+        split_error: Relative difference (0.1 for 10%) of the gradient, or of a BatchNorm layer's output. The whole
+            sample batch is compared with the same batch split unevenly over two devices. None if it was not compared,
+            or is not finite. In a plan, differences within rounding are 0.
         accumulation_error: The same difference for two uneven micro-batches, accumulated with the weights of
             `plan.steps` and of DDP ranks.
         depends: Whether the subject changes when the batch is split.

@@ -50,9 +50,9 @@ KEPT_GRADIENTS = 6
 def check(workload: Any) -> tuple[Check, ...]:
     """Check which parts of a training change when the batch is split.
 
-    The gradient of the whole sample batch is compared with the gradients of the batch split unevenly over two devices,
-    and of two uneven micro-batches with accumulation. DDP ranks have the same weights as the latter. A copy runs on the
-    CPU, in float64 if the model can, without dropout and autocast. The workload is not changed.
+    The gradient of the whole sample batch is compared with two others: of the batch split unevenly over two devices,
+    and of two accumulated micro-batches of different sizes. DDP ranks have the same weights as the latter. A copy runs
+    on the CPU, in float64 if the model can, without dropout and autocast. The workload is not changed.
 
     Args:
         workload: A `Workload`, or a function that returns one.

@@ -85,8 +85,8 @@ class Stopwatch(StepRunner):
     def until_it_stops_paying(self, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
         """Time growing batches on a plain CPU, where memory is predicted and never filled.
 
-        The batch doubles until one of these happens: two doublings in a row gain less than `KNEE_GAIN`, a step takes
-        longer than `LONGEST_STEP_S`, the next batch would not fit, or the time is up. If a model fails with few
+        The batch doubles until two doublings in a row gain less than `KNEE_GAIN`, or a step takes longer than
+        `LONGEST_STEP_S`. It also stops if the next batch would not fit, or if the time is up. If a model fails with few
         samples, begin with the sample batch's size.
 
         Args:

@@ -77,10 +77,10 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
 def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
     """Split a batch that is shorter than `split` in its proportions, and avoid devices with a single sample.
 
-    BatchNorm can't train on one sample. So a device with a single sample gets another sample from a device that has
-    more than two, or gives its sample to a device with room. If neither is possible, it keeps the single sample: a
-    batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved, because that device
-    trains on one sample anyway.
+    BatchNorm can't train on one sample. So a device with a single sample gets another one from a device with more than
+    two. If there is none, it gives its sample to a device with room. If neither is possible, it keeps the single
+    sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved, because
+    that device trains on one sample anyway.
 
     Args:
         batch_size: Samples to split.

@@ -25,8 +25,8 @@ _SHARES = {
 }
 """Fraction of a tuning's time for each stage, in order.
 
-Measured for a small GPT and a CNN on a CPU with two budgets (36 s and 73 s; times 0.18 and 0.37, search 0.47 and 0.35),
-and on two simulated GPUs (15 s; checks up to 0.57). The values are between these, closer to the former, which take
+A small GPT and a CNN on a CPU with two budgets took 36 s and 73 s (times 0.18 and 0.37, search 0.47 and 0.35). On two
+simulated GPUs they took 15 s (checks up to 0.57). The values are between these, closer to the CPU's, because it takes
 longer.
 """
 

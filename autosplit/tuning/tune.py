@@ -136,8 +136,9 @@ def tune(
         precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`. For several, as in
             ``("none", "bf16")``, each is tuned, and the plan has the fastest. bf16 is left out if a device has no
             native support.
-        effective_batch_size: Samples per optimizer step, which is kept exactly; or a range such as ``(256, 1024)`` or ``"256:1024"``. The fastest size is chosen. Default: one forward per step, with the smallest batch
-            that has 97% of the best throughput.
+        effective_batch_size: Samples per optimizer step, which is kept exactly; or a range such as ``(256, 1024)`` or
+            ``"256:1024"``. The fastest size is chosen. Default: one forward per step, with the smallest batch that has
+            97% of the best throughput.
         max_batch_size: The most samples per forward.
         reserve: Memory to keep free on every device: bytes, ``"1GiB"``, or a fraction (``0.05``, ``"5%"``). Default: 5%
             on GPUs.
@@ -156,8 +157,9 @@ def tune(
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
             another driver, one step confirms a stored plan. If less memory is free than the plan needs, it is solved
-            again from its fits. If another process tunes the same workload, wait for its plan up to 30 minutes (with a
-            time limit, twice that time and at least a minute), and then tune here. ``"off"`` never waits.
+            again from its fits. If another process tunes the same workload, wait for its plan for up to 30 minutes, and
+            then tune here. With a time limit, wait for up to twice that time, but at least a minute. ``"off"`` never
+            waits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
         lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
