@@ -34,7 +34,10 @@ KEYS_SHOWN = 4
 """Columns that a bar leaves free for the ``^C`` that a terminal writes. Otherwise it would break the line."""
 
 SILENT_S = 10.0
-"""Seconds before anything is written to a stderr that is not a terminal. Scripts may treat such output as a failure."""
+"""Seconds before anything is written to a stderr that is not a terminal.
+
+Scripts may read stderr, so short commands leave it empty.
+"""
 
 STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
 """Text of a bar after the first Ctrl-C. It may be shown until the present step ends."""

@@ -34,7 +34,7 @@ time of a step.
 
 @dataclass(frozen=True)
 class GoodputPoint:
-    """The throughput and the goodput of one effective batch size.
+    """The throughput and the goodput of an effective batch size.
 
     Attributes:
         effective_batch_size: Samples per optimizer step.

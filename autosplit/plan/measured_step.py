@@ -43,7 +43,7 @@ class MeasuredStep:
         simulated: Whether the devices are simulated.
         predicted: Whether the time is computed from each rank's own time, because no step of all ranks was run (DDP
             from one process).
-        rates: Source of the speed of each simulated GPU: ``"published"``, or the machine on which it was measured.
+        rates: Source of each simulated GPU's speed: ``"published"``, or ``"measured on ..."`` with the device.
         notes: Assumptions, and tasks that could not be done. Each `Note` has a `kind` and a `text`.
     """
 

@@ -63,8 +63,7 @@ class PlanDevice:
         uuid: UUID of a GPU; None for other devices.
         driver: Version of the GPU's driver; None for other devices.
         memory: Parts of `peak_bytes`; None if they are unknown.
-        rates: Source of the speed of a simulated GPU: ``"published"``, or the machine on which it was measured; None
-            for other devices.
+        rates: Source of a simulated GPU's speed, ``"published"`` or ``"measured on ..."``; None for other devices.
         attention: The back ends that torch chooses for `scaled_dot_product_attention` on the device. Empty if the model
             calls no attention, and for devices other than NVIDIA GPUs.
     """

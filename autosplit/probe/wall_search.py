@@ -56,7 +56,7 @@ class WallSearch:
         least: The smallest batch to try.
         most: The largest batch to try.
         start: The first size to try without a trace.
-        known: The ceiling of an equal device; 0 if there is none.
+        known: A size that is known to run, from an equal device or a trace with real tensors; 0 if there is none.
         allocated: Peak bytes of tensors, by number of samples.
         reserved: Peak bytes that the allocator reserved, by number of samples.
         failed: The smallest batch that did not run.

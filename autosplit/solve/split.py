@@ -165,7 +165,7 @@ def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
     quotas = [divmod(total * weight, weight_sum) for weight in weights]
     shares = [whole for whole, _ in quotas]
     left = total - sum(shares)
-    # A weight of 0 has remainder 0. There are always at least as many positive remainders as samples left.
+    # A weight of 0 has remainder 0. There are always more positive remainders than samples left.
     by_remainder = sorted(range(len(weights)), key=lambda i: -quotas[i][1])
     for index in by_remainder[:left]:
         shares[index] += 1

@@ -67,7 +67,7 @@ class _Machine:
 def simulated_changes(
     plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
-    """Simulate machines without the plan's bounds, one at a time, and machines with fewer devices.
+    """Simulate machines without the plan's bounds, one at a time, and other choices of devices.
 
     Return None if the plan has no splits or no fit, or if the time was not enough for all machines.
     """
