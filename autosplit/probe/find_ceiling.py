@@ -73,7 +73,7 @@ def find_ceiling(
     devices: tuple[Device, ...] = request.devices
     capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
-        # A replica needs a device 0: use an equal device with unlimited memory.
+        # A replica needs a device 0: use another GPU, or an equal device with unlimited memory.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
         isolated = None

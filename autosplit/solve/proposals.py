@@ -3,7 +3,7 @@
 The proposals come in three phases::
 
     answer, neighbours, even split, torch's split | best untried prediction | next to the best trial, then a sampler
-                                                    while it predicts a gain  while the model is inaccurate
+                                                    ^ while it gains          ^ while the model is inaccurate
 
 Pure: nothing is run here, and nothing is random.
 """
