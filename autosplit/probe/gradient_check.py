@@ -1,7 +1,8 @@
 """Check whether splitting a batch changes the training.
 
 Compare three gradients: of the whole sample batch, of BalancedDataParallel with an uneven split over two devices, and
-of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples, as for DDP ranks: n·W/N each. If the gradients differ, look for the cause. Advice is given only if the numbers support it.
+of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples, as for DDP ranks: n·W/N each. If the
+gradients differ, look for the cause. Advice is given only if the numbers support it.
 """
 
 from __future__ import annotations
