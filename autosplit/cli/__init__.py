@@ -1,4 +1,5 @@
-"""The command line: commands, tables, JSON and exit codes.
+"""Run the command line: commands, tables, JSON and exit codes.
 
-May import all packages but integrations. Begin with `main` (the flags) and `commands` (a module for each command).
+Modules of this package may import all packages except `integrations`. Begin with `parser` (the flags) and `commands`
+(one module each).
 """

@@ -1,4 +1,4 @@
-"""Print what was looked at for whether splitting changes the training."""
+"""Print the results of the gradient check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
-    """Print a table of what was checked, and below it what to do."""
+    """Print a table of the checks, followed by their advice."""
     figures = ("split over devices", "accumulated")
     table = plain_table("what", *figures, "changes", figures=figures)
     for check in checks:
@@ -36,11 +36,11 @@ def _others(subjects: Sequence[str]) -> list[str]:
 
 
 def dependence_line(checks: Sequence[Check]) -> str:
-    """Say in one line what a split of the batch changes, and how much at most; empty where it changes nothing."""
+    """Return one line on the largest changes by splitting the batch, or an empty text if nothing changes."""
     found = changed(checks)
     if not found:
         return ""
-    # What makes the gradient another comes first.
+    # The causes of a changed gradient come first.
     causes = [check for check in found if check.subject != "gradient"]
     gradient = [check for check in found if check.subject == "gradient"]
     said = [_most_text(alike) for alike in (causes, gradient) if alike]
@@ -55,7 +55,7 @@ def _most_text(checks: Sequence[Check]) -> str:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Return a line for each check, those that depend first; many that want the same done share one."""
+    """Return a line for each check, those that changed first. Many checks with the same advice share one line."""
     ordered = sorted(checks, key=lambda check: not check.depends)
     lines: list[str] = []
     for _, group in itertools.groupby(ordered, key=lambda check: (check.depends, check.advice)):
@@ -68,11 +68,11 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 _CHECKS_IN_FULL = 3
-"""More that want the same done share a line in a plan's report."""
+"""Most checks with the same advice that get one line each in a plan's report. More share one line."""
 
 
 def _alike_text(alike: Sequence[Check]) -> str:
-    """Say of many at once how much the worst of them depends."""
+    """Return one line for several checks with the same advice, with the largest errors."""
     split, accumulated = (
         error_text(max((error for error in errors if error is not None), default=None))
         for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)

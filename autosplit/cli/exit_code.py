@@ -1,6 +1,6 @@
-"""The end of a process: its exit code, which among several torchrun makes 1 whatever happened; a second Ctrl-C.
+"""End the process with the right exit code, also below torchrun (which makes it 1), and at a second Ctrl-C.
 
-It imports no torch, which may be half imported when Ctrl-C comes.
+This module does not import torch, which may be half imported when Ctrl-C comes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
-"""Names the file in which rank 0 leaves its exit code for who started it."""
+"""Environment variable with the file for rank 0's exit code. The process that started the ranks reads it."""
 
 STARTER_VARIABLE = "AUTOSPLIT_STARTER"
-"""The id of the process that started the ranks."""
+"""Environment variable with the id of the process that started the ranks."""
 
 
 def reported(exit_code: int) -> int:
-    """Return what to exit with: among several processes 0, for torchrun; rank 0 leaves its exit code in a file."""
+    """Return the exit code of this process. Below torchrun it is 0, and rank 0 writes the real code to a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if not path:
         return exit_code
@@ -32,14 +32,14 @@ def reported(exit_code: int) -> int:
 
 
 def end_with_parent() -> None:
-    """Let the system end this process when the one that started it is killed, where it can: on Linux."""
+    """Let Linux end this process when the process that started it is killed."""
     if os.environ.get(OUTCOME_VARIABLE) and sys.platform == "linux":
         import ctypes
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.environ.get(STARTER_VARIABLE) not in (None, str(os.getppid())):
-            os._exit(1)  # it was killed while this process was imported: nobody waits for it any more
+            os._exit(1)  # the starter was killed during our imports
 
 
 _SET_DEATH_SIGNAL = 1
@@ -49,18 +49,18 @@ _SET_DEATH_SIGNAL = 1
 def leaves_at_the_second(
     last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
 ) -> None:
-    """Let the second Ctrl-C of this process end it at once, for good; the first stays Python's.
+    """End this process at the second Ctrl-C. The first one is handled by Python.
 
-    Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally` that
-    waits: a thread of its own hears of the signal all the same.
+    Python runs signal handlers between two instructions of the main thread. The main thread may be in a long
+    instruction, or wait in a `finally`. So a separate thread listens for the signal.
 
     Args:
-        last: Called in that thread, before the end; it returns the exit code.
-        first: Called in that thread at the first Ctrl-C; it must not wait for anything, or the second is not heard.
-        apart_s: Signals that come closer together than this are of one key.
+        last: Called in that thread before the process ends. It returns the exit code.
+        first: Called in that thread at the first Ctrl-C. It must not wait, or the second Ctrl-C has no effect.
+        apart_s: Seconds within which signals belong to the same key press.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        return  # Windows tells of a signal by sockets only; there the second is Python's, too
+        return  # Windows needs sockets for this, so Python handles the second, too
     hears, tells = os.pipe()
     os.set_blocking(tells, False)
     signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
@@ -76,7 +76,7 @@ def leaves_at_the_second(
         os._exit(last())
 
     def leave_alone() -> None:
-        signal.set_wakeup_fd(-1)  # a fork shares the pipe: its signals are not ours
+        signal.set_wakeup_fd(-1)  # a fork shares the pipe, but its signals are not for us
 
     os.register_at_fork(after_in_child=leave_alone)
     threading.Thread(target=listen, name="autosplit-interrupts", daemon=True).start()

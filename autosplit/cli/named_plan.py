@@ -1,4 +1,4 @@
-"""Find a plan that is stored: by the file it was saved to, or by the beginning of a profile's key; describe it."""
+"""Find a saved plan by its file or by the first digits of a profile's key, and describe it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder,
 
 
 def plan_file(which: str) -> Path:
-    """Return the file of a plan that somebody named; see `named_or_newest`. A file goes before a key."""
+    """Return the file of a plan from a file name or the first digits of a key. A file takes precedence."""
     if which.endswith(".py") or ".py:" in which:
         raise InputError(
             f"{which} is a Python file; expected a plan; make one with autosplit tune {which}",
@@ -22,17 +22,17 @@ def plan_file(which: str) -> Path:
 
 
 def shown_by(path: Path) -> str:
-    """Return what to name a plan by that lies in a file: a profile by the beginning of its key."""
+    """Return the shortest name for a plan's file: the first digits of a profile's key, or the path."""
     return path.stem[:KEY_DIGITS] if path.parent == profiles_folder() else str(path)
 
 
 def _is_file(which: str) -> bool:
-    """Tell whether somebody named a file, and not a key."""
+    """Return whether the argument names a file rather than a key."""
     return bool(which) and (Path(which).is_file() or not which.isalnum())
 
 
 def profile_path(key: str) -> Path:
-    """Find the one profile whose key begins so; raise InputError where none does, or several do."""
+    """Return the profile whose key begins with these digits. Raise InputError unless there is exactly one."""
     paths = profile_paths()
     matches = [path for path in paths if key and path.stem.startswith(key)]
     if len(matches) == 1:
@@ -46,7 +46,10 @@ def profile_path(key: str) -> Path:
 
 
 def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
-    """Read a plan by its file or the beginning of a profile's key; without either the newest, and say which it is."""
+    """Load a plan by its file or the first digits of a key.
+
+    Without either, load the newest profile and print its name.
+    """
     if which is not None:
         path = plan_file(which)
         return path, Plan.load(path) if _is_file(which) else read_profile(path)
@@ -62,7 +65,7 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
 
 
 def _newest_profile() -> tuple[Path, Plan] | None:
-    """Return the newest profile that can be read, of an interrupted search only where there is no other."""
+    """Return the newest profile that can be read. Prefer finished searches to interrupted ones."""
     interrupted = None
     for path in profile_paths():
         try:
@@ -76,7 +79,7 @@ def _newest_profile() -> tuple[Path, Plan] | None:
 
 
 def _told(path: Path, plan: Plan) -> str:
-    """Say in a few words which plan it is, where nobody named it."""
+    """Return a short description of a plan, for a user who did not name it."""
     devices = " + ".join(f"{count}x {name}" for name, count in Counter(one.name for one in plan.devices).items())
     name = plan.request.get("name")
     said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], devices]

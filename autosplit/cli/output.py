@@ -1,4 +1,4 @@
-"""Write a command's answer to stdout, alone; errors, notes, progress and the log to stderr."""
+"""Write a command's answer to stdout, and everything else (errors, notes, progress, the log) to stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXIT_INTERRUPTED = 4
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command says what it has to say, by its flags: `main` has what each of them does."""
+    """A command's output flags. `parser` explains them."""
 
     as_json: bool = False
     quiet: bool = False
@@ -49,12 +49,12 @@ class Manner:
             )
 
     def flags(self) -> list[str]:
-        """Return it as it was given on the command line."""
+        """Return the flags as on the command line."""
         return [f"--{one.name.removeprefix('as_')}" for one in fields(self) if getattr(self, one.name)]
 
 
 def speaks() -> bool:
-    """Tell whether this process is the one of its machine that prints: of a job's ranks the first."""
+    """Return whether this process prints: the only process, or the first rank of its machine."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
@@ -62,7 +62,7 @@ def speaks() -> bool:
 
 
 def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
-    """Say what went wrong, with the user's own frames below, and return the exit code as it was given."""
+    """Print an error, followed by the user's frames. Return the exit code."""
     lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
         _tell(lines)
@@ -70,13 +70,13 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
 
 
 def note(message: str, manner: Manner) -> None:
-    """Say what is to be known beside the answer, unless it is to be quiet."""
+    """Print a note to stderr, unless the output is quiet."""
     if speaks() and not manner.quiet:
         _tell(_fitted(_harmless(message)))
 
 
 def _tell(lines: list[str]) -> None:
-    """Write lines to stderr; one that takes none has no part in how the command ends."""
+    """Write lines to stderr. An error of stderr does not affect the command."""
     try:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
@@ -89,7 +89,7 @@ def _harmless(text: str) -> str:
 
 
 def _fitted(line: str) -> list[str]:
-    """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
+    """Wrap a line to the width of stderr's terminal. Do not break words such as paths, so that they can be copied."""
     if not sys.stderr.isatty():
         return [line]
     import textwrap
@@ -100,14 +100,17 @@ def _fitted(line: str) -> list[str]:
 
 @contextmanager
 def progress(manner: Manner) -> Iterator[Callable[[Progress], None]]:
-    """Keep stdout for the answer while something runs; draw a bar of it, or write a line a stage, or be quiet."""
+    """Keep stdout for the answer while the context runs.
+
+    Draw a progress bar, or write one line per stage, or nothing.
+    """
     drawn = progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
     with stdout_kept_clean(), drawn as tell:
         yield tell
 
 
 class _Lines(logging.Handler):
-    """Writes a line for each record, with the seconds since it was made where it is no warning."""
+    """Writes a line for each log record. Records below a warning get the seconds since the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,15 +122,15 @@ class _Lines(logging.Handler):
         said = self._whose + printable(without_passwords(" ".join(record.getMessage().split())))
         if record.levelno < logging.WARNING:
             said = f"{time.monotonic() - self._began_s:7.2f} s  {said}"
-        # To what stderr is now: a bar that is being drawn has put something there that keeps out of its way.
+        # Use the present sys.stderr. A progress bar replaces it, so that lines do not disturb the bar.
         sys.stderr.write(f"{said}\n")
 
 
 @contextmanager
 def logged(manner: Manner) -> Iterator[None]:
-    """Write what is logged under ``autosplit`` to stderr: warnings; all with ``--verbose``, nothing with ``--quiet``.
+    """Write the log of ``autosplit`` to stderr: warnings, everything with ``--verbose``, or nothing with ``--quiet``.
 
-    Whatever handlers the user's code gives to other loggers, these lines come once.
+    The lines do not go to the handlers that the user's code adds to other loggers.
     """
     log = logging.getLogger("autosplit")
     level, propagate = log.level, log.propagate
@@ -147,7 +150,7 @@ def logged(manner: Manner) -> Iterator[None]:
 
 
 def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
-    """Print a plan: for reading, as JSON, or the lines to paste."""
+    """Print a plan as a report, as JSON, or as lines to paste."""
     if manner.as_json:
         write_json(printable_json(plan.to_json()))
         return
@@ -165,7 +168,7 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
 
 def print_answer(answer: Any, manner: Manner, show: Callable[[Console], object]) -> None:
-    """Print an answer: as JSON, or as `show` prints it for reading."""
+    """Print an answer as JSON, or as a report by `show`."""
     if manner.as_json:
         print_json(answer)
     else:
@@ -178,7 +181,7 @@ def print_json(answer: Any) -> None:
 
 
 def write_json(text: str) -> None:
-    """Write JSON to stdout, whose encoding may lack some of its characters: they are escaped in JSON's own way."""
+    """Write JSON to stdout. If the encoding lacks some characters, escape them as JSON does."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -188,12 +191,12 @@ def write_json(text: str) -> None:
 
 
 def json_text(answer: Any) -> str:
-    """Return an answer as `print_json` prints it."""
+    """Return an answer as JSON text."""
     import msgspec
 
     try:
         text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
-    except UnicodeEncodeError:  # the name of a file that is not UTF-8: Python has its bytes as lone surrogates
+    except UnicodeEncodeError:  # a file name that is not UTF-8 has lone surrogates
         import json
 
         text = json.dumps(msgspec.to_builtins(answer), indent=2, ensure_ascii=False)

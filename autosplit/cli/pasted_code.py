@@ -1,4 +1,4 @@
-"""Write the lines that use a plan: Python to paste into a script, or a command."""
+"""Write the lines that use a plan: Python code to paste into a script, or a command."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autosplit.text import printable
 
 @dataclass(frozen=True)
 class Origin:
-    """How to have a plan again.
+    """How to get a plan again.
 
     Attributes:
-        expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
-        setup: Lines that it needs before it.
-        remark: A comment above it; empty for none.
-        command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
-            knows of it.
-        path: The file to start a job with; None where the plan is not saved.
-        shown_by: What `autosplit show` finds the plan by; None where it is not saved.
+        expression: Python expression for the plan: ``autosplit.Plan.load("plan.json")``.
+        setup: Lines that the expression needs.
+        remark: Comment above the expression; empty for none.
+        command: For simulated plans, the command that tunes the same on real GPUs. If it is empty, it is made from the
+            plan.
+        path: The plan's file, for starting a job; None if the plan is not saved.
+        shown_by: Argument of `autosplit show` for the plan; None if it is not saved.
     """
 
     expression: str
@@ -38,9 +38,9 @@ SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan
 
 
 def paste_lines(plan: Plan, origin: Origin = SAVED) -> tuple[str, ...]:
-    """Return the lines that use a plan: Python for a real one, a command for a simulated one.
+    """Return the lines that use a plan: Python for real devices, a command for simulated ones.
 
-    The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    The Python code expects `model`, `optimizer`, `loss_fn` and `dataset`.
     """
     if plan.simulated:
         return (origin.command or _command_again(plan),)
@@ -70,7 +70,7 @@ def _given(plan: Plan) -> str:
 
 
 def _loss_from(plan: Plan) -> str:
-    """Say where a workload's loss comes from; by a function of the inputs' outputs where a plan does not know."""
+    """Return the source of the workload's loss. If the plan does not have it, assume a loss function."""
     own = next((name for name in ("step", "compute_loss") if plan.workload.get(name) is not None), None)
     is_assumed = any(note.kind == "loss-assumed" for note in plan.notes)
     has_none = plan.workload.get("loss_fn", "unknown") is None and not is_assumed
@@ -94,9 +94,9 @@ def _imports(plan: Plan) -> tuple[str, ...]:
 
 
 def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
-    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of.
+    """Yield the loop over the steps of an epoch, in the plan's precision.
 
-    The loss is weighted by what the gradient check found; what it could not mend stands above the loop.
+    The loss has the weights that the gradient check found. Advice that code can't follow is a comment above the loop.
     """
     if _loss_from(plan) == "step":
         yield from _own_step_lines(plan, of)
@@ -123,7 +123,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
 
 
 def _count_of(plan: Plan) -> str:
-    """Return Python that counts what the loss of a `batch` divides by; empty for its samples."""
+    """Return a Python expression for the divisor of the loss of a `batch`, or an empty text if it is the samples."""
     counts = (one.count for one in plan.checks if one.depends and one.subject == "loss")
     return next((count for count in counts if count and is_count_expression(count)), "")
 
@@ -134,7 +134,7 @@ def _autocast(plan: Plan) -> str:
 
 
 def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
-    """Yield the loop of a workload whose whole optimizer step is a function of the user's."""
+    """Yield the loop for a workload whose `step` function is the whole optimizer step."""
     sizes = [rank.batch_size for rank in plan.ddp.ranks]
     if of == "ctx" and len({*sizes}) > 1:
         yield f"# shares are unlike: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
@@ -148,15 +148,16 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 
 
 def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
-    """Return the names that a loader's batch is unpacked into, and the expression of its loss.
+    """Return the loop variables for a batch of the loader, and the expression for its loss.
 
     Args:
-        device: Of a rank, as Python; empty in one process, where the wrapper moves the model's inputs itself.
+        device: Python expression for the rank's device. Empty in a single process, where the wrapper moves the
+            model's inputs.
     """
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
-    target = device or "model.output_device"  # where a function of the user's expects the batch
-    part = f'part.to({target}) if hasattr(part, "to") else part'  # names of images, for instance, stay
+    target = device or "model.output_device"  # for the user's own functions
+    part = f'part.to({target}) if hasattr(part, "to") else part'  # strings such as file names have no to()
     stars, moved = {
         "tensor": ("", f"{name}.to({target})"),
         "arguments": ("*", f"[{part} for part in {name}]"),
@@ -174,7 +175,7 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
 
 
 def _command_again(plan: Plan) -> str:
-    """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
+    """Return a command with the same request for real GPUs. The plan does not have the workload's file."""
     keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
     asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
     sizes = asked["effective_batch_size"]
@@ -191,7 +192,7 @@ def _command_again(plan: Plan) -> str:
 
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
-    """Return the lines that use a plan of DDP's ranks alone."""
+    """Return the lines for a plan with only DDP ranks."""
     given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
     return (
         _given(plan),

@@ -1,4 +1,4 @@
-"""Print a plan: its devices, its numbers, why it is so, and what to do next; in full, or the lines to paste alone."""
+"""Print a plan: its devices, numbers, reasons and next commands, as a short or full report."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     from autosplit.plan.explanation import Explanation
 
 MOST_REASONS = 2
-"""Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
+"""Most reasons in the short report. At 80 columns, a limit takes one line, and the time costs take two."""
 
 MOST_NOTE_LINES = 3
-"""Lines of notes in the short report, at 80 columns: with two devices and reasons of three lines it has 24."""
+"""Most lines of notes in the short report at 80 columns.
+
+With two devices and three lines of reasons, it has 24 lines.
+"""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
@@ -52,7 +55,7 @@ def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, de
 
 
 def short_report(plan: Plan, origin: Origin) -> Group:
-    """Build the short report: devices, numbers, gain, why it is so, what asks for an action, and the next command."""
+    """Build the short report: devices, numbers, gain, reasons, notes that require action, and the next command."""
     from rich.console import Group
 
     explanation = plan.explain()
@@ -69,7 +72,7 @@ def short_report(plan: Plan, origin: Origin) -> Group:
 
 
 def full_report(plan: Plan, origin: Origin) -> Group:
-    """Build the full report: the short one's with DDP's numbers, all that explains it, notes, and lines to paste."""
+    """Build the full report: like the short one, with DDP's numbers, all reasons and notes, and lines to paste."""
     from rich.console import Group
 
     explanation = plan.explain()
@@ -86,7 +89,7 @@ def full_report(plan: Plan, origin: Origin) -> Group:
 
 
 def _status(plan: Plan) -> Iterator[Text]:
-    """Yield a line for what keeps the plan from being taken as it is."""
+    """Yield a line if the plan is simulated or incomplete."""
     from rich.text import Text
 
     if plan.simulated:
@@ -104,7 +107,7 @@ def _section(heading: str, lines: Sequence[str]) -> Iterator[RenderableType]:
 
 
 def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
-    """Yield lines to copy: none is broken, whatever the terminal's width."""
+    """Yield lines to copy, which are not wrapped at any width of the terminal."""
     from rich.text import Text
 
     yield Text(f"\n{heading}\n" if heading else "", "bold")
@@ -113,7 +116,7 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
 
 
 def _faster_with_ddp(explanation: Explanation) -> str:
-    """Say how much faster DDP is; empty where it is not."""
+    """Return a text on how much faster DDP is, or an empty text if it is not faster."""
     gain = explanation.ddp_samples_per_s / explanation.samples_per_s
     if explanation.fastest != "ddp" or gain <= 1 + BINDING_SHARE:
         return ""
@@ -122,7 +125,7 @@ def _faster_with_ddp(explanation: Explanation) -> str:
 
 
 def _unused_lines(plan: Plan) -> list[str]:
-    """Say why devices get no samples."""
+    """Return the reasons why devices get no samples."""
     unused = [device for device in plan.devices if not device.share]
     full = [device.label for device in unused if not device.ceiling.batch_size]
     slow = [device.label for device in unused if device.ceiling.batch_size]
@@ -136,7 +139,7 @@ def _unused_lines(plan: Plan) -> list[str]:
 
 
 def _notes_to_act_on(plan: Plan) -> list[str]:
-    """Return what may ask for an action: checks that depend on the split, and notes that are more than a remark."""
+    """Return notes that may require action: checks that changed, and notes other than remarks."""
     is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
     depends = dependence_line(plan.checks) if is_cut else ""
     notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind != NEAREST_PROFILE)]
@@ -148,7 +151,7 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
 
 
 def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
-    """Return the next command, and the one that says more; of a plan that is not saved the lines to paste."""
+    """Return the next command, and the command for details. For a plan that is not saved, return the lines to paste."""
     if origin.shown_by is None:
         lines = paste_lines(plan, origin)
         return (f"next  {lines[0]}",) if plan.simulated else lines
@@ -168,7 +171,7 @@ def _device_table(plan: Plan) -> Table:
 
 
 def _device_text(plan: Plan, first: int, last: int) -> str:
-    """Name a device or a run of them: ``cuda:0 to 3 RTX3090``; by ranks where two machines have equal labels."""
+    """Return a text for one device or several: ``cuda:0 to 3 RTX3090``. If labels are not unique, use ranks."""
     labels = [device.label for device in plan.devices]
     if len({*labels}) < len(labels):
         labels = [f"rank {rank}" for rank in range(len(labels))]
@@ -177,14 +180,14 @@ def _device_text(plan: Plan, first: int, last: int) -> str:
 
 
 def device_columns(plan: Plan) -> tuple[str, ...]:
-    """Return the headings of the table of devices; a single one has no shares to speak of."""
+    """Return the headings of the table of devices. For a single device there is no column for the split."""
     several = len(plan.devices) > 1
     share = ("share",) if several else ()
     return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
 
 
 def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield its row for each device."""
+    """Yield the cells of each device's row."""
     several = len(plan.devices) > 1
     for place, (device, ceiling) in enumerate(zip(plan.devices, plan.ceilings, strict=True)):
         not_run = "" if plan.simulated or device.ceiling.confirmed else ", not run"
@@ -198,7 +201,7 @@ def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
-    """Return the numbers that the user sets, what they make, and what is gained."""
+    """Return the numbers that the user sets, the results, and the gain."""
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
@@ -228,7 +231,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
-    """Return the same with the samples of a forward beside the split."""
+    """Return the numbers of the short report, with the samples per forward in the row of the split."""
     numbers = dict(_numbers(plan))
     if "split" in numbers:
         numbers["split"] = f"{shares_text(plan.split)}, {numbers.pop('batch_size')} samples per forward"
@@ -236,7 +239,7 @@ def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
 
 
 def all_numbers(plan: Plan) -> list[tuple[str, str]]:
-    """Return the numbers with what else there is to say of them: `gpu0_bsz`, and how they were found."""
+    """Return the numbers of the full report, with `gpu0_bsz` and the effort of the search."""
     rows = _numbers(plan)
     if len(plan.devices) > 1:
         rows.append(("gpu0_bsz", f"{plan.gpu0_bsz}"))
@@ -249,7 +252,7 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _gain_text(plan: Plan) -> str:
-    """Compare with the even split of the same batch, as far as that says something."""
+    """Return a text on the gain over the even split of the same batch, if that is meaningful."""
     even = even_split(plan.batch_size, len(plan.split))
     if plan.shares_processor:
         return "not claimed: these devices share one processor"
@@ -273,7 +276,7 @@ def _effort_text(plan: Plan) -> str:
 
 
 def ddp_lines(plan: Plan) -> list[str]:
-    """Return a line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
+    """Return a line for each group of equal ranks. For a single device, return no lines."""
     if len(plan.devices) == 1:
         return []
     if not plan.ddp.ranks:
@@ -289,17 +292,17 @@ def ddp_lines(plan: Plan) -> list[str]:
 
 
 def ddp_heading(explanation: Explanation) -> str:
-    """Say what DDP's numbers are, and which is faster where there are two answers."""
+    """Return the heading of DDP's numbers. If there are two answers, it has the faster one."""
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading
 
 
 def explained_lines(explanation: Explanation) -> list[str]:
-    """Leave out what stands elsewhere in the report, and what would bring nothing."""
+    """Return the reasons, without those that are elsewhere in the report or have no effect."""
     left_out = {"bounds", "ddp"}
     if explanation.shares_processor or explanation.even_measured is not None:
-        left_out.add("even")  # the gain's row says it
+        left_out.add("even")  # the row "gain" has it
     if explanation.more_memory is not None and not explanation.more_memory.pays:
         left_out.add("memory")
     others = (text for subject, text in explanation.sentences().items() if subject not in left_out)
@@ -315,7 +318,7 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
 
 
 def request_text(request: Mapping[str, Any]) -> str:
-    """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
+    """Return the arguments of a request without devices, name and defaults: ``effective_batch_size 256:512``."""
     texts = []
     for name, value in request.items():
         if name not in ("devices", "name") and value is not None and (name, value) != ("strategy", "auto"):

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP, which schedulers and closed terminals send: stop like Ctrl-C, so that the best plan is kept."""
+"""Handle SIGTERM and SIGHUP like Ctrl-C, so that the best plan is kept. Schedulers and closed terminals send them."""
 
 from __future__ import annotations
 

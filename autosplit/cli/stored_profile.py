@@ -1,4 +1,4 @@
-"""Describe a file of the cache, whatever is in it."""
+"""Describe a profile's file, even if it is not valid."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from autosplit.profiles.store import read_profile
 
 @dataclass(frozen=True)
 class Profile:
-    """A file of the cache.
+    """A profile: a plan in a file of the cache.
 
     Attributes:
-        key: 32 hexadecimal digits; the beginning of them names it.
+        key: 32 hexadecimal digits. Commands accept the first digits as a name.
         path: The file.
-        saved_at: When it was written, as ISO 8601 with the offset from UTC; None where that is unknown.
-        age_s: Seconds since then; None where that is unknown.
-        problem: Why it can't be read; None where it can. Then all that follows is empty.
-        name: By which plans of equal workloads are kept apart; None where none was given.
-        model: The model's class, or the function that makes it.
-        parameters: How many the model has; None where that is unknown.
-        devices: Labels, in order.
-        device_names: What their makers call them, in the same order.
-        request: What was asked for, by `tune`'s keywords; what was left out is not in it.
+        saved_at: Time when the file was written, as ISO 8601 with the offset from UTC; None if it is unknown.
+        age_s: Seconds since then; None if unknown.
+        problem: Why the file can't be read; None if it can. Otherwise all following values are empty.
+        name: The ``name=`` given to `tune`, or None.
+        model: The model's class, or the function that makes the model.
+        parameters: Number of the model's parameters; None if it is unknown.
+        devices: Labels of the devices, in order.
+        device_names: Model names of the devices, in the same order.
+        request: Arguments of `tune`, without those that were not given.
         split: Samples per device in one forward.
         batch_size: Samples per forward.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step.
         samples_per_s: Throughput.
-        simulated: It is for cards that are not here.
-        complete: False where the search was interrupted and this is the best so far.
+        simulated: Whether the devices are simulated.
+        complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
     """
 
     key: str
@@ -66,10 +66,10 @@ _NUMBERS = (
 
 
 def profile_at(path: Path) -> Profile:
-    """Tell what there is to tell of a file of the cache, whatever is in it."""
+    """Describe a profile's file, even if it is not valid."""
     saved_at: str | None = None
     age_s: float | None = None
-    with contextlib.suppress(OSError, ValueError, OverflowError):  # it is gone, or bears a time that no calendar has
+    with contextlib.suppress(OSError, ValueError, OverflowError):  # it was removed, or its time is out of range
         written_s = path.lstat().st_mtime
         saved_at = datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
         age_s = max(0.0, time.time() - written_s)

@@ -1,7 +1,7 @@
-"""The layout of what is printed: tables, lists and small texts, for the reports and tables of `cli`.
+"""Lay out tables, lists and short texts for the reports and tables of `cli`.
 
-Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets,
-and what others wrote passes `text.printable`, so that it shows itself and does nothing else.
+Only this module converts bytes to GiB and seconds to ms. Everything is built from `Text`, so brackets in a name are not
+markup. Text from other programs passes `text.printable`, so it can't control the terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def print_plain(what: RenderableType, console: Console) -> None:
-    """Print uncropped (a line to paste may be longer than the terminal) and, in plain text, without trailing blanks."""
+    """Print without cropping, because a line to paste may be longer than the terminal.
+
+    Strip trailing blanks of plain text.
+    """
     if console.is_terminal:
         console.print(what, crop=False)
         return
@@ -30,7 +33,7 @@ def print_plain(what: RenderableType, console: Console) -> None:
 
 
 def plain_table(*headings: str, figures: Container[str] = ()) -> Table:
-    """Return an empty table with bold headings, one line below them, and figures on the right of their columns."""
+    """Return an empty table with bold headings, one line below them, and figures aligned to the right."""
     from rich import box
     from rich.table import Table
 
@@ -52,7 +55,7 @@ def add_row(table: Table, *cells: str | Text) -> None:
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return names with what is said of each beside them."""
+    """Return a table with a name and a text in each row."""
     return _grid(rows, 2)
 
 
@@ -79,33 +82,33 @@ def print_bullets(lines: Iterable[str], console: Console) -> None:
 
 
 def short_name(name: str) -> str:
-    """Leave out what every card of its maker is called."""
+    """Remove the manufacturer from a device's name."""
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def shares_text(split: Sequence[int]) -> str:
-    """Write a split for reading: of more than four devices by runs, ``3 x 1024, 5 x 512``."""
+    """Format a split. With more than four devices, group equal numbers: ``3 x 1024, 5 x 512``."""
     if len(split) <= 4:
         return tuple_text(split)
     return ", ".join(f"{len([*run])} x {share}" for share, run in itertools.groupby(split))
 
 
 def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
-    """Say where the figures of simulated cards are from: once where all are from one place."""
+    """Return the sources of simulated GPUs' speeds. If all are equal, return it once."""
     if len(set(rates)) == 1:
         return rates[0]
     return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))
 
 
 def short_bytes_text(nbytes: int) -> str:
-    """Write bytes as GiB with one decimal, or whole MiB, or whole KiB."""
+    """Format bytes as GiB with one decimal, or whole MiB, or whole KiB."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.1f} GiB"
     return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
 
 
 def memory_text(peak_bytes: int, capacity_bytes: int) -> str:
-    """Return ``18.2 of 24.0 GiB (75%)``. The share is rounded down, so that only a full memory has 100%."""
+    """Return ``18.2 of 24.0 GiB (75%)``. The percentage is rounded down, so that only a full memory has 100%."""
     peak, capacity = short_bytes_text(peak_bytes), short_bytes_text(capacity_bytes)
     if peak[-3:] == capacity[-3:]:
         peak = peak[:-4]

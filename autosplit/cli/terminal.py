@@ -1,6 +1,6 @@
-"""The terminal: a console for a stream, a progress bar, and a stdout on which nothing but the answer appears.
+"""Set up the terminal: a console for a stream, a progress bar, and a stdout that gets only the answer.
 
-rich is imported by what draws with it, not with this module.
+rich is imported by the functions that need it, not by this module.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ if TYPE_CHECKING:
     from autosplit.tuning.progress import Progress
 
 PLAIN_WIDTH = 100
-"""Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
+"""Width without a terminal, in columns, unless ``COLUMNS`` is set."""
 
 NARROW = 80
-"""Below so many columns the bar itself gives way to what is being done; its share is told in percent."""
+"""Least width for a progress bar, in columns. A narrower terminal shows a percentage."""
 
 BAR_WIDTH = 12
-"""Columns of the bar: so many leave the longest message of a tuning, of 51, in full on a terminal of 100."""
+"""Width of the bar, in columns. It leaves room for the longest message of a tuning (51) on a terminal of 100."""
 
 KEYS_SHOWN = 4
-"""Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
+"""Columns that a bar leaves free for the ``^C`` that a terminal writes. Otherwise it would break the line."""
 
 SILENT_S = 10.0
-"""What is over so soon says nothing on a stderr that is no terminal: scripts read what does."""
+"""Seconds before anything is written to a stderr that is not a terminal.
+
+Scripts may read stderr, so short commands leave it empty.
+"""
 
 STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
-"""What a bar says from the first Ctrl-C on: it may take as long as the step that runs."""
+"""Text of a bar after the first Ctrl-C. It may be shown until the present step ends."""
 
 _stopping = threading.Event()
 _DUMB = ("dumb", "unknown")
 
 
 def console_for(stream: TextIO) -> Console:
-    """Return a console for stdout or stderr: on a terminal in colour and of its width, otherwise plain text.
+    """Return a console for stdout or stderr, with colours and width of the terminal, or for plain text.
 
-    Without a terminal lines are 100 columns wide unless ``COLUMNS`` is set, and no escape codes are written unless
-    ``FORCE_COLOR`` asks for colour; ``NO_COLOR`` goes before it, and a ``TERM`` of ``dumb`` has none.
+    Without a terminal, lines are 100 columns wide unless ``COLUMNS`` is set. Escape codes are written only if
+    ``FORCE_COLOR`` is set. ``NO_COLOR`` and a ``TERM`` of ``dumb`` override it.
     """
     from rich.console import Console
 
     is_dumb = os.environ.get("TERM") in _DUMB
     if stream.isatty():
-        # Of a dumb one rich takes 80 columns, unless it is told both.
+        # For a dumb terminal, rich uses 80 columns unless both width and height are set.
         size: Any = {"width": width_of(stream), "height": 25} if is_dumb else {}
         return Console(file=stream, highlight=False, **size)
     coloured = os.environ.get("FORCE_COLOR", "") not in {"", "0"} and not os.environ.get("NO_COLOR") and not is_dumb
@@ -62,7 +65,7 @@ def console_for(stream: TextIO) -> Console:
 
 
 def width_of(stream: TextIO) -> int:
-    """Return how many columns a stream has: what ``COLUMNS`` says, what its terminal says, or `PLAIN_WIDTH`."""
+    """Return the width of a stream in columns: ``COLUMNS``, the width of the terminal, or `PLAIN_WIDTH`."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
@@ -73,14 +76,15 @@ def width_of(stream: TextIO) -> int:
 
 
 def streams_made_fit() -> None:
-    """Make stdout and stderr take any text: where one is closed it goes nowhere, and what it can't encode is escaped.
+    """Make stdout and stderr accept any text. Discard text for a closed stream, and escape characters it can't encode.
 
-    A closed descriptor is filled, too, or the next file that is opened would get its number and be printed to.
+    Closed descriptors are opened, too. Otherwise the next file that is opened would get such a number, and output would
+    go into it.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # it is closed, and now the lowest that is free
+        except OSError:  # it is closed, so open() returns its number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -91,7 +95,10 @@ def streams_made_fit() -> None:
 
 
 def sent_nowhere(stream: TextIO) -> None:
-    """Let a stream that can't be written to take the rest: python would complain when it flushes at the end."""
+    """Redirect a stream that can't be written to /dev/null.
+
+    Otherwise Python reports an error when it flushes at the end.
+    """
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -100,9 +107,9 @@ def sent_nowhere(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def stdout_kept_clean() -> Iterator[None]:
-    """Send to stderr what user code, C libraries and child processes write to stdout, which is for the answer."""
+    """Redirect stdout of user code, C libraries and child processes to stderr, because stdout is for the answer."""
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undoing:
-        # Where a descriptor is closed there is nothing to keep clean.
+        # A closed stdout needs no redirection.
         with contextlib.suppress(OSError):
             kept = os.dup(1)
             undoing.callback(os.close, kept)
@@ -114,7 +121,7 @@ def stdout_kept_clean() -> Iterator[None]:
 
 
 def _stage_lines() -> Callable[[Progress], None]:
-    """Return what writes a line to stderr for each stage of what takes long."""
+    """Return a function that writes a line to stderr for each stage of a long command."""
     last, begun_s = "", time.monotonic()
 
     def tell(progress: Progress) -> None:
@@ -133,10 +140,10 @@ def _stage_lines() -> Callable[[Progress], None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far.
+    """Draw a progress bar on stderr if it is a terminal: the present stage, steps and OOMs, the best trial so far.
 
-    It begins with what every command does first, to build the model. Elsewhere, as in a log, each stage of what takes
-    long is a line.
+    The first message is about building the model, because every command begins with this. If stderr is not a
+    terminal, write one line for each stage of a long command.
     """
     if not sys.stderr.isatty():
         yield _stage_lines()
@@ -152,7 +159,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
     class Narrower(Bar):
         def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-            if _stopping.is_set():  # alone: beside figures there is no room for it
+            if _stopping.is_set():  # there is no room for figures next to it
                 table = Table.grid()
                 table.add_row(Text(STOPPING))
             else:
@@ -181,16 +188,16 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
 
 def bars_say_it_stops() -> None:
-    """Let a bar say that Ctrl-C was heard, from when it is drawn next: from any thread, waiting for nothing."""
+    """Change the text of the bar to the reply to Ctrl-C. This may be called from any thread, and does not wait."""
     _stopping.set()
 
 
 def restored_terminal() -> None:
-    """Take away a bar that is being drawn, for good, from any thread: nothing is written to stderr after this."""
+    """Remove a progress bar for good, from any thread. Nothing is written to stderr after this."""
     if os.environ.get("TERM") in _DUMB:
         return
     with contextlib.suppress(OSError):
         if os.isatty(2):
             kept = os.dup(2)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who draws the bar would draw it once more
-            os.write(kept, b"\r\x1b[2K\x1b[?25h")  # the line is cleared, the cursor comes back
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or the bar would be drawn again
+            os.write(kept, b"\r\x1b[2K\x1b[?25h")  # clear the line, show the cursor

@@ -1,4 +1,4 @@
-"""Starting a training script by torchrun with a plan: as many processes as it has ranks, and the plan for each."""
+"""Start a training script with a plan by torchrun, with one process for each rank of the plan."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch(Command):
-    """The command that this process may become; `told` says which plan it is."""
+    """A command that replaces this process. `told` describes its plan."""
 
     told: str = ""
 
     def run(self) -> None:
-        """Become that process: signals and the exit code are torchrun's."""
+        """Replace this process, so that torchrun gets the signals and sets the exit code."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(self.command[0], list(self.command), {**os.environ, **self.variables})  # noqa: S606 - it is our own
+        os.execve(self.command[0], list(self.command), {**os.environ, **self.variables})  # noqa: S606 - our own command
 
 
 def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
-    """Make torchrun's command for a plan's file; for None, that which the environment names or which is remembered."""
+    """Make torchrun's command for a plan's file. Without a file, use the environment's plan or a stored plan."""
     plan, path = plan_for_job(profile)
     assert path is not None, "a plan that is not given as one has a file"
     found = command_for(plan, path, arguments)
@@ -45,21 +45,25 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
-    """Run a command of autosplit's in several processes of this machine, by torchrun; return rank 0's exit code.
+    """Run an autosplit command in several processes of this machine by torchrun. Return rank 0's exit code.
+
+    Args:
+        arguments: Arguments of the command.
+        num_processes: Number of processes.
 
     Raises:
-        RankFailedError: A process ended, and left no exit code.
-        KeyboardInterrupt: A signal came, before rank 0 had anything to say.
+        RankFailedError: A process ended without an exit code.
+        KeyboardInterrupt: A signal arrived before rank 0 had a result.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # loud about what the processes say themselves
+        if name.startswith("torch.distributed.elastic"):  # it repeats the errors of the processes
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with _outcome_file() as outcome:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, with a warning
         os.environ |= {OUTCOME_VARIABLE: str(outcome), STARTER_VARIABLE: str(os.getpid())}
         lost: ChildFailedError | None = None
         signalled: SignalException | None = None
@@ -67,14 +71,14 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             torchrun([*options, "-m", "autosplit", *arguments])
-        except SignalException as error:  # the processes had it, too
+        except SignalException as error:  # the processes got it, too
             signalled = error
         except ChildFailedError as error:
             lost = error
         finally:
             del os.environ[OUTCOME_VARIABLE], os.environ[STARTER_VARIABLE]
             for number, handler in handlers.items():
-                signal.signal(number, handler)  # torchrun leaves its own: a later Ctrl-C would be a `SignalException`
+                signal.signal(number, handler)  # torchrun does not restore the handlers
         text = outcome.read_text()
     if text.isdigit():
         return int(text)
@@ -97,7 +101,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
 def _outcome_file() -> Iterator[Path]:
     """Yield an empty file for rank 0's exit code.
 
-    On Linux it is in memory: a process that is killed leaves no file behind.
+    On Linux the file is in memory, so a process that is killed leaves no file behind.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("autosplit-outcome")
@@ -115,10 +119,10 @@ def _outcome_file() -> Iterator[Path]:
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and how.
+    """Return the rank that failed first, with its failure.
 
-    torchrun tells the time in whole seconds, and the others stop within 0.2 s: of those that ended together it is one
-    that was killed, then one that left by itself, then one that torchrun ended by SIGTERM.
+    torchrun reports times in whole seconds, and the other ranks stop within 0.2 s. Among failures at the same time,
+    prefer a rank that was killed, then a rank that exited, then a rank that torchrun ended by SIGTERM.
     """
     first_s = min(failure.timestamp for failure in failures.values())
     together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first_s + 1]

@@ -1,4 +1,4 @@
-"""Check the arguments of commands that run a workload: flags refused early, whose error it is, where steps run."""
+"""Check the arguments of commands that run a workload, load the workload, and name the user's code in errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
-    """Refuse bad flags before the user's file runs, which may take long."""
+    """Raise InputError for invalid flags before the user's file is run, which may take long."""
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
     from autosplit.workload.fits import checked_fits
@@ -60,7 +60,7 @@ _MOST_BYTES_OF_LENGTHS = 2**30
 
 
 def lengths_in(path: str) -> list[int]:
-    """Read the lengths of samples from a file, a number a line; raise InputError where it holds anything else."""
+    """Read the lengths of samples from a file with one number per line. Raise InputError if it has anything else."""
     from autosplit.solve.padded_length import checked_lengths
 
     try:
@@ -81,7 +81,7 @@ def lengths_in(path: str) -> list[int]:
 
 
 def one_of_several() -> bool:
-    """Tell whether this process is one of a job's several, without importing torch where it can't be."""
+    """Return whether this process is one of several in a job. Import torch only if it may be."""
     if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
         return False
     from autosplit.tuning.rank_group import in_a_job
@@ -90,7 +90,7 @@ def one_of_several() -> bool:
 
 
 def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Tell whether this process is one of several; these train by DDP, whether that was asked for or not."""
+    """Return whether this process is one of several, and the arguments. Several processes always use DDP."""
     if not one_of_several():
         return False, keywords
     if keywords.get("strategy", "auto") == "balanced":
@@ -103,19 +103,19 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
 
 
 def ranks_to_start(keywords: Mapping[str, Any], *, together: bool) -> int:
-    """Return how many processes DDP's ranks need: one for each device that is there; simulated ones need none."""
+    """Return the number of processes to start for DDP: one for each real device. Simulated devices need only one."""
     from autosplit.devices.spec import parse_devices
 
     if together or keywords.get("strategy") != "ddp":
         return 1
-    found = parse_devices(keywords.get("devices"), ask_memory=False)  # the processes will, each of its own
+    found = parse_devices(keywords.get("devices"), ask_memory=False)  # each process queries its own device
     return 1 if found[0].kind == "sim" else len(found)
 
 
 def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
-    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim.
+    """Return whether real steps run in a separate process: as requested, or else if they may fill the memory.
 
-    A rank on a budgeted processor is a process of its own already, and what is enforced there ends none.
+    A rank on a CPU with a budget is already a separate process, and running out of the budget does not end it.
     """
     if asked is not None:
         return asked
@@ -129,9 +129,9 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
 def loaded(
     spec: str, model_options: Mapping[str, Any], *, together: bool, isolate: bool
 ) -> tuple[Workload | Callable[[], Workload], Workload | Callable[[], Workload]]:
-    """Load a workload, and return it with what is measured: a function that loads it where another process does.
+    """Load a workload. Return it with the source to measure, which is a function if another process loads it.
 
-    In a job it is loaded where all ranks hear of it if one can't.
+    In a job, each rank loads the workload later, so that all ranks get an error of any rank.
     """
     from autosplit.extras.workload_spec import built_workload, workload_of_spec
 
@@ -143,7 +143,10 @@ def loaded(
 
 
 def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:
-    """Return what another process can have: it loads the file again, since classes defined in it can't be sent."""
+    """Return a function that can be sent to another process.
+
+    It loads the file again, because its classes can't be sent.
+    """
     from autosplit.workload.from_file import Loaded
     from autosplit.workload.workload import Workload
 
@@ -152,19 +155,19 @@ def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable
 
 @contextmanager
 def users_errors(spec: str) -> Iterator[None]:
-    """Show the user's own frames of what their code raises; what we raise passes."""
+    """Add the user's frames to errors of their code. Errors of autosplit pass unchanged."""
     try:
         yield
     except AutosplitError:
         raise
     except (Exception, SystemExit) as error:
         if not user_frames(error.__traceback__):
-            raise  # ours, and no one is helped by hiding where
+            raise  # a bug of autosplit keeps its traceback
         raise from_user_code(error, f"the code of {spec}") from error
 
 
 def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
-    """Tune, without the warnings of what the report says."""
+    """Tune without warnings that the report repeats."""
     from autosplit.tuning import tune as tuning
 
     with users_errors(spec), warnings.catch_warnings():
@@ -174,12 +177,12 @@ def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
 
 
 def quoted(value: object) -> str:
-    """Write a value as Python, a string in the quotes that formatters like."""
+    """Format a value as Python code, with double quotes for a string."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def flags_of(keywords: Mapping[str, Any]) -> list[str]:
-    """Return keywords as they are given on the command line."""
+    """Return keyword arguments as flags of the command line."""
     flags = []
     for keyword, value in keywords.items():
         flag = keyword.replace("_", "-")

@@ -1,5 +1,5 @@
-"""The answer: its values, JSON, validity and explanation; its settings for other tools; the verbs that use it.
+"""Define the plan: its values, JSON, checks and explanation, its export to other tools, and the methods that use it.
 
-May import the root, devices, solve and probe.check_result; parallel and runtime within the verbs that use them. Begin
-with `record` (the values) and `plan` (the verbs).
+Modules of this package may import the package root, `devices`, `solve` and `probe.check_result`. Methods that need
+`parallel` and `runtime` import them when they are called. Begin with `record` (the values) and `plan` (the methods).
 """

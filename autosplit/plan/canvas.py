@@ -1,4 +1,4 @@
-"""A picture, drawn by matplotlib: an element of the page, coloured by its variables, or a figure of its own."""
+"""Draw charts with matplotlib, either as SVG elements of an HTML page or as matplotlib figures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 WIDTH = 330
-"""Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
+"""Width of the charts in pixels, for a phone 360 pixels wide. Wider pages scale the charts up."""
 
 FONT_PIXELS = 12
 
 LEVELS = 7
-"""Colours that mean a scale: the page has `--l0` and so on."""
+"""Number of colours in a colour scale. The page defines them as `--l0` and so on."""
 
 LIGHT = {
     "ink": "#1b2129",
@@ -46,9 +46,9 @@ LIGHT = {
     "l5": "#90d743",
     "l6": "#fde725",
 }
-"""The page's light colours, for a figure of its own."""
+"""The page's light colours, for matplotlib figures."""
 
-# matplotlib knows no variables: each stands for a colour that nothing else has, and is put in its place afterwards.
+# matplotlib has no CSS variables. So draw each with a unique placeholder colour, and replace it in the SVG.
 COLORS = {name: f"#0102{number:02x}" for number, name in enumerate(LIGHT, 16)}
 
 _VARIABLES = {color: f"var(--{name})" for name, color in COLORS.items()}
@@ -59,8 +59,10 @@ class Chart:
     """A chart for a page.
 
     Attributes:
-        said: Its content in a sentence or two: the text for who can't see it.
-        svg: An ``<svg>`` element; empty where nothing could be drawn, which `said` explains.
+        name: Identifier of the chart.
+        title: Title of the chart.
+        said: Description of the chart in one or two sentences, for readers who can't see it.
+        svg: An ``<svg>`` element; empty if nothing could be drawn. Then `said` has the reason.
     """
 
     name: str
@@ -70,12 +72,12 @@ class Chart:
 
 
 def check_drawing(what: str) -> None:
-    """Refuse what needs matplotlib where that is not installed."""
+    """Raise InputError if matplotlib is not installed."""
     check_installed("matplotlib.figure", what, "it draws")
 
 
 def check_installed(module: str, what: str, why: str) -> None:
-    """Refuse what needs a module that is not installed; raise InputError."""
+    """Raise InputError if a module is not installed."""
     try:
         importlib.import_module(module)
     except ImportError:
@@ -87,7 +89,7 @@ def check_installed(module: str, what: str, why: str) -> None:
 
 
 class Canvas:
-    """A picture that is being drawn, and what its marks say when they are pointed at."""
+    """A chart that is being drawn, with the tooltips of its marks."""
 
     def __init__(self, figure: Figure | SubFigure, colors: dict[str, str]) -> None:
         self.figure = figure
@@ -100,13 +102,13 @@ class Canvas:
             self.axes.spines[side].set_visible(False)
 
     def tell(self, artist: Any, text: str) -> None:
-        """Let a mark say something when it is pointed at."""
+        """Add a tooltip to a mark."""
         key = f"mark{len(self.titles)}"
         artist.set_gid(key)
         self.titles[key] = text
 
     def dots(self, marks: Iterable[tuple[float, float, str]], label: str, color: str, **style: Any) -> None:
-        """Draw marks of one kind, each with what it says; the first stands in the legend for all."""
+        """Draw marks of one kind, each with a tooltip. The first mark gives the legend entry."""
         for x, y, text in marks:
             dot = self.axes.scatter(
                 [x], [y], label=label, **{"color": self.colors[color], "s": 46, "zorder": 3, **style}
@@ -115,12 +117,12 @@ class Canvas:
             label = ""
 
     def star(self, x: float, y: float, text: str) -> None:
-        """Mark this plan."""
+        """Mark this plan with a star."""
         paper = self.colors["paper"]
         self.dots([(x, y, text)], "this plan", "accent", marker="*", s=190, edgecolors=paper, zorder=5)
 
     def rows(self, texts: Sequence[tuple[str, str]], right: float) -> None:
-        """Lay out horizontal bars, each below its name and its figures."""
+        """Set up horizontal bars, each with its name and figures above."""
         for row, (name, figures) in enumerate(texts):
             self.axes.text(0, row - 0.34, name, va="bottom")
             place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
@@ -132,7 +134,7 @@ class Canvas:
         self.axes.spines["left"].set_visible(False)
 
     def finish(self, x: str, y: str, columns: int, handles: Sequence[Any] | None = None) -> None:
-        """Name the axes and put the legend below them, where it hides no mark."""
+        """Label the axes, and put the legend below them, so that it does not cover marks."""
         self.axes.set_xlabel(x)
         self.axes.set_ylabel(y)
         given = {} if handles is None else {"handles": handles}
@@ -141,15 +143,15 @@ class Canvas:
 
 
 def drawn(name: str, title: str, said: str, height: int, draw: Callable[[Canvas], None]) -> Chart:
-    """Draw a chart, whatever the user's own settings of matplotlib are."""
+    """Draw a chart with fixed settings, independent of the user's matplotlib settings."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     stream = io.StringIO()
     with warnings.catch_warnings(), mpl.rc_context():
-        warnings.simplefilter("ignore")  # of glyphs that its own font lacks: the page's font draws them
+        warnings.simplefilter("ignore")  # about missing glyphs, which the page's font has
         _set_style(COLORS, name)
-        # SVG has 72 units to an inch, which are the page's pixels.
+        # SVG has 72 units per inch. They are the page's pixels.
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
         canvas = Canvas(figure, COLORS)
         draw(canvas)
@@ -158,12 +160,12 @@ def drawn(name: str, title: str, said: str, height: int, draw: Callable[[Canvas]
 
 
 def side_by_side(height: int, *draws: Callable[[Canvas], None]) -> Figure:
-    """Draw charts beside each other as a figure in light colours, without pyplot: no window, and no state of it."""
+    """Draw charts next to each other as one figure in light colours, without pyplot, its windows and its state."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     class Shown(Figure):
-        """A figure that notebooks show."""
+        """A figure that notebooks display."""
 
         def _repr_png_(self) -> bytes:
             stream = io.BytesIO()
@@ -192,15 +194,15 @@ def _set_style(colors: dict[str, str], salt: str) -> None:
     mpl.rc("grid", color=colors["grid"], linewidth=1)
     mpl.rc("hatch", linewidth=1.2)
     mpl.rc("legend", fontsize=FONT_PIXELS, labelcolor=ink)
-    # The page's font, and words that can be searched and read aloud. With the salt, the same plan gives the same page,
-    # and no two charts have the same ids.
+    # Keep text as text in the SVG, so that it uses the page's font and can be searched and read aloud. With the salt,
+    # the same plan gives the same page, and no two charts have the same ids.
     mpl.rc("svg", fonttype="none", hashsalt=salt)
-    mpl.rc("text", color=ink, parse_math=False)  # a name with dollars is a name
+    mpl.rc("text", color=ink, parse_math=False)  # device names may contain dollar signs
 
 
 def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
-    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles."""
-    root = ET.fromstring(svg)  # noqa: S314  # what matplotlib just wrote
+    """Convert matplotlib's SVG file to an element of a page. The page forbids inline styles, so use attributes."""
+    root = ET.fromstring(svg)  # noqa: S314  # written by matplotlib
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     for element in list(root.iter()):
         title = titles.get(element.get("id", ""))
@@ -218,19 +220,19 @@ def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
 
 
 def _page_attributes(attributes: dict[str, str], used: set[str]) -> dict[str, str]:
-    """Return an element's attributes, its style among them; of ids those that are used."""
+    """Return an element's attributes and its style as attributes. Drop ids that nothing refers to."""
     found = {name.rpartition("}")[2]: value for name, value in attributes.items() if name != "style"}
     if found.get("id") not in used:
         found.pop("id", None)
     for declaration in attributes.get("style", "").split(";"):
         name, _, value = (part.strip() for part in declaration.partition(":"))
-        if name and name != "font-family":  # the page's
+        if name and name != "font-family":  # the page sets the font
             found[name] = value
     return {name: _VARIABLES.get(value.lower(), value) for name, value in found.items()}
 
 
 def whole_ticks(axis: Any) -> None:
-    """Write whole numbers at an axis, at whole numbers."""
+    """Set ticks of an axis at whole numbers."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.MaxNLocator(6, integer=True))
@@ -238,7 +240,7 @@ def whole_ticks(axis: Any) -> None:
 
 
 def compact(value: float, _position: int | None = None) -> str:
-    """Write 120000 as 120k, so that the words leave the marks some room; matplotlib makes it an axis' formatter."""
+    """Format 120000 as 120k, to leave room for the marks. matplotlib accepts this function as an axis formatter."""
     for least, factor, suffix in ((10**9, 10**9, "G"), (10**6, 10**6, "M"), (10**4, 10**3, "k")):
         if abs(value) >= least:
             return f"{value / factor:.4g}{suffix}"

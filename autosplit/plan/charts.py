@@ -1,6 +1,6 @@
-"""The charts of a plan, for its page and for `Plan.plot`.
+"""Draw the charts of a plan, for its page and for `Plan.plot`.
 
-No colour is alone in saying something: what differs in colour differs in place, shape or hatching, too.
+No information is in colour alone: colours also differ in position, shape or hatching.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
-"""Shares of the best throughput at which the landscape changes its colour: a search is about what is near the best."""
+"""Boundaries of the colours in the landscape, as fractions of the best throughput. Most are near the best."""
 
 GRID = 33
-"""Places along each side of the landscape at which the model is asked."""
+"""Points along each side of the landscape."""
 
 MOST_LINES = 6
-"""Kinds of devices whose memory is drawn."""
+"""Most kinds of devices whose memory is drawn."""
 
 MOST_UNLIKE = 6
-"""Times the memory of the smallest device that the largest may have, for bars of bytes to show both."""
+"""Largest ratio of device memories at which bars are drawn in bytes. Above it, they are relative to each device."""
 
 MOST_LABEL = 34
-"""Characters of a name that fit beside its figures on a phone."""
+"""Most characters of a name next to its figures on a phone."""
 
 MEMORY_PARTS = (
     ("parameters_bytes", "parameters", "c1"),
@@ -48,13 +48,13 @@ MEMORY_PARTS = (
     ("activations_bytes", "activations and others", "c5"),
     ("untraced_bytes", "not traced", "c6"),
 )
-"""Parts of a `MemoryParts`: attribute, the page's name, colour."""
+"""Parts of a `MemoryParts`: attribute, name on the page, colour."""
 
 _ROLES = {"primary": "the first device", "replica": "a replica", "rank": "a rank", "eval": "evaluation"}
 
 
 def charts_of(plan: PlanRecord, explanation: Explanation) -> tuple[Chart, ...]:
-    """Draw a plan's charts, in the page's order; one that can't be drawn of this plan says why."""
+    """Draw the charts of a plan, in the page's order. A chart that can't be drawn has a text with the reason."""
     check_drawing("a chart")
     return (
         _devices_chart(plan),
@@ -66,7 +66,7 @@ def charts_of(plan: PlanRecord, explanation: Explanation) -> tuple[Chart, ...]:
 
 
 def figure_of(plan: PlanRecord) -> Figure:
-    """Draw the memory of each device, and samples/s over the batch, as a figure of matplotlib."""
+    """Draw the memory of each device, and samples/s by batch size, as a matplotlib figure."""
     check_drawing("plan.plot()")
     height = max(_devices_height(plan), 300)
     return side_by_side(height, lambda canvas: _draw_devices(canvas, plan), lambda canvas: _draw_curve(canvas, plan))
@@ -76,7 +76,7 @@ def figure_of(plan: PlanRecord) -> Figure:
 
 
 def _short(name: str) -> str:
-    """Return a name on one line, not longer than a phone is wide."""
+    """Return a name on one line, cut off to fit a phone's width."""
     text = " ".join(visible(name).split())
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 1]}…"
 
@@ -89,7 +89,7 @@ def _unit_of(nbytes: float) -> tuple[str, int]:
 
 
 def known_parts(device: PlanDevice) -> MemoryParts | None:
-    """Return the parts of a device's peak, if they are known of this very peak."""
+    """Return the parts of a device's peak, if they add up to exactly this peak."""
     return device.memory if device.memory is not None and device.memory.total_bytes == device.peak_bytes else None
 
 
@@ -108,7 +108,7 @@ def _devices_height(plan: PlanRecord) -> int:
 
 def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
     most = max(device.memory_bytes for device in plan.devices)
-    # Bytes tell large cards from small ones; where a small one would be a line, each bar is the whole of its own.
+    # Bars in bytes show which GPU is large. If a small GPU's bar would be too short, scale each bar to 100%.
     by_share = most > MOST_UNLIKE * min(device.memory_bytes for device in plan.devices)
     unit, factor = ("% of the device's own", 0.0) if by_share else _unit_of(most)
     texts = []
@@ -129,7 +129,7 @@ def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
 
 
 def _segments(canvas: Canvas, device: PlanDevice) -> list[tuple[str, int, dict[str, Any]]]:
-    """Return the parts of a device's bar, each with its name and its style; none is empty."""
+    """Return the parts of a device's bar that are not empty, with label, bytes and style."""
     parts = known_parts(device)
     used = [("in use", device.peak_bytes, "c1")]
     if parts is not None:
@@ -148,7 +148,7 @@ def _segments(canvas: Canvas, device: PlanDevice) -> list[tuple[str, int, dict[s
 
 
 def _memory_charts(plan: PlanRecord) -> list[Chart]:
-    """Draw a chart for each kind of device."""
+    """Draw one chart for each kind of device."""
     kinds: dict[object, list[PlanDevice]] = {}
     for device in plan.devices:
         line = device.ceiling
@@ -158,7 +158,7 @@ def _memory_charts(plan: PlanRecord) -> list[Chart]:
 
 
 def _line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
-    """Return a device's fixed bytes and bytes per sample, and whether they hold beside what others have in the plan."""
+    """Return fixed bytes, bytes per sample, and whether these include the plan's samples on other devices."""
     line = device.ceiling
     if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
         return line.fixed_bytes, line.bytes_per_sample, False
@@ -195,7 +195,7 @@ def _draw_memory(canvas: Canvas, plan: PlanRecord, alike: list[PlanDevice]) -> N
     fixed, slope, is_beside = _line_of(plan, alike[0])
     points = [point for point in line.points if point[0] <= 1.5 * line.batch_size]
     most = max(line.batch_size, *(device.share for device in alike), *(n for n, _, _ in points), 1)
-    # A card that the batch does not nearly fill would flatten everything against the axis.
+    # A GPU with a much larger capacity would flatten the chart, so its capacity is a text.
     highest = max(line.peak_bytes, *(device.peak_bytes for device in alike), *(nbytes for _, nbytes, _ in points), 1)
     has_capacity = line.capacity_bytes <= 4 * highest
     top = max(highest, line.capacity_bytes if has_capacity else 0)
@@ -266,7 +266,7 @@ def _draw_trials(canvas: Canvas, plan: PlanRecord) -> None:
                 trial.number, rate, yerr=trial.error_share * rate, color=canvas.colors["c1"], capsize=3, zorder=2
             )
     canvas.dots(((trial.number, rate, _trial_text(trial)) for trial, rate in ran), _measured(plan), "c1")
-    room = max(0.05 * max(rates), 0.25 * (max(rates) - min(rates)))  # what differs little is not drawn as if it did
+    room = max(0.05 * max(rates), 0.25 * (max(rates) - min(rates)))  # keep small differences small
     floor = max(0.0, min(rates) - 3 * room)
     failed = (trial for trial in plan.trials if trial.samples_per_s is None)
     crosses = ((trial.number, floor, _trial_text(trial)) for trial in failed)
@@ -310,21 +310,21 @@ def _landscape_chart(plan: PlanRecord) -> Chart:
 
 
 def _landscape(plan: PlanRecord, fit: Fit, region: Region) -> tuple[list[int], list[int], list[list[float]]]:
-    """Ask the model all over the landscape: shares, batches, a row of rates for each; NaN where it does not fit."""
+    """Predict the samples/s of each configuration on a grid. Return NaN for configurations that do not fit."""
     solver, most = _solver_of(plan, fit, region)
     shares, batches = _spread(0, min(most, region.primary_ceiling)), _spread(1, most)
     return shares, batches, [[_rate_at(plan, solver, share, batch) for share in shares] for batch in batches]
 
 
 def _solver_of(plan: PlanRecord, fit: Fit, region: Region) -> tuple[Solver, int]:
-    """Return what the model says of the plan's request, and the largest batch of it."""
+    """Return a solver for the plan's request, and the largest batch."""
     sizes = plan.effective_batch_sizes
     most = region.largest_batch if sizes is None else min(region.largest_batch, sizes[1])
     return Solver(Space(region, sizes), fit.step_time), most
 
 
 def _steps_of(plan: PlanRecord, batch: int) -> int | None:
-    """Return the forwards that an optimizer step has with a batch; None where it may have no more than one."""
+    """Return the forwards of an optimizer step with this batch, or None if only one forward is allowed."""
     steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
     return steps if plan.accumulates or steps == 1 else None
 
@@ -346,10 +346,10 @@ def _draw_landscape(
 ) -> None:
     axes = canvas.axes
     edges = [share * best for share in SHARES[:-1]] + [1.0001 * best]
-    # One for each step: a colormap would go by the size of the steps.
+    # Give each level its colour. A colormap would choose colours by the width of the levels.
     palette = [canvas.colors[f"l{i}"] for i in range(LEVELS)]
     levels = axes.contourf(shares, batches, rates, edges, colors=palette)
-    levels.set_edgecolor("face")  # or a seam shows between two colours
+    levels.set_edgecolor("face")  # avoids a visible seam between two colours
     bar = canvas.figure.colorbar(levels, ax=axes, location="bottom", aspect=24, shrink=0.96, pad=0.02)
     bar.set_label(f"predicted, % of the best ({compact(best)} samples/s)")
     bar.set_ticks(edges, labels=[f"{100 * share:.0f}" for share in SHARES])
@@ -374,7 +374,7 @@ def _draw_ran(canvas: Canvas, places: Iterable[tuple[float, float, Trial]]) -> N
 
 
 def _curve_chart(plan: PlanRecord) -> Chart:
-    """Draw throughput against the batch, which is all the landscape that one device has."""
+    """Draw throughput by batch size, in place of the landscape, for a plan with one device."""
     title = "Throughput against batch_size"
     if plan.fit is None or plan.region is None:
         return Chart("landscape", title, "There is no curve to draw: the plan holds no fit.")
@@ -386,7 +386,7 @@ def _curve_chart(plan: PlanRecord) -> Chart:
 
 
 def _curve(plan: PlanRecord) -> dict[int, float]:
-    """Ask the model for the samples/s of each batch, at its fastest split; nothing where the plan holds no fit."""
+    """Predict the samples/s of each batch at its fastest split. Return an empty dict if the plan has no fit."""
     if plan.fit is None or plan.region is None:
         return {}
     solver, most = _solver_of(plan, plan.fit, plan.region)
@@ -417,7 +417,7 @@ def _draw_curve(canvas: Canvas, plan: PlanRecord) -> None:
 
 
 def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, float, bool]]:
-    """Return the plan and what it is compared with: name, samples/s, and whether that ran, or is predicted."""
+    """Return the plan and the alternatives: name, samples/s, and whether they were measured rather than predicted."""
     is_ddp = plan.region is None and len(plan.devices) > 1
     rates = [("this plan (DDP)" if is_ddp else "this plan", plan.samples_per_s, not is_ddp or plan.ddp.measured)]
     if explanation.even_measured is not None:

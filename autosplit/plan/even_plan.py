@@ -1,6 +1,6 @@
-"""The even plan of a tool that gives all ranks one batch size, and what of the plan it can't express.
+"""Find a plan for a tool that gives all ranks one batch size, and list what this tool can't express.
 
-Where the plan's ranks differ, the nearest even plan is solved from the plan's own ceilings and fit.
+If the plan's ranks have different batch sizes, the nearest even plan is solved with the plan's ceilings and fit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from autosplit.text import counted_text, printable, rate_text, tuple_text
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that gives every rank the same.
+    """A training tool that gives every rank the same batch size.
 
     Attributes:
-        loss_rule: How it weighs micro-batches, where they count unequally.
+        to: Name of the export format.
+        called: Name of the tool in messages.
+        loss_rule: How the tool weights micro-batches with different counts.
     """
 
     to: str
@@ -48,7 +50,7 @@ LIGHTNING = Tool("lightning", "Lightning's Trainer", f"it weighs them alike: {_S
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The plan's DDP answer; of one device, its own."""
+    """The DDP ranks of a plan. A plan for a single device is treated as one rank."""
 
     sizes: tuple[int, ...]
     ceilings: tuple[Ceiling, ...]
@@ -57,7 +59,7 @@ class _Ranks:
 
     @property
     def even(self) -> EvenRanks | None:
-        """The same numbers, if every rank has the same in every forward."""
+        """The plan's own settings, if every rank has the same batch size in every forward; otherwise None."""
         if len(set(self.sizes)) > 1:
             return None
         even = EvenRanks(len(self.sizes), self.sizes[0], self.accumulation_steps)
@@ -65,7 +67,7 @@ class _Ranks:
 
 
 def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
-    """Find the plan's numbers for such a tool, and what there is to say of them; the settings are still to be made."""
+    """Return even settings for a tool, and an export with notes but without the tool's settings."""
     ranks = _ranks_of(plan)
     problem = _even_problem(plan, ranks)
     even, exact = ranks.even or problem.best(), ranks.even is not None
@@ -88,7 +90,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
 
 
 def _ranks_of(plan: PlanRecord) -> _Ranks:
-    """Return the plan's DDP ranks; a single device has the plan's own numbers."""
+    """Return the plan's DDP ranks. A single device is one rank with the plan's own numbers."""
     if len(plan.devices) == 1:
         ceiling = replace(plan.devices[0].ceiling, batch_size=plan.ceilings[0])
         return _Ranks(plan.split, (ceiling,), plan.accumulation_steps, plan.effective_batch_size)
@@ -113,18 +115,18 @@ def _even_problem(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
         plan.effective_batch_sizes,
         plan.max_batch_size,
         min(least, *ranks.sizes),
-        # Where no effective batch was asked for, the ceilings are those of steps of one forward: gradients that wait
-        # for a second one were not counted.
+        # Without an effective batch size, the ceilings are for steps of one forward. They do not count gradients that
+        # wait for a second forward.
         plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1),
         plan.fit,
     )
 
 
 def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
-    """Compare even ranks with the best that the plan has to offer, both by the model.
+    """Compare even ranks with the fastest option of the plan, both predicted.
 
     Returns:
-        The share of the samples/s that is lost; None where nobody knows. And what has the best.
+        The fraction of the samples/s that is lost, or None if it is unknown, and the name of the fastest option.
     """
     too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
     if plan.fit is None or even.samples_per_s is None or plan.shares_processor or too_long:
@@ -136,12 +138,12 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
     if own is not None:
         name = f"plan.wrap(model), BalancedDataParallel with {tuple_text(plan.split)}"
         rates.append((own.rate(plan.split, plan.effective_batch_size), name))
-    rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run
+    rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # prefer DDP in a tie
     return 1 - even.samples_per_s / rate, name
 
 
 def first_notes(plan: PlanRecord) -> list[str]:
-    """Say of which kind the plan is, where that is not what one would think."""
+    """Return notes for a plan that is simulated or incomplete."""
     notes = []
     if plan.simulated:
         names = ", ".join(dict.fromkeys(device.name for device in plan.devices))
@@ -152,7 +154,7 @@ def first_notes(plan: PlanRecord) -> list[str]:
 
 
 def _nearest_notes(ranks: _Ranks, problem: EvenProblem, even: EvenRanks, tool: Tool, lost: str) -> list[str]:
-    """Say why a tool can't have the plan's own numbers, and what it has instead."""
+    """Return notes on why a tool can't use the plan's own numbers, and on the nearest settings."""
     wanted, count = ranks.effective_batch_size, len(ranks.sizes)
     if len(set(ranks.sizes)) > 1:
         cause = f"the plan's ranks take {tuple_text(ranks.sizes)} samples, and {tool.called} has one number for all"
@@ -180,7 +182,7 @@ def _nearest_notes(ranks: _Ranks, problem: EvenProblem, even: EvenRanks, tool: T
 
 
 def _predicted(even: EvenRanks, *, known: EvenRanks) -> str:
-    """Return a predicted rate; none where that of the answer is not claimed."""
+    """Return a text with the predicted rate, or an empty text if the chosen settings have no predicted rate."""
     rate = even.samples_per_s
     return "" if rate is None or known.samples_per_s is None else f"predicted {rate_text(rate)}"
 
@@ -195,7 +197,7 @@ def _lost_text(lost_share: float | None, best: str) -> str:
 
 
 def _fewer_notes(plan: PlanRecord, problem: EvenProblem, even: EvenRanks, tool: Tool) -> list[str]:
-    """Name the devices that only hold the others up."""
+    """Return a note on slow devices, without which the tool would be faster."""
     fewer = problem.without_slow()
     if fewer is None or even.samples_per_s is None:
         return []
@@ -216,7 +218,7 @@ def _fewer_notes(plan: PlanRecord, problem: EvenProblem, even: EvenRanks, tool: 
 
 
 def _training_notes(plan: PlanRecord, even: EvenRanks, tool: Tool) -> list[str]:
-    """Say what of the training the tool does otherwise."""
+    """Return notes on differences between the tool's training and the workload."""
     notes = []
     parts = even.num_ranks * even.accumulation_steps
     depends = [check for check in plan.checks if check.depends]

@@ -1,7 +1,7 @@
-"""Explain a plan by its stored numbers: what bounds it, what else there is, how good its fit was. Nothing runs.
+"""Explain a plan by its stored numbers: its bounds, the alternatives, and the quality of its fit. Nothing runs.
 
-For simulated cards a plan holds what was simulated of other machines. For real devices what was not measured is the
-model's prediction, at the parameters that were fitted to the trials, and its gains are ratios of two predictions.
+A plan for simulated GPUs holds the simulated throughput of changed machines. For real devices, gains are ratios of two
+predictions by the model that was fitted to the trials.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from autosplit.solve.trial import KNEE_SHARE
 GIB = 2**30
 
 FASTER = 2.0
-"""What a faster device would bring is told of one so many times as fast; of a larger step, so many times as large."""
+"""Speed of a faster device, and size of a larger step, relative to the plan's, in the gains of an explanation."""
 
 MOST_CURVES = 200_000
-"""Forwards of a plan times its devices: of more, a step's time is not predicted, which would take seconds."""
+"""Most forwards of a plan, times its devices, for predicting the time of a step. More would take seconds."""
 
 MOST_KINDS = 8
-"""Of so many kinds of devices each is looked at by itself."""
+"""Most kinds of devices whose gains are computed separately."""
 
 
 def explanation_of(plan: PlanRecord) -> Explanation:
-    """Explain a plan, from its numbers alone."""
+    """Explain a plan from its stored numbers."""
     compares = len(plan.devices) > 1 and not plan.shares_processor
     rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
     problem = problem_of(plan)
@@ -63,7 +63,7 @@ def explanation_of(plan: PlanRecord) -> Explanation:
 
 
 def _relaxed(plan: PlanRecord, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
-    """Return what other machines would do: as it was simulated, or by the model of real devices and of ranks."""
+    """Return the gains on changed machines: simulated ones, or predictions for real devices and for ranks."""
     if plan.changes is not None:
         return _as_simulated(plan, plan.changes)
     if problem is None or predicted is None or (plan.simulated and plan.region is not None):
@@ -77,7 +77,7 @@ def _relaxed(plan: PlanRecord, problem: Problem | None, predicted: float | None,
 
 
 def problem_of(plan: PlanRecord) -> Problem | None:
-    """Return the problem a plan answers; None where it has no fit, or the time of a step takes too long to predict."""
+    """Return the problem that a plan solves, or None if it has no fit, or if predicting a step would take too long."""
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
@@ -85,7 +85,7 @@ def problem_of(plan: PlanRecord) -> Problem | None:
 
 
 def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
-    """Return the problem of what a plan was asked for, within such ceilings."""
+    """Return the problem of a plan's request with this fit and these ceilings."""
     return Problem.of(
         fit,
         ceilings,
@@ -97,7 +97,7 @@ def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], regi
 
 
 def required_problem(plan: PlanRecord) -> Problem:
-    """Return the same; raise PlanError where there is none to predict by."""
+    """Return the problem that a plan solves. Raise PlanError if there is none."""
     problem = problem_of(plan)
     if problem is None:
         raise PlanError(
@@ -109,7 +109,7 @@ def required_problem(plan: PlanRecord) -> Problem:
 
 
 def base_of(plan: PlanRecord) -> float:
-    """Return the fastest that was simulated on the plan's own machine."""
+    """Return the highest simulated samples/s on the plan's own machine."""
     return max([plan.samples_per_s, *(trial.samples_per_s or 0.0 for trial in plan.trials)])
 
 
@@ -133,7 +133,7 @@ def _fastest_first(alone: Iterable[Alternative]) -> tuple[Alternative, ...]:
 
 
 def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
-    """Put memory and sizes first, each of both by its gain."""
+    """Sort bounds of memory and sizes first, each group by gain."""
     return tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain)))
 
 
@@ -142,7 +142,7 @@ def _bounds(plan: PlanRecord, problem: Problem, base: float) -> tuple[Bound, ...
     if not memory and len(plan.devices) > 1:
         memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
     times = _binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)
-    # What such a gain leaves of a step's time would be less than the error of that time, fitted or measured.
+    # Drop gains so large that the remaining time is smaller than the error of the fit or the measurement.
     quality = _fit_quality(plan)
     error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
     return _in_order([bound for bound in (*memory, *times) if bound.gain * error_share < 1])
@@ -161,20 +161,20 @@ Relaxed = tuple[What, "str | None", Problem]
 
 
 def memory_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem without the memory of a device of each kind."""
+    """Yield the problem without the memory limit of one device, for a device of each kind."""
     for index in kinds_of(plan):
         yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
 
 
 def all_memory_relaxed(problem: Problem) -> Problem:
-    """Return the problem without any memory's bounds."""
+    """Return the problem without any memory limits."""
     for index in range(len(problem.ceilings)):
         problem = problem.with_memory(index, NO_LIMIT_BYTES)
     return problem
 
 
 def sizes_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem of larger forwards, and of larger steps."""
+    """Yield the problem with larger forwards, and with larger steps."""
     most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
     asked = plan.max_batch_size
     if asked is not None and (most is None or asked < most):
@@ -191,14 +191,14 @@ def _times_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
     else:
         for index in kinds_of(plan):
             yield "device", plan.devices[index].label, problem.faster((index,), FASTER)
-    # What was measured of whole steps tells what devices cost each other, but not by what.
+    # Measurements of whole steps show the total cost between devices, but not its parts.
     overhead: Literal["copies", "overhead"] = "copies" if plan.region is None else "overhead"
     yield overhead, None, problem.without(overhead)
     yield "update", None, problem.without("update")
 
 
 def kinds_of(plan: PlanRecord) -> list[int]:
-    """Return a device of each kind: device 0, and of the others that are alike the first."""
+    """Return one device of each kind: device 0, and the first of each kind of the others."""
     found: dict[tuple[bool, str, int, int], int] = {}
     for index, device in enumerate(plan.devices):
         found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
@@ -206,7 +206,7 @@ def kinds_of(plan: PlanRecord) -> list[int]:
 
 
 def alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
-    """Yield a device of each name, and the most samples that it runs by itself."""
+    """Yield one device of each name, with the most samples that it can run alone."""
     names = set()
     ranks = [rank.ceiling.batch_size for rank in plan.ddp.ranks] or [0] * len(plan.devices)
     for index, device in enumerate(plan.devices):
@@ -217,14 +217,14 @@ def alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
 
 
 def fullest_of(plan: PlanRecord) -> int:
-    """Return the device with the least of its capacity free."""
+    """Return the index of the device with the least free memory, relative to its capacity."""
     shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
     return max(range(len(shares)), key=lambda index: shares[index])
 
 
 def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> Alternative | None:
     if plan.even_samples_per_s is not None or plan.split == even_split(sum(plan.split), len(plan.split)):
-        return None  # one split has one rate, and that which was measured is it
+        return None  # the plan is even, or the even split was measured
     found = None if problem is None else problem.even(plan.effective_batch_size)
     if found is None or predicted is None:
         return None
@@ -240,14 +240,14 @@ def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Altern
 def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory | None:
     fullest = fullest_of(plan)
     more = problem.with_memory(fullest, GIB)
-    if more is problem:  # a kernel or time limits it
+    if more is problem:  # limited by a kernel or by time
         return None
     rate = max(base, more.best())
     return MoreMemory(plan.devices[fullest].label, rate, rate / base)
 
 
 def _knee(plan: PlanRecord) -> Knee | None:
-    """Name the fastest batch that was tried, where the plan's is smaller because that is hardly faster."""
+    """Return the fastest batch that was tried, if the plan has a smaller batch that is almost as fast."""
     rates = [(rate, trial.batch_size) for trial in plan.trials if (rate := trial.samples_per_s) is not None]
     if plan.request.get("effective_batch_size") is not None or not rates:
         return None

@@ -1,6 +1,7 @@
-"""The reasons for a plan, as plain numbers, and the sentences that they are told by.
+"""Store the reasons for a plan as plain numbers, and describe them in sentences.
 
-Only `Explanation.sentences` converts units. The numbers take seconds for many devices: a remembered plan holds them.
+Only `Explanation.sentences` converts units. Computing the numbers takes seconds for many devices, so a saved plan
+stores them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from autosplit.solve.trial import KNEE_SHARE
 from autosplit.text import bound_text, counted_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
-"""A bound binds if the predicted rate rises by more than this share without it."""
+"""Least relative gain in predicted samples/s. Bounds with a smaller gain are not reported."""
 
 MOST_GAIN = 10.0
-"""A larger one is told as larger: a fit was never held against steps so far from those that it is of."""
+"""Largest gain that is printed as a number. No fit was ever tested against steps that differ by more."""
 
 What = Literal[
     "memory",
@@ -35,26 +36,26 @@ What = Literal[
     "host",
     "contention",  # only in older files
 ]
-"""What bounds a plan."""
+"""The kinds of bounds of a plan, see `Bound`."""
 
 Changed = Literal[What, "one_gib_more", "alone"]
-"""How a machine, or what is asked of it, differs from the plan's."""
+"""The property in which a simulated machine, or the request, differs from the plan's."""
 
 MOST_TIMES = 3
-"""Changes that are named of those that would make a step faster: the ones that bring the most."""
+"""Most time costs to print, the largest gains first."""
 
 LIMITS = ("memory", "max_batch_size", "effective_batch_size")
-"""Those of them that keep the batch small; the others are time."""
+"""Bounds that keep the batch small. The other bounds are time costs."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The simulated throughput of a plan's workload on a machine that differs in one thing.
+    """The simulated throughput of a plan's workload on a machine that differs in one property.
 
     Attributes:
-        what: In what: as `Bound` has it, or ``"one_gib_more"`` on a device, or a device ``"alone"``.
-        device: Which device; None where it is all of them together, or none in particular.
-        samples_per_s: The fastest of the splits that were simulated there.
+        what: The property, as in `Bound`; or ``"one_gib_more"`` memory on a device, or a device ``"alone"``.
+        device: The device that differs; None for all devices, or if it concerns no single device.
+        samples_per_s: Throughput of the fastest split that was simulated there.
     """
 
     what: Changed
@@ -64,12 +65,12 @@ class Change:
 
 @dataclass(frozen=True)
 class TunedWay:
-    """The result of one of several ways to train.
+    """The result of one of several training options.
 
     Attributes:
-        name: The precision or the layers that are checkpointed, in words.
-        batch_size: Samples per forward of its plan.
-        samples_per_s: Throughput of its plan.
+        name: The precision or the checkpointed layers, as a text.
+        batch_size: Samples per forward of the option's plan.
+        samples_per_s: Throughput of the option's plan.
     """
 
     name: str
@@ -79,12 +80,12 @@ class TunedWay:
 
 @dataclass(frozen=True)
 class Knee:
-    """The batch of a plan for which none was asked, and the fastest that was tried: it is larger, and hardly faster.
+    """The smallest batch size that is almost as fast as the fastest one, for a plan without an effective batch size.
 
     Attributes:
-        batch_size: The plan's own, the smallest tried that has `KNEE_SHARE` of the fastest's throughput.
-        fastest_batch_size: Samples per forward.
-        fastest_samples_per_s: Throughput.
+        batch_size: The plan's batch size: the smallest that was tried with `KNEE_SHARE` of the best throughput.
+        fastest_batch_size: The fastest batch size that was tried, in samples per forward.
+        fastest_samples_per_s: Throughput of the fastest batch size.
     """
 
     batch_size: Annotated[int, Meta(ge=1)]
@@ -94,19 +95,19 @@ class Knee:
 
 @dataclass(frozen=True)
 class Bound:
-    """Something without which the plan would be faster.
+    """A limit or cost without which the plan would be faster.
 
     Attributes:
-        what: ``"memory"`` of a device; ``"max_batch_size"`` or ``"effective_batch_size"``, against what twice as much
-            would bring (of `max_batch_size` at a given effective batch: no limit); ``"device"``: the time of one,
-            and ``"link"``: of all transfers, against twice the rates; ``"copies"`` of parameters and gradients (of
-            ranks: the all-reduce), ``"gather"`` of the outputs, ``"update"`` (the optimizer) and ``"host"`` (what it
-            costs to start each operation; of a single step alone, see `MeasuredStep`), against none;
-            ``"overhead"``, what real devices cost each other by all of that but the optimizer: measured together, it
-            can't be told apart.
-        device: Which device; None where it is all of them together, or none in particular.
-        samples_per_s: Without it: simulated for simulated cards, otherwise predicted.
-        gain: That over the same with it.
+        what: The kind of bound. ``"memory"``: memory of a device, compared with no limit. ``"max_batch_size"`` and
+            ``"effective_batch_size"``: compared with twice the size (`max_batch_size` with an effective batch size: no
+            limit). ``"device"``: time of one device, and ``"link"``: time of all transfers, compared with twice the
+            speed. The other kinds are compared with no cost. ``"copies"``: copies of parameters and gradients, or for
+            ranks the all-reduce. ``"gather"``: the gather of the outputs. ``"update"``: the optimizer. ``"host"``: the
+            cost of starting each operation (only in `MeasuredStep`). ``"overhead"``: all costs between real devices
+            except the optimizer, which can't be measured separately.
+        device: Label of the device; None for all devices, or if the bound concerns no single device.
+        samples_per_s: Throughput without the bound: simulated for simulated GPUs, otherwise predicted.
+        gain: Throughput without the bound over throughput with it.
     """
 
     what: What
@@ -117,15 +118,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train, and its throughput.
+    """Another option to train, and its throughput.
 
     Attributes:
-        devices: Who takes part.
-        split: Samples per device in one forward; empty where only the throughput is known.
-        accumulation_steps: Forwards per optimizer step; 0 where that is not known.
+        devices: Labels of the devices that take part.
+        split: Samples per device in one forward; empty if only the throughput is known.
+        accumulation_steps: Forwards per optimizer step; 0 if unknown.
         samples_per_s: Throughput of whole optimizer steps.
-        gain: The plan's throughput over that.
-        measured: Whether both were measured (or simulated), rather than predicted.
+        gain: The plan's throughput over this throughput.
+        measured: Whether both throughputs were measured or simulated, rather than predicted.
     """
 
     devices: tuple[str, ...]
@@ -138,13 +139,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """The throughput that one GiB more on the fullest device would buy.
+    """The throughput with 1 GiB more memory on the fullest device.
 
     Attributes:
-        device: The device with the least of its capacity free at the plan's split.
-        samples_per_s: With it.
-        gain: That over the same without; 1 where its memory bounds nothing.
-        simulated: Rather than predicted.
+        device: The device with the least free memory at the plan's split, relative to its capacity.
+        samples_per_s: Throughput with the additional memory.
+        gain: Throughput with the additional memory over throughput without it; 1 if memory does not limit the plan.
+        simulated: Whether the throughput was simulated, rather than predicted.
     """
 
     device: str
@@ -154,19 +155,19 @@ class MoreMemory:
 
     @property
     def pays(self) -> bool:
-        """Whether it would bring more than nothing."""
+        """Whether more memory would raise the throughput."""
         return self.gain > 1 + BINDING_SHARE
 
 
 @dataclass(frozen=True)
 class FitQuality:
-    """How far the model's predictions are from what was measured.
+    """The difference between the model's predictions and the measurements.
 
     Attributes:
         median_share: Median of ``|predicted / measured - 1|`` over the trials that ran.
-        largest_share: The largest.
-        count: How many trials these are.
-        noise_share: Median standard error of the trials, as a share; 0 on simulated cards, whose times are exact.
+        largest_share: The largest of these values.
+        count: Number of trials that ran.
+        noise_share: Median relative standard error of the trials; 0 for simulated GPUs, whose times are exact.
     """
 
     median_share: float
@@ -177,13 +178,13 @@ class FitQuality:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """By what to multiply the learning rate that suits the sample batch.
+    """Factors for a learning rate that was chosen for the sample batch.
 
     Attributes:
-        sample_batch_size: Samples of the batch that the workload came with.
-        effective_batch_size: The plan's.
-        linear: Their ratio, for SGD: Goyal et al. 2017, who warm up to it.
-        square_root: Its square root, for Adam and its kin: Krizhevsky 2014, Malladi et al. 2022.
+        sample_batch_size: Samples of the workload's sample batch.
+        effective_batch_size: The plan's effective batch size.
+        linear: Their ratio, for SGD with warm-up (Goyal et al. 2017).
+        square_root: The square root of the ratio, for Adam and its variants (Krizhevsky 2014, Malladi et al. 2022).
     """
 
     sample_batch_size: int
@@ -194,30 +195,32 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a plan is what it is. `str()` is the text for people.
+    """The reasons for a plan. `str()` returns them as text.
 
     Attributes:
-        samples_per_s: The plan's throughput; what a data loader has to deliver, for data loading is not counted.
-        loader_samples_per_s: Samples per second that the loader loads; None where it was not measured.
-        predicted_samples_per_s: What the model says of the plan; None where the plan holds no fit.
-        bounds: What binds, of memory and sizes first, each kind by its gain; empty where nobody knows: the plan has no
-            fit, or is of simulated cards and nothing else was simulated.
-        even: The even split that fits, in as few forwards as it can, predicted; None where the plan is even, the
-            devices share a processor, there is one device, or one was measured.
-        even_measured: The even split of the plan's own batch, where it was measured.
-        alone: Each kind of device by itself, the fastest first; empty where the devices share a processor.
-        more_memory: What one GiB more would buy; None where memory limits no ceiling, or there is no fit.
-        fit: The model's errors; None where there is no trial to compare with.
-        fastest: ``"balanced"`` or ``"ddp"``; None where there is only one answer, or nothing is claimed.
-        ddp_samples_per_s: DDP's throughput; 0 where it has no answer.
-        ddp_measured: Whether that was measured, rather than predicted.
-        learning_rate: None where the plan's effective batch is the sample batch's, or that is unknown.
-        shares_processor: The devices share one processor: no gain over an even split or one device is claimed.
-        simulated: What counts as measured was simulated.
-        ways: What each precision or choice of checkpointed layers gave, the plan's own first.
-        lengths: What batches of like length bring; None where no lengths were given.
-        fits: The room for other things than training steps; None where nothing was asked for.
-        knee: Why the batch is no larger; None where an effective batch was asked for, or none that was tried is faster.
+        samples_per_s: The plan's throughput without data loading. A data loader must be at least as fast.
+        loader_samples_per_s: Throughput of the data loader; None if it was not measured.
+        predicted_samples_per_s: The model's prediction for the plan; None if the plan has no fit.
+        bounds: Limits and costs of the plan, memory and sizes first, each group by gain. Empty if they are unknown,
+            because the plan has no fit, or nothing else was simulated.
+        even: Prediction for the even split that fits with the fewest forwards; None if the plan is even, the devices
+            share a CPU, there is one device, or the even split was measured.
+        even_measured: The plan's batch size with an even split, if it was measured.
+        alone: Each kind of device alone, the fastest first; empty if the devices share a CPU.
+        more_memory: The throughput with 1 GiB more memory; None if memory limits no ceiling, or if there is no fit.
+        fit: The model's errors; None if there is no trial to compare with.
+        fastest: ``"balanced"`` or ``"ddp"``; None if there is only one answer, or if the devices share a CPU.
+        ddp_samples_per_s: Throughput of DDP; 0 if it has no answer.
+        ddp_measured: Whether the throughput of DDP was measured, rather than predicted.
+        learning_rate: Factors for the learning rate; None if the plan's effective batch size equals the sample batch's,
+            or if the latter is unknown.
+        shares_processor: Whether the devices share one CPU. Then no gain over an even split or one device is claimed.
+        simulated: Whether measured values were simulated.
+        ways: Results for each precision or choice of checkpointed layers, the plan's own first.
+        lengths: The gain of batches with similar lengths; None if no lengths were given.
+        fits: Memory that is left for saving, loading and evaluating; None if it was not requested.
+        knee: Why the batch is not larger; None if an effective batch size was requested, or if no larger batch is
+            faster.
         attention: The back ends of attention that torch chooses, each with its devices. Empty if that is unknown, or if
             the model calls no attention.
     """
@@ -245,11 +248,11 @@ class Explanation:
 
     @property
     def takes_samples_per_s(self) -> float:
-        """Samples per second that the devices take of a loader: of samples that differ in length, of those."""
+        """Samples per second that the devices need from the data loader, with the plan's lengths if it has any."""
         return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def comparison(self) -> str:
-        """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
+        """Return a text on whether DDP or the plan's own split is faster; empty if there is only one."""
         if self.fastest is None:
             return ""
         ddp, own = self.ddp_samples_per_s, self.samples_per_s
@@ -260,10 +263,10 @@ class Explanation:
         return f"BalancedDataParallel is {own / ddp:.2f} times as fast as DDP"
 
     def reasons(self) -> tuple[str, ...]:
-        """Return what limits the plan: a sentence for each limit of the batch, and one for what takes the most time.
+        """Return sentences on the plan's bounds: one for each limit of the batch, and one for the largest time costs.
 
-        Empty where nobody knows. Times come first where no limit but the asked effective batch keeps the batch small.
-        Where the loader is slower than the devices, nothing else limits it.
+        The result is empty if the bounds are unknown. Times come first if at most the requested effective batch size
+        limits the batch. If the data loader is slower than the devices, it is the only reason.
         """
         if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
             return (_loader_text(self),)
@@ -277,7 +280,7 @@ class Explanation:
         return (f"memory is no limit; it would be faster with {gains}", *map(_limit_text, limits))
 
     def sentences(self) -> dict[str, str]:
-        """Return what there is to say, by subject: only what says something."""
+        """Return the texts of the explanation by subject. Subjects without a text are left out."""
         said = {
             "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
@@ -298,17 +301,17 @@ class Explanation:
         return {subject: text for subject, text in said.items() if text}
 
     def __str__(self) -> str:
-        """Return a line for each thing there is to say."""
+        """Return one line for each subject."""
         return "\n".join(self.sentences().values())
 
 
 @dataclass(frozen=True)
 class Explained:
-    """An explanation that is kept beside what it is of.
+    """An explanation that is stored in a plan.
 
     Attributes:
-        of: The digest of the plan's numbers: of others it says nothing.
-        explanation: It.
+        of: Digest of the plan's numbers. The explanation is valid only for a plan with this digest.
+        explanation: The explanation.
     """
 
     of: str
@@ -347,7 +350,7 @@ def _ways_text(ways: tuple[TunedWay, ...]) -> str:
 
 
 def fits_text(fits: Fits) -> str:
-    """Say what there is room for besides the training steps."""
+    """Return a text on the memory that is left for saving, loading and evaluating."""
     copies = " and for ".join(_COPIES[role] for role in fits.roles if role in _COPIES)
     said = [f"each step leaves {size_text(fits.copies_bytes)} for {copies}"] if copies else []
     if fits.evaluation:
@@ -363,7 +366,7 @@ _COPIES = {
 
 
 def lengths_text(lengths: LengthPlan) -> str:
-    """Say what batches of like length bring over batches of one size."""
+    """Return a text on the gain of batches with similar lengths."""
     return (
         f"batches of like length bring {rate_text(lengths.samples_per_s)} with {_percent(lengths.padding_share)} of "
         f"padding, against {rate_text(lengths.fixed_samples_per_s)} with {_percent(lengths.fixed_padding_share)} in "
@@ -381,7 +384,7 @@ def _limit_text(bound: Bound) -> str:
 
 
 def time_text(bound: Bound) -> str:
-    """Say what would make a step faster, and what that would bring."""
+    """Return a text on a time cost and its gain."""
     cause = {
         "device": f"{bound.device or 'all devices'} twice as fast",
         "link": "links twice as fast",

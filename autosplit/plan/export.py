@@ -1,4 +1,4 @@
-"""A plan as other tools' settings: keyword arguments, command lines, environment variables, JSON, and text to paste.
+"""Convert a plan to the settings of other tools: keyword arguments, command lines, environment variables, JSON.
 
 transformers, accelerate and Lightning run DDP with one batch size for all ranks, which `even_plan` finds. Nothing is
 run here.
@@ -24,14 +24,14 @@ from autosplit.solve.even_ranks import EvenRanks
 from autosplit.text import printable, tuple_text
 
 SCRIPT = "train.py"
-"""Stands in command lines for the user's own script."""
+"""Placeholder for the user's script in command lines."""
 
 UNSAVED = "plan.json"
-"""Stands for the file of a plan that is in none."""
+"""Placeholder for the file of a plan that was not saved."""
 
 
 def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
-    """Turn a plan into the settings of another tool."""
+    """Convert a plan to the settings of another tool."""
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(
@@ -48,16 +48,17 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
 
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""By which a process is shown some of the machine's devices alone, by their kind."""
+"""Environment variables that limit the devices that a process can use, by device kind."""
 
 
 @dataclass(frozen=True)
 class _Start:
-    """The start of the ranks.
+    """How the processes of a job are started.
 
     Attributes:
-        machines: How many ranks each machine has.
-        visible: The GPUs of them, by their numbers, where they have to be named; None where they are all the first.
+        machines: Number of ranks on each machine.
+        visible: Indices of the GPUs, if they must be selected; None if they are the first GPUs of each machine.
+        variable: Environment variable that selects the GPUs.
     """
 
     machines: tuple[int, ...]
@@ -66,7 +67,7 @@ class _Start:
 
     @classmethod
     def of(cls, plan: PlanRecord) -> _Start:
-        """Read it from a plan."""
+        """Read the ranks and devices of a plan."""
         count = len(plan.devices)
         counts = plan.machine.get("ranks_per_machine")
         numbers = counts if isinstance(counts, list) and all(isinstance(n, int) and n > 0 for n in counts) else []
@@ -78,11 +79,11 @@ class _Start:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one machine."""
+        """Whether there are several machines."""
         return len(self.machines) > 1
 
     def by_torchrun(self) -> str:
-        """Return torchrun's line; of several machines, that of each."""
+        """Return the command line of torchrun, which is the same for each machine."""
         before = "" if self.visible is None else f"{self.variable}={_comma(self.visible)} "
         if not self.several:
             return f"{before}torchrun --standalone --nproc-per-node={self.machines[0]} {SCRIPT}"
@@ -91,7 +92,7 @@ class _Start:
         return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {meeting} {SCRIPT}"
 
     def remark(self) -> list[str]:
-        """Say what stands for something in that line."""
+        """Return an explanation of the placeholders in that line."""
         if not self.several:
             return []
         listed = ", ".join(map(str, self.machines))
@@ -104,7 +105,7 @@ def _comma(numbers: Sequence[int]) -> str:
 
 
 _PRECISIONS = {"none": ("no", "32-true"), "bf16": ("bf16", "bf16-mixed"), "fp16": ("fp16", "16-mixed")}
-"""What accelerate and Lightning call them."""
+"""Names of the precisions in accelerate and Lightning."""
 
 
 def _precision(plan: PlanRecord) -> tuple[str, str]:
@@ -117,7 +118,7 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
 
 
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
-    """Return `TrainingArguments`; what is left out has the right default, or nothing to do with it."""
+    """Return `TrainingArguments`. Arguments that are left out have the right default, or are unrelated to the plan."""
     _precision(plan)
     (even, found), start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
@@ -138,7 +139,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         command = start.by_torchrun()
     elif plan.devices[0].kind == "cpu":
         command = f"python {SCRIPT}"
-    else:  # of several visible GPUs, one process would take all, by nn.DataParallel
+    else:  # with more GPUs, Trainer would use nn.DataParallel
         first = plan.devices[0]
         shown = f"{_VISIBLE[first.kind]}={first.index} " if first.kind in _VISIBLE else ""
         command = f"{shown}python {SCRIPT}"
@@ -148,7 +149,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
-    """Return `Accelerator`, and the batch size of each process's DataLoader, which its `prepare` is given."""
+    """Return arguments of `Accelerator`, and the batch size of each process's DataLoader for `prepare`."""
     precision, _ = _precision(plan)
     (even, found), start = even_plan(plan, ACCELERATE), _Start.of(plan)
     on_cpu, several = plan.devices[0].kind == "cpu", even.num_ranks > 1
@@ -158,12 +159,12 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
             "mixed_precision": precision,
             **({"cpu": True} if on_cpu else {}),
         },
-        # The batch size below is each process's.
+        # The batch size below is per process.
         "DataLoaderConfiguration": {"split_batches": False},
         **({"DistributedDataParallelKwargs": plan.ddp.options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
-    # accelerate's own launcher starts several processes on processors by MPI only, and as many on each machine.
+    # accelerate's launcher needs MPI for several processes on CPUs, and the same number of processes on each machine.
     by_torchrun = start.several or (on_cpu and several)
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
@@ -180,7 +181,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
 
 
 def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
-    """Write accelerate's own line, with everything that its default configuration would decide otherwise."""
+    """Return accelerate's command line, with all options that its default configuration might set differently."""
     count, kind = len(plan.devices), plan.devices[0].kind
     words = ["accelerate", "launch", *(["--multi_gpu"] if count > 1 else []), *(["--cpu"] if kind == "cpu" else [])]
     words += ["--num_machines=1", f"--num_processes={count}", f"--mixed_precision={precision}", "--dynamo_backend=no"]
@@ -190,7 +191,7 @@ def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
 
 
 def _to_lightning(plan: PlanRecord, _path: object) -> Export:
-    """Return `Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
+    """Return arguments of `Trainer`, which starts the other processes itself, and the batch size of each DataLoader."""
     _, precision = _precision(plan)
     (even, found), start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:
@@ -200,7 +201,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
             code="export-machines",
         )
     kind, several = plan.devices[0].kind, even.num_ranks > 1
-    # Several GPUs of one machine by their numbers, so that it is these and no others.
+    # Select the GPUs of one machine by index, so that Lightning uses no other GPUs.
     named = kind != "cpu" and not start.several
     devices: Any = [device.index for device in plan.devices] if named else start.machines[0]
     trainer: dict[str, Any] = {
@@ -215,7 +216,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
         **({"DDPStrategy": plan.ddp.options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
-    # On several machines it finds the others by torchrun's variables.
+    # On several machines, Lightning finds the other processes by torchrun's variables.
     command = start.by_torchrun() if start.several else f"python {SCRIPT}"
     settings["command"] = command
     imports, calls, arguments = ["from lightning.pytorch import Trainer"], [], dict(trainer)
@@ -228,7 +229,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return the line that `autosplit launch --print` gives."""
+    """Return the command line that `autosplit launch --print` prints."""
     file, notes = _file_of(plan, path)
     command = command_for(plan, file, [SCRIPT])
     start = _Start.of(plan)
@@ -243,7 +244,7 @@ def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
 
 
 def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return the plan's numbers as variables: what autosplit itself reads, and the rest for scripts of one's own."""
+    """Return the plan's numbers as environment variables, some for autosplit and the rest for the user's scripts."""
     _precision(plan)
     notes = first_notes(plan)
     variables: dict[str, str] = {}
@@ -278,12 +279,12 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
 
 def _to_json(plan: PlanRecord, _path: object) -> Export:
     settings = shareable(plan).to_dict()
-    # Characters beyond ASCII are escaped: none of them can act on a terminal.
+    # Escape all characters beyond ASCII, because some can control a terminal.
     return Export("json", settings, json.dumps(settings, indent=2), notes=tuple(map(printable, first_notes(plan))))
 
 
 def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
-    """Return the plan's file, and what to do where it has none."""
+    """Return the plan's file, and advice if it has none."""
     if path is not None:
         return Path(path), []
     if plan.path is not None:
@@ -301,7 +302,7 @@ _MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Expo
 }
 
 FORMATS = tuple(_MAKERS)
-"""What a plan can be exported to."""
+"""Names of the export formats."""
 
 
 _IMPORT = "from torch.utils.data import DataLoader"
@@ -315,7 +316,7 @@ def _loader_line(even: EvenRanks) -> str:
 def _script(
     found: Export, settings: Mapping[str, Any], imports: Sequence[str], calls: Sequence[str], start: _Start | None
 ) -> Export:
-    """Return an export with its settings, and as text the notes, the calls that make them, and what starts it all."""
+    """Return an export with its settings. Its text has the notes, the calls that make the settings, and the command."""
     started = [f"# start it by: {settings['command']}", *comment_lines([] if start is None else start.remark())]
     text = "\n".join([*comment_lines(found.notes), *imports, "", *calls, *started])
     return replace(found, settings=settings, text=text)

@@ -1,4 +1,4 @@
-"""Settings of another tool, as values and as a text to paste."""
+"""Store settings of another tool, as values and as a text to paste."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Export:
     """A plan as the settings of a tool. `str()` is the text to paste.
 
     Attributes:
-        to: The format: one of `FORMATS`.
-        settings: Of `transformers`, `accelerate` and `lightning`: by the name of what takes them, keyword arguments,
-            and under ``"command"`` the line that starts the script. Of `torchrun` ``"command"``, a list, and
-            ``"variables"``; of `env` the variables; of `json` the plan.
-        text: To paste: Python, a command line, ``export`` lines, or JSON.
-        exact: The tool does what the plan says. Otherwise the settings are the nearest even plan.
-        notes: What the tool can't express, and what else is to be known, a sentence each.
-        even: What the tool gives to every rank; None of `torchrun`, `env` and `json`, which have the plan's numbers.
-        lost_share: What of the plan's samples/s is lost (0.25 for a quarter), as predicted; None where nobody knows.
+        to: The format, one of `FORMATS`.
+        settings: For `transformers`, `accelerate` and `lightning`: keyword arguments by class name, and the command
+            line that starts the script under ``"command"``. For `torchrun`: ``"command"``, a list, and ``"variables"``.
+            For `env`: the variables. For `json`: the plan.
+        text: The text to paste: Python, a command line, ``export`` lines, or JSON.
+        exact: Whether the tool trains as the plan does. Otherwise the settings are the nearest even plan.
+        notes: Sentences about settings that the tool can't express, and other remarks.
+        even: The settings of every rank; None for `torchrun`, `env` and `json`, which have the plan's numbers.
+        lost_share: Predicted fraction of the plan's samples/s that is lost (0.25 for a quarter); None if it is unknown.
     """
 
     to: str
@@ -45,17 +45,17 @@ class Export:
 
     @property
     def tells_notes(self) -> bool:
-        """Whether the text has the notes in it, as comments; a line for a shell and JSON have no place for them."""
+        """Whether the text has the notes as comments. A command line and JSON can't have comments."""
         return self.to not in ("torchrun", "json")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text to a file, by atomic replacement.
 
         Args:
-            path: The file, in a folder that is there.
+            path: The file, in an existing folder.
 
         Raises:
-            InputError: It is a folder, or can't be written.
+            InputError: The path is a folder, or can't be written.
         """
         target = Path(path)
         if target.is_dir():
@@ -66,10 +66,10 @@ class Export:
 
 
 def write(path: Path, text: str, called: str = "") -> None:
-    """Write a file that is made to be handed on; raise InputError where it can't be, with what it is `called`."""
+    """Write a file for sharing. Raise InputError if that fails, with `called` as its name."""
     try:
         replace_file(path, text, mode=READ_BY_ALL)
-    except (OSError, ValueError) as error:  # a name with a null character is no OSError
+    except (OSError, ValueError) as error:  # a name with a null character raises ValueError
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another",
@@ -78,18 +78,18 @@ def write(path: Path, text: str, called: str = "") -> None:
 
 
 def comment_lines(notes: Sequence[str]) -> list[str]:
-    """Write notes as comments, which Python and shells have in common."""
+    """Format notes as comments, which have the same form in Python and in shells."""
     return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]
 
 
 class Code(str):
-    """Python that stands in an argument as it is."""
+    """Python code that is inserted into an argument unchanged."""
 
     __slots__ = ()
 
 
 def assignment_lines(name: str, function: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call that is assigned, an argument on each line."""
+    """Format a call that is assigned to a name, with one argument per line."""
     lines = "".join(f"    {keyword}={_literal(value)},\n" for keyword, value in arguments.items())
     return f"{name} = {function}(\n{lines})"
 

@@ -1,7 +1,7 @@
-"""Recommend an effective batch by goodput: samples/s times how much each sample still brings.
+"""Recommend an effective batch size by goodput: samples/s times the training progress per sample.
 
-Goodput is Pollux's (Qiao et al., OSDI 2021), with the noise scale of McCandlish et al. 2018. Nothing is run: the
-samples/s are what the plan's fit predicts of the plan's own split.
+Goodput is from Pollux (Qiao et al., OSDI 2021), with the noise scale of McCandlish et al. 2018. Nothing is run. The
+plan's fit predicts the samples/s of the plan's split.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ if TYPE_CHECKING:
     from autosplit.plan.record import PlanRecord
 
 REACH = 16
-"""Times the noise scale or the plan's batch, whichever is larger, up to which batches are looked at: goodput is highest
-at the geometric mean of the noise scale and of the samples that would take a step's fixed time."""
+"""Largest batch to try, as a multiple of the noise scale or of the plan's batch, whichever is larger.
+
+Goodput is highest at the geometric mean of two numbers: the noise scale, and the samples that take as long as the fixed
+time of a step.
+"""
 
 
 @dataclass(frozen=True)
 class GoodputPoint:
-    """The worth of an effective batch.
+    """The throughput and the goodput of an effective batch size.
 
     Attributes:
-        efficiency: Of a sample, beside one in the plan's own effective batch: above 1 in smaller ones.
-        goodput: ``samples_per_s * efficiency``: samples of the plan's effective batch that bring as much, per second.
+        effective_batch_size: Samples per optimizer step.
+        accumulation_steps: Forwards per optimizer step.
+        samples_per_s: Predicted throughput.
+        efficiency: Training progress per sample, relative to the plan's effective batch size; above 1 for smaller
+            batches.
+        goodput: ``samples_per_s * efficiency``: the samples per second at the plan's effective batch size that would
+            give the same progress.
     """
 
     effective_batch_size: int
@@ -47,18 +55,18 @@ class GoodputPoint:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The effective batch that trains fastest at a noise scale. `str()` is a line for people.
+    """The effective batch size that trains fastest at a noise scale. `str()` returns one line of text.
 
     Attributes:
-        noise_scale: In samples.
-        plan_effective_batch_size: What efficiency and learning rate are beside.
-        curve: By rising effective batch.
-        effective_batch_size: With the highest goodput.
-        interval: The same at the ends of the noise scale's 95 % interval; without one, twice the recommendation. An
-            end that is not bounded is the largest that was looked at.
-        learning_rate_factor: By what to multiply a learning rate of SGD that suits the plan's effective batch:
-            ``(1 + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, its square root.
-        gain: Goodput beside the plan's own.
+        noise_scale: The gradient noise scale, in samples.
+        plan_effective_batch_size: The plan's effective batch size. Efficiency and learning rate are relative to it.
+        curve: Goodput by effective batch size, in ascending order.
+        effective_batch_size: The effective batch size with the highest goodput.
+        interval: The recommendations at both ends of the noise scale's 95% interval; without an interval, the
+            recommendation twice. For an infinite end, it is the largest size that was tried.
+        learning_rate_factor: Factor for an SGD learning rate that was chosen for the plan's effective batch size: ``(1
+            + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, use its square root.
+        gain: Goodput of the recommendation over the goodput of the plan's effective batch size.
     """
 
     noise_scale: float
@@ -104,7 +112,7 @@ class Goodput:
 
 
 def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
-    """Recommend; see `Plan.goodput`."""
+    """Return the recommendation, see `Plan.goodput`."""
     value, ends = _value_and_ends(noise_scale)
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
@@ -131,7 +139,7 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
 
 
 def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any, Any]]:
-    """Return the noise scale and its 95% interval, or a number as it is, which may be anything."""
+    """Return the noise scale and its 95% interval. Return a number unchanged, because the caller checks it."""
     if hasattr(type(noise_scale), "interval"):
         estimate: Any = noise_scale
         return estimate.value, estimate.interval
@@ -139,7 +147,7 @@ def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any,
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
-    """Predict the samples/s of effective batches up to `most`: parts of a forward, and whole ones that add up."""
+    """Predict the samples/s of effective batch sizes up to `most`: parts of a forward, and multiples of a forward."""
     problem = required_problem(plan)
     sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
     if plan.accumulates and compared_split(plan, plan.split, 2).fits:

@@ -1,4 +1,4 @@
-"""The value that `measure` returns: the time and the memory of one configuration's optimizer step, and its bounds."""
+"""Define the result of `measure`: time, memory and bounds of one configuration's optimizer step."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from autosplit.solve.split import limits_of
 from autosplit.text import counted_text, listed, ms_text, rate_text
 
 Without = tuple[What, "str | None", float]
-"""What a step is without, of which device (None for all together), and the seconds that it then takes."""
+"""The change (as in `Bound`), its device (None for all devices), and the seconds of the step with this change."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The time and the memory of an optimizer step of one configuration. `str()` is a line for people.
+    """The time and the memory of an optimizer step of one configuration. `str()` returns one line of text.
 
     Attributes:
-        split: Samples per device in one forward; of DDP, each rank's.
-        accumulation_steps: Forwards of the step.
-        effective_batch_size: Samples of the step: all of the split's, in every forward.
-        strategy: ``"balanced"``, BalancedDataParallel (on one device a plain model), or ``"ddp"``.
-        precision: Of the workload.
-        devices: Labels of the devices, in the order of the split, as all that is told by device.
-        device_names: What their makers call them.
-        step_s: All forwards and backwards of the step, and the update. Real steps of more than two forwards are put
-            together from shorter ones.
-        update_s: The optimizer's part of it.
-        spread_s: Standard error of `step_s`; 0 where times are exact (`sim`).
-        samples_per_s: ``effective_batch_size / step_s``.
-        peak_bytes: The most that each device held.
-        capacity_bytes: What each may hold, the reserve taken off.
-        memory: What each peak is made of; None where that is not known.
-        bound_by: Without what the step would be faster, at this very split, the largest gain first: a device that is
-            twice as fast (``"device"``; without a name, all of them), free copies, and so on. Empty where it is not
-            known.
-        simulated: The devices are not there.
-        predicted: The time is computed from each rank's own, and no step of all ranks together was run: DDP from one
-            process.
-        rates: Where the figures of each simulated card are from: ``"published"``, or on what they were measured.
-        notes: What was assumed or could not be done. Each `Note` has a `kind` and a `text`.
+        split: Samples per device in one forward. For DDP, samples per rank.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step: the sum of the split times the forwards.
+        strategy: ``"balanced"`` (BalancedDataParallel, or a plain model on one device) or ``"ddp"``.
+        precision: Precision of the workload.
+        devices: Labels of the devices, in the order of the split. All other values per device have this order.
+        device_names: Model names of the devices.
+        step_s: Seconds of the optimizer step: all forwards, backwards and the update. A real step of more than two
+            forwards is computed from shorter steps.
+        update_s: Seconds of the optimizer, included in `step_s`.
+        spread_s: Standard error of `step_s`; 0 if times are exact (`sim`).
+        samples_per_s: Throughput, ``effective_batch_size / step_s``.
+        peak_bytes: Peak memory of each device.
+        capacity_bytes: Memory that training may use on each device, without the reserve.
+        memory: Parts of each peak; None if they are unknown.
+        bound_by: Changes that would make the step faster with the same split, the largest gain first. ``"device"``: a
+            device that is twice as fast, or all devices if it has no label. See `Bound` for the others. Empty if they
+            are unknown.
+        simulated: Whether the devices are simulated.
+        predicted: Whether the time is computed from each rank's own time, because no step of all ranks was run (DDP
+            from one process).
+        rates: Source of each simulated GPU's speed: ``"published"``, or ``"measured on ..."`` with the device.
+        notes: Assumptions, and tasks that could not be done. Each `Note` has a `kind` and a `text`.
     """
 
     split: tuple[int, ...]
@@ -69,16 +69,16 @@ class MeasuredStep:
 
     @property
     def how(self) -> str:
-        """How the time came to be known: ``"measured"``, ``"predicted"`` or ``"simulated"``."""
+        """The source of the time: ``"measured"``, ``"predicted"`` or ``"simulated"``."""
         return "simulated" if self.simulated else "predicted" if self.predicted else "measured"
 
     @property
     def faster_with(self) -> str:
-        """Its bounds in words; empty where they are not known."""
+        """The bounds as a text; empty if they are unknown."""
         return ", ".join(map(time_text, self.bound_by))
 
     def __str__(self) -> str:
-        """Return the configuration and its rate in one line."""
+        """Return the configuration and its throughput in one line."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split}, {forwards} per optimizer step of {self.effective_batch_size}: "
@@ -87,10 +87,10 @@ class MeasuredStep:
 
 
 def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
-    """Return the samples that each device is given; a number is the share of a single one.
+    """Return the samples of each device from a number (for a single device) or a sequence.
 
     Raises:
-        InputError: Not a whole number of 0 or more for each device, or nothing but zeros.
+        InputError: The split is not a whole number of 0 or more for each device, or all of them are 0.
     """
     given = split if isinstance(split, Iterable) else [split]  # an array has an `__index__`, too
     advice = f"as many, or name other devices than {listed(labels, 4)}"
@@ -103,7 +103,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
 
 
 def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[Bound, ...]:
-    """Return what binds a step, the largest gain first."""
+    """Return the bounds of a step from its times with changes, the largest gain first."""
     gains = [Bound(what, device, samples / seconds, step_s / seconds) for what, device, seconds in without if seconds]
     return tuple(sorted((bound for bound in gains if bound.gain > 1 + BINDING_SHARE), key=lambda bound: -bound.gain))
 
@@ -111,10 +111,14 @@ def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[
 def faster_devices(
     labels: Sequence[str], step_s: float, seconds: Callable[[Sequence[int]], float]
 ) -> Iterator[Without]:
-    """Yield a step with each device twice as fast; where none by itself brings anything, with all of them.
+    """Yield the step with each device twice as fast.
+
+    If none of them gains anything, also yield all devices twice as fast.
 
     Args:
-        seconds: What the step takes with devices of these positions twice as fast.
+        labels: Labels of the devices.
+        step_s: Seconds of the step.
+        seconds: Return the seconds of the step if the devices at these positions are twice as fast.
     """
     found = [seconds([index]) for index in range(len(labels))]
     if len(labels) > 1 and step_s <= min(found) * (1 + BINDING_SHARE):

@@ -1,4 +1,4 @@
-"""Doubt a model that is not of the size of the one that a plan was made for."""
+"""Detect a model of another size than the model of the plan."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from autosplit.text import printable
 
 
 class OtherModelWarning(UserWarning):
-    """A model is not the one that the plan was made for."""
+    """The model has another number of parameters than the model of the plan."""
 
 
 def parameters_in(model: Any) -> int | None:
-    """Count a model's parameters; None where there is no model, or they have no size yet."""
+    """Count a model's parameters. Return None for a function that makes a model, and for lazy parameters."""
     try:
         return sum(int(parameter.numel()) for parameter in model.parameters())
-    except (AttributeError, TypeError, RuntimeError, ValueError):  # what makes it; torch's lazy parameters
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # a function; lazy parameters
         return None
 
 
 def refuse_wrapped(model: Any) -> None:
-    """Refuse what is no model, or one in a wrapper already, which would cut each share again; raise InputError."""
+    """Raise InputError if the model is no module, or is wrapped already.
+
+    A second wrapper would split each part again.
+    """
     from torch import nn
 
     if isinstance(checked_module(model), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -36,14 +39,14 @@ def refuse_wrapped(model: Any) -> None:
 
 
 def warn_of_other_model(plan: PlanRecord, model: Any, *, stacklevel: int) -> None:
-    """Warn where a model has not as many parameters as the one that a plan was made for.
+    """Warn if a model has another number of parameters than the model of the plan.
 
     Args:
-        stacklevel: Of the warning, as seen from the caller.
+        stacklevel: Stack level of the warning, counted from the caller.
     """
     name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
     if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
-        return  # of several models this may be any
+        return  # it may be any of several models
     given = parameters_in(model)
     if given not in (None, wanted):
         warnings.warn(

@@ -1,4 +1,4 @@
-"""The plan: what `tune` returns, its record with what one does with it."""
+"""Define the plan that `tune` returns: its record, and the methods that use it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanRecord):
-    """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
+    """Split, batch size and accumulation steps for training a workload on some devices.
 
-    Its attributes are those of `record.PlanRecord`.
+    See `record.PlanRecord` for the attributes.
     """
 
     def __hash__(self) -> int:
-        """Hash the numbers of the plan, so that it may be a key: equal plans have equal hashes.
+        """Hash the numbers of the plan, so that it can be a dictionary key.
 
-        Some of the other fields are dicts, which have no hash.
+        The other fields include dicts, which have no hash.
         """
         return hash((self.split, self.accumulation_steps, self.effective_batch_size, self.samples_per_s))
 
     def _repr_html_(self) -> str:
-        """Return the plan as a table, which notebooks show in its place."""
+        """Return the plan as an HTML table for notebooks."""
         from autosplit.text import rate_text, size_text, table_html
 
         several = len(self.devices) > 1
@@ -70,17 +70,17 @@ class Plan(PlanRecord):
         return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
 
     def explain(self) -> Explanation:
-        """Say why the plan is what it is: what bounds it, what else there is, how good its fit was.
+        """Explain the plan: its bounds, the alternatives, and the quality of its fit.
 
-        It works on a loaded plan, too: from the stored numbers, running nothing. For many devices it takes seconds,
-        unless it is kept in the plan: see `with_explanation`.
+        Nothing is run, so a loaded plan can be explained, too. For many devices this takes seconds, unless the
+        explanation is stored in the plan (`with_explanation`).
 
         Returns:
-            Plain numbers; `str()` of them is the text for people.
+            Numbers; `str()` returns them as text.
         """
         kept = self.explained
         if kept is not None and kept.of == self.digest():
-            told = kept.explanation  # whoever changes the file can write its digest, too
+            told = kept.explanation  # the file and its digest may have been edited
             if all(getattr(told, name) == value for name, value in self.repeated().items()):
                 return told
         from autosplit.plan.explain import explanation_of
@@ -88,62 +88,62 @@ class Plan(PlanRecord):
         return explanation_of(self)
 
     def with_explanation(self) -> Plan:
-        """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
+        """Return the plan with its explanation, so that a reader of the file need not compute it."""
         return replace(self, explained=Explained(self.digest(), self.explain())).kept_at(self.path)
 
     def compare_with(self, split: int | Sequence[int], accumulation_steps: int = 1) -> SplitComparison:
-        """Hold another configuration against the plan: its samples/s and its memory, predicted by the plan's fits.
+        """Predict the samples/s and the memory of another configuration, and compare them with the plan.
 
-        Nothing is run, so that a loaded plan answers, too; `autosplit.measure` runs a configuration.
+        Nothing is run, so this works with a loaded plan, too. `autosplit.measure` runs a configuration.
 
         Args:
-            split: Samples per device in one forward; of DDP alone (``strategy="ddp"``), each rank's.
-            accumulation_steps: Forwards per optimizer step, each of the whole split.
+            split: Samples per device in one forward. For DDP alone (``strategy="ddp"``), samples per rank.
+            accumulation_steps: Forwards per optimizer step, each with the whole split.
 
         Returns:
-            Plain numbers; `str()` of them is the text for people.
+            Numbers; `str()` returns them as text.
 
         Raises:
-            InputError: Not a number for each device, or shares that nothing trains on.
-            PlanError: The plan holds no fit.
+            InputError: The split has not one number for each device, or too few samples on a device to train.
+            PlanError: The plan has no fit.
         """
         from autosplit.plan.split_comparison import compared_split
 
         return compared_split(self, split, accumulation_steps)
 
     def goodput(self, noise_scale: NoiseEstimate | float) -> Goodput:
-        """Recommend the effective batch that trains fastest: samples/s times what a sample still brings.
+        """Recommend the effective batch size that trains fastest: samples/s times the training progress per sample.
 
             goodput = plan.goodput(noise_scale)
             goodput.plot().savefig("goodput.pdf")
 
-        Nothing is run; the samples/s are those that the plan's fit predicts of its own split.
+        Nothing is run. The plan's fit predicts the samples/s of its split.
 
         Args:
-            noise_scale: The `autosplit.NoiseScale` of a training run, or a number of samples. Divide a noise scale
-                that counts tokens by the tokens of a sample.
+            noise_scale: The `autosplit.NoiseScale` of a training run, or a number of samples. If a noise scale counts
+                tokens, divide it by the tokens of a sample.
 
         Returns:
-            Plain numbers; `str()` of them is a line for people.
+            Numbers; `str()` returns them as one line of text.
 
         Raises:
-            InputError: The noise scale is not finite: too few steps, or no gradient stands out of the noise.
-            PlanError: The plan holds no fit.
+            InputError: The noise scale is not finite, because it has too few steps or the gradients are mostly noise.
+            PlanError: The plan has no fit.
         """
         from autosplit.plan.goodput import goodput_of
 
         return goodput_of(self, noise_scale)
 
     def plot(self) -> Figure:
-        """Draw the plan for a notebook or a paper: the memory of each device, and samples/s over the batch.
+        """Draw the plan for a notebook or a paper: the memory of each device, and samples/s by batch size.
 
             plan.plot().savefig("plan.pdf")
 
-        The charts are those of `autosplit report`; the curve is what the plan's fit predicts of the fastest split of
-        each batch, and is left out where the plan holds no fit.
+        The charts are the same as in `autosplit report`. The curve shows the predicted throughput of the fastest split
+        of each batch. It is left out if the plan has no fit.
 
         Returns:
-            A figure of matplotlib, 9 inches wide, which notebooks show by itself; pyplot is not touched.
+            A matplotlib figure, 9 inches wide, which notebooks display automatically. pyplot is not used.
 
         Raises:
             InputError: matplotlib is not installed (the extra ``plot``).
@@ -153,25 +153,25 @@ class Plan(PlanRecord):
         return figure_of(self)
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
-        """Turn the plan into the settings of another tool.
+        """Convert the plan into the settings of another tool.
 
             print(plan.export("transformers"))
             arguments = TrainingArguments(**plan.export("transformers").settings["TrainingArguments"])
 
-        transformers, accelerate and Lightning give all ranks one batch size: the nearest even plan is computed for
-        them, and its notes say what is lost.
+        transformers, accelerate and Lightning give all ranks one batch size. For them the nearest even plan is
+        computed, and its notes list what is lost.
 
         Args:
             to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"env"`` or ``"json"``.
-            path: The plan's file, which ``"torchrun"`` and ``"env"`` name. Default: its own, `path`.
+            path: Path of the plan's file for ``"torchrun"`` and ``"env"``. Default: the plan's `path`.
 
         Returns:
-            `settings`, `text`, `exact` and `notes`; `str()` of it is the text to paste.
+            An export with `settings`, `text`, `exact` and `notes`. Its `str()` is the text to paste.
 
         Raises:
-            InputError: There is no such format.
+            InputError: The format is unknown.
             PlanError: The tool runs DDP, and the plan has no ranks.
-            DeviceError: ``"torchrun"`` for simulated cards.
+            DeviceError: ``"torchrun"`` was requested for simulated GPUs.
         """
         from autosplit.plan.export import export
 
@@ -180,10 +180,10 @@ class Plan(PlanRecord):
     # Down to the wrappers
 
     def devices_here(self) -> tuple[torch.device, ...]:
-        """Return where this process finds the plan's devices: by their UUIDs, on a twin of the machine by their names.
+        """Return the plan's devices in this process: GPUs with the same UUIDs, or on another machine the same names.
 
         Raises:
-            DeviceError: One is not here.
+            DeviceError: A device is not visible.
         """
         import torch
 
@@ -207,21 +207,22 @@ class Plan(PlanRecord):
         return tuple(torch.device(kind, index) for index in indices)
 
     def wrap(self, model: nn.Module) -> BalancedDataParallel:
-        """Wrap a model so that each device gets its share.
+        """Wrap a model so that each forward is split as the plan has it.
 
         Args:
-            model: It is moved to the first device; layers that the plan checkpoints are checkpointed from then on.
+            model: The model. It is moved to the first device. Layers that the plan checkpoints are checkpointed from
+                now on.
 
         Returns:
             The wrapper; `wrapper.module` is the model.
 
         Raises:
-            DeviceError: The plan is for simulated cards, or its cards are not here.
-            InputError: The model is wrapped already, or moving it gave it new parameters and an optimizer has the old.
+            DeviceError: The plan is for simulated GPUs, or its GPUs are not visible.
+            InputError: The model is wrapped already, or moving it replaced parameters that an optimizer refers to.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
-            OtherModelWarning: The plan was made for a model of another size.
+            OtherModelWarning: The model has another size than the model of the plan.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
@@ -246,7 +247,7 @@ class Plan(PlanRecord):
 
     @property
     def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
-        """How `wrap` combines scalar outputs of the devices, as the checks found it; None where they did not."""
+        """How `wrap` combines scalar outputs of the devices, as the checks detected it; None if they did not."""
         if self.loss_reduction == "sum":
             return "sum"
         return next((check.reduce for check in self.checks if check.reduce is not None), None)
@@ -254,16 +255,16 @@ class Plan(PlanRecord):
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> ScheduledBatchSampler:
-        """Return a batch sampler that hands out the plan's micro-batches, `effective_batch_size` samples a step.
+        """Return a batch sampler for the plan's micro-batches, with `effective_batch_size` samples per step.
 
         Args:
-            num_samples: Length of the data set.
-            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` chooses one.
-            seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples.
+            num_samples: Length of the dataset.
+            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets one.
+            seed: Seed of the order.
+            drop_last: Leave out the last step of an epoch if it is incomplete.
 
         Raises:
-            InputError: The short last forward has a sample too few for the model's BatchNorms.
+            InputError: The short last forward has too few samples for the model's BatchNorm layers.
         """
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
@@ -274,26 +275,27 @@ class Plan(PlanRecord):
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
-        """Return a batch sampler of samples that differ in length: batches of like length, as many samples as fit.
+        """Return a batch sampler that makes batches of samples with similar lengths, with as many samples as fit.
 
             sampler = plan.token_sampler([len(sample) for sample in dataset], shuffle=True)
             loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)
             for step in plan.steps(loader):
                 ...
 
-        Where an effective batch was asked for, each step has exactly as many samples, drawn as `batch_sampler` draws
-        them. Otherwise each batch is a step. `steps` knows each batch's split, and weights samples alike. Resuming is
-        as with `batch_sampler`; without an effective batch, with the same lengths and the same plan only.
+        With an effective batch size, each step has exactly this many samples, in the order of `batch_sampler`. Without
+        one, each batch is a step. `steps` knows each batch's split and gives all samples the same weight. Training can
+        be resumed as with `batch_sampler`. Without an effective batch size, this needs the same lengths and the same
+        plan.
 
         Args:
-            lengths: Of each sample, as `tune` was given them: a list, an array or a tensor.
-            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` chooses one.
-            seed: Of that order.
+            lengths: Length of each sample, as in `tune`: a list, an array or a tensor.
+            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets one.
+            seed: Seed of the order.
 
         Raises:
             PlanError: The plan was not tuned for lengths.
-            InputError: A length is above those that it was tuned for, or no whole number of 1 or more; or the model
-                has BatchNorms, which need more than one sample and count padding.
+            InputError: A length is greater than the plan's, or not a whole number of 1 or more. Or the model has
+                BatchNorm layers, which need more than one sample and include padding.
         """
         from autosplit.parallel.token_sampler import TokenBatchSampler
 
@@ -311,9 +313,9 @@ class Plan(PlanRecord):
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
-        """The tokens, padding included, that each device holds at any length: for trainers that want one number.
+        """The most tokens of each device at any length, with padding, for trainers that need a single number.
 
-        It holds for batches padded to the shortest length that was looked at (`lengths.points`) or more.
+        The numbers hold for batches padded to at least the shortest measured length (`lengths.points`).
 
         Raises:
             PlanError: The plan was not tuned for lengths.
@@ -324,17 +326,20 @@ class Plan(PlanRecord):
     def loader(
         self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
     ) -> DataLoader[Any]:
-        """Return a DataLoader of the plan's micro-batches, with the settings found where `tune` was given a loader.
+        """Return a DataLoader for the plan's micro-batches.
+
+        If `tune` got a loader, it has the fastest settings found for it.
 
         Args:
-            dataset: With an index and a length.
-            shuffle: Draw in a new order each epoch: `steps` counts them, or ``loader.batch_sampler.set_epoch``.
-            seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples.
-            **options: Of ``torch.utils.data.DataLoader``, in place of what was found.
+            dataset: A dataset with `__getitem__` and `__len__`.
+            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or ``loader.batch_sampler.set_epoch``
+                sets one.
+            seed: Seed of the order.
+            drop_last: Leave out the last step of an epoch if it is incomplete.
+            **options: Arguments of ``torch.utils.data.DataLoader``, which override the settings found.
 
         Raises:
-            InputError: The short last forward has a sample too few for the model's BatchNorms.
+            InputError: The short last forward has too few samples for the model's BatchNorm layers.
         """
         from torch.utils.data import DataLoader
 
@@ -359,23 +364,23 @@ class Plan(PlanRecord):
 
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
-            count: Return what the mean loss of a batch divides by, if that is not its samples: an int (labels that are
-                no padding), a float, or a tensor of one element (the sum of the class weights of its labels). A batch
-                that counts 0 contributes nothing.
-            on_oom: ``"cut"`` runs a micro-batch that runs out of memory within ``with step.attempt():`` again in two
-                parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
-                size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch
-                goes whole into each part.
+            count: Return the divisor of a batch's mean loss, if it is not the number of samples. For example, return
+                the number of labels that are not padding, or a tensor with the sum of the labels' class weights. A
+                batch with a count of 0 contributes nothing.
+            on_oom: ``"cut"``: if a micro-batch runs out of memory within ``with step.attempt():``, run it again in two
+                parts, see `OptimizerStep.attempt`. After three such micro-batches, all of their size are cut before
+                they run, as long as the loader lives, and the plan's file gets a note. Values other than tensors are
+                passed to both parts unchanged.
             noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from one norm of each
-                micro-batch's gradient. Pass the same object in every epoch, and hand it to `goodput`. Replicas are
-                then copied again for each micro-batch, because kept replicas add up gradients.
+                micro-batch's gradient. Pass the same object in every epoch, and then to `goodput`. Replicas are copied
+                again for each micro-batch, because kept replicas add up gradients.
 
         Raises:
             InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
                 checkpointing hides parameters.
 
         Warns:
-            CutWarning: The first time that a micro-batch is cut: why, and what to change.
+            CutWarning: A micro-batch was cut for the first time. The warning has the reason and advice.
             EffectiveBatchWarning: The loader's batches add up to steps of another size than the plan's effective batch.
         """
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
@@ -393,21 +398,21 @@ class Plan(PlanRecord):
             cuts=cuts,
             noise_scale=noise_scale,
         )
-        # A count is in other units, and `steps` has compared the sizes of a plan's own sampler.
+        # A count has other units. And `steps` compares the sizes itself if the sampler is the plan's.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
         return compared(made, self.effective_batch_size, stacklevel=1)
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:
-        """Enforce the budgets of the plan's `cpu` devices around training of one's own with the wrapped model.
+        """Enforce the memory budgets of the plan's `cpu` devices while the caller trains the wrapped model.
 
         Yields:
             The tracker, with `live_bytes` and `peak_bytes` per device.
 
         Raises:
             DeviceError: The plan's devices have no budgets.
-            OutOfMemoryError: From the op whose output no longer fits; it names the device.
+            OutOfMemoryError: The output of an operation does not fit. The error names the device.
         """
         from autosplit.runtime.memory_tracker import Tracker
         from autosplit.runtime.tracked_step import adopting_optimizers

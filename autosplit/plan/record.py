@@ -1,4 +1,4 @@
-"""The answer as a value: plain numbers, checked, and JSON in and out."""
+"""Store a plan as plain numbers, check them, and convert them to and from JSON."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCHEMA_VERSION = 2
-"""Of the JSON; a file of another version is refused."""
+"""Version of the JSON. Files of unknown versions are rejected."""
 
 MOST_DEVICES = 4096
-"""Of a plan: over all machines of a job."""
+"""Most devices of a plan, over all machines of a job."""
 
 MOST_FORWARDS = 2**20
-"""Of an optimizer step."""
+"""Most forwards of an optimizer step."""
 
 MAX_FILE_BYTES = 16 * 2**20
-"""A plan is some dozens of KiB: what is larger than this is none, and is not read."""
+"""Largest file that is read. A plan has some dozens of KiB."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class PlanDevice:
     """A device of the plan.
 
     Attributes:
-        label: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
-        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, ``"cuda"``.
-        index: Its position among the devices for cpu and sim, its logical index for an accelerator.
-        name: What the maker calls it.
-        memory_bytes: What it has, or its budget.
-        capacity_bytes: What the plan may use: memory less the reserve.
-        budgeted: Whether the capacity is enforced by the tracker.
-        share: Samples per forward: its entry of the split.
-        peak_bytes: The most it holds in a step of the plan; predicted for simulated cards.
-        busy_s: Time it computes in a full micro-step, by its fitted curve.
-        ceiling: The largest share it runs, and how that was found.
-        uuid: Of a GPU; None for others.
-        driver: Its driver's version; None for others.
-        memory: What `peak_bytes` is made of; None where that is not known.
-        rates: Of a simulated card: ``"published"``, or on what its figures were measured; None of others.
+        label: Label of the device: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
+        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, such as ``"cuda"``.
+        index: Position among the devices for cpu and sim; logical index for an accelerator.
+        name: Model name of the device.
+        memory_bytes: Memory of the device, or its budget.
+        capacity_bytes: Memory that the plan may use, without the reserve.
+        budgeted: Whether autosplit enforces the capacity.
+        share: Samples per forward on this device; its entry of the split.
+        peak_bytes: Peak memory in a step of the plan; predicted for simulated GPUs.
+        busy_s: Compute time of a full micro-step, by the fitted curve.
+        ceiling: The largest number of samples that the device can run, and how it was found.
+        uuid: UUID of a GPU; None for other devices.
+        driver: Version of the GPU's driver; None for other devices.
+        memory: Parts of `peak_bytes`; None if they are unknown.
+        rates: Source of a simulated GPU's speed, ``"published"`` or ``"measured on ..."``; None for other devices.
         attention: The back ends that torch chooses for `scaled_dot_product_attention` on the device. Empty if the model
-            calls no attention, and for devices other than NVIDIA's GPUs.
+            calls no attention, and for devices other than NVIDIA GPUs.
     """
 
     label: str
@@ -88,15 +88,15 @@ class PlanDevice:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The settings that one DDP rank loads for itself.
+    """The settings of one DDP rank.
 
     Attributes:
-        rank: Its number.
-        device: The device's label.
+        rank: Number of the rank.
+        device: Label of the device.
         batch_size: Samples per forward on this rank.
         accumulation_steps: Forwards per optimizer step, equal on all ranks.
-        ceiling: The largest batch this rank runs.
-        peak_bytes: The most the rank holds at its batch size, as predicted.
+        ceiling: The largest batch that this rank can run.
+        peak_bytes: Predicted peak memory of the rank at its batch size.
     """
 
     rank: int
@@ -109,13 +109,14 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class DdpOptions:
-    """The options of DistributedDataParallel; `autosplit.ddp` passes them on.
+    """The options of DistributedDataParallel, which `autosplit.ddp` sets.
 
     Attributes:
-        gradient_as_bucket_view: Gradients live in the buckets that are sent, which saves as much memory as they take.
-        find_unused_parameters: Some trainable parameter gets no gradient, as was seen in a step: without this, DDP
-            would wait for it.
-        static_graph: The graph is the same in every step; never found out, since a look at a few steps can't tell.
+        gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves one copy.
+        find_unused_parameters: Whether a trainable parameter got no gradient in a step. Without this option, DDP would
+            wait for its gradient.
+        static_graph: Whether the graph is the same in every step. It is never detected, because a few steps can't prove
+            it.
     """
 
     gradient_as_bucket_view: bool = True
@@ -123,22 +124,22 @@ class DdpOptions:
     static_graph: bool = False
 
     def keywords(self) -> dict[str, bool]:
-        """Return them as keyword arguments."""
+        """Return the options as keyword arguments."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(frozen=True)
 class DdpPlan:
-    """The answer for DistributedDataParallel: solved from the same measurements, where there are several ranks.
+    """The answer for DistributedDataParallel, solved from the same measurements if there are several ranks.
 
     Attributes:
-        ranks: One for each device; empty where there is no answer, which `reason` explains.
-        samples_per_s: Throughput of whole optimizer steps: predicted, unless `measured`; 0 where there are no ranks.
-        reason: Why there are no ranks; None where there are.
-        effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
-        measured: The throughput is that of steps that ran, or were simulated: a single rank's is the search's own.
-        options: For DistributedDataParallel.
-        least_batch: The fewest samples that a rank trains on: 2 where a BatchNorm sees one value per sample.
+        ranks: One entry for each device; empty if there is no answer, see `reason`.
+        samples_per_s: Throughput of whole optimizer steps, predicted unless `measured`; 0 if there are no ranks.
+        reason: Why there are no ranks; None if there are.
+        effective_batch_size: Samples per optimizer step; 0 if there are no ranks.
+        measured: Whether the throughput was measured or simulated. For a single rank it is from the search.
+        options: Options of DistributedDataParallel.
+        least_batch: The fewest samples per rank: 2 if a BatchNorm layer sees one value per sample, otherwise 1.
     """
 
     ranks: tuple[RankSettings, ...]
@@ -152,56 +153,50 @@ class DdpPlan:
 
 @dataclass(frozen=True, repr=False)
 class PlanRecord:
-    """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
+    """Split, batch size and accumulation steps for training a workload on some devices.
 
     Attributes:
         split: Samples per device in one forward.
-        gpu0_bsz: `split[0]`.
-        batch_size: `sum(split)`.
+        gpu0_bsz: Samples on device 0: `split[0]`.
+        batch_size: Samples per forward: `sum(split)`.
         accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step, as asked for; the last micro-step is smaller where
-            `batch_size` does not divide it.
-        samples_per_s: Throughput of whole optimizer steps, measured (or simulated).
-        even_samples_per_s: That of the same batch split evenly; None where it does not fit, was not run, or would
-            say nothing (one device, or devices that share a processor).
-        ceilings: Samples per device that still fit, all at once: a split within them fits.
-        devices: The devices, with what the plan does to each.
-        region: Which splits fit: device 0's bytes over its share and the whole batch, and the others' ceilings. None
-            where nothing was split (`strategy="ddp"`).
-        fit: The cost of a step as it was fitted, with its residuals; None where a plan holds none.
-        effective_batch_sizes: The least and the most samples per optimizer step that were asked for; None where it was
-            one forward of whatever is best.
-        max_batch_size: The most samples per forward that were asked for; None for no bound.
+        effective_batch_size: Requested samples per optimizer step. The last micro-step may be shorter.
+        samples_per_s: Throughput of whole optimizer steps, measured or simulated.
+        even_samples_per_s: Throughput of the same batch split evenly; None if it does not fit, was not run, or is
+            meaningless (one device, or devices that share a CPU).
+        ceilings: Samples per device that fit at the same time. Any split within the ceilings fits.
+        devices: The devices, with the plan's values for each.
+        region: The splits that fit: device 0's memory by its samples and the whole batch, and the other devices'
+            ceilings. None if no batch is split (`strategy="ddp"`).
+        fit: The fitted time model, with its residuals; None if the plan has none.
+        effective_batch_sizes: The requested range of samples per optimizer step; None for one forward of any size.
+        max_batch_size: The requested limit of samples per forward; None for no limit.
         accumulates: Whether an optimizer step may have several forwards.
-        sample_batch_size: Samples of the batch that the workload came with; None where that is unknown.
-        trials: What the search tried.
-        checks: What was looked at for whether splitting changes the training, with figures and advice; empty where
-            it was not checked, which the notes say.
+        sample_batch_size: Samples of the workload's sample batch; None if it is unknown.
+        trials: The trials of the search.
+        checks: Checks of whether splitting changes the training; empty (with a note) if none were made.
         ddp: The answer for DistributedDataParallel.
-        precision: Of the workload.
+        precision: Precision of the workload.
         batch_dim: The batch dimension.
-        loss_reduction: Of the workload: how scalar outputs of the replicas are combined.
+        loss_reduction: Loss reduction of the workload. Scalar outputs of the replicas are combined by it.
         called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
-        simulated: The devices are not there: the plan can't be used on this machine, only read.
-        complete: False where the search was interrupted and this is the best so far.
-        machine: The kind of machine it holds for.
-        workload: The fingerprint of the workload it holds for.
-        request: What was asked for, as far as it makes another plan, with the ``name`` it is kept apart by; empty in
-            older files.
-        notes: What was assumed or could not be done. Each `Note` has a `kind` and a `text`.
-        real_steps: Training steps that were run to find it.
-        real_ooms: How many of them ran out of memory.
-        changes: What simulated cards would do were one thing different; None where that was not simulated.
-        loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
-        loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
-        lengths: What was found for samples that differ in length; None where `tune` was given no lengths.
-        fits: The room that it leaves for other things than its training steps; None where nothing was asked for.
-        checkpointed: The layers whose activations are computed again in the backward, by their names in the model;
-            `Plan.wrap` and `autosplit.ddp` see to it.
-        ways: Of several precisions or choices of checkpointed layers, what each gave, the plan's own first; empty
-            where one was tuned for.
-        explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
-        schema_version: Of the JSON.
+        simulated: Whether the devices are simulated. Such a plan can't be used for training.
+        complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
+        machine: The kind of machine that the plan is for.
+        workload: The fingerprint of the workload that the plan is for.
+        request: Arguments of `tune` that affect the plan, and its ``name``; empty in older files.
+        notes: Assumptions, and tasks that could not be done. Each `Note` has a `kind` and a `text`.
+        real_steps: Number of real training steps that were run to find the plan.
+        real_ooms: Number of these steps that ran out of memory.
+        changes: Simulated throughput of machines that differ in one property; None if they were not simulated.
+        loader_settings: The fastest settings of the data loader; None if `tune` got no loader.
+        loader_samples_per_s: Throughput of the data loader over all processes; None if `tune` got no loader.
+        lengths: The plan for samples of different lengths; None if `tune` got no lengths.
+        fits: Memory that is left for saving, loading and evaluating; None if it was not requested.
+        checkpointed: Names of the layers that `Plan.wrap` and `autosplit.ddp` checkpoint.
+        ways: Results of each precision or choice of checkpointed layers, the plan's own first; empty for one.
+        explained: The stored explanation, or None. It does not count when plans are compared.
+        schema_version: Version of the JSON.
     """
 
     split: tuple[int, ...]
@@ -290,7 +285,7 @@ class PlanRecord:
         return f"<Plan for {devices}:\n {self}>"
 
     def __str__(self) -> str:
-        """Return the plan in one line; `autosplit show` prints all of it."""
+        """Return the plan in one line; `autosplit show` prints the full plan."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
@@ -301,9 +296,9 @@ class PlanRecord:
 
     @property
     def fastest(self) -> Literal["balanced", "ddp"] | None:
-        """The answer with more `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
+        """Whether the plan's own split (``"balanced"``) or `ddp` has more `samples_per_s`, which may be a prediction.
 
-        None where there is only one answer, and on devices that share a processor, where no gain is claimed.
+        None if there is only one answer, and for devices that share a CPU, which promise no gain.
         """
         if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None
@@ -311,16 +306,16 @@ class PlanRecord:
 
     @property
     def shares_processor(self) -> bool:
-        """Whether its devices are parts of one processor, on which no gain is claimed."""
+        """Whether the devices are parts of one CPU, so that splitting brings no gain."""
         return len(self.devices) > 1 and all(device.kind == "cpu" for device in self.devices)
 
     @property
     def path(self) -> Path | None:
-        """The file that the plan was read from, or remembered in; None where it is in none. No part of the JSON."""
+        """The file that the plan was read from or stored in, or None. It is not part of the JSON."""
         return self.__dict__.get("_path")
 
     def kept_at(self, path: Path | None) -> Self:
-        """Return the plan with the file that it is kept in; `dataclasses.replace` makes another plan, without one."""
+        """Return the plan with another `path`. `dataclasses.replace` drops the path, because it makes another plan."""
         kept = replace(self)
         object.__setattr__(kept, "_path", path)
         return kept
@@ -330,7 +325,7 @@ class PlanRecord:
         return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
 
     def note(self, note: Note) -> None:
-        """Add a note to the plan's file, if there is one that can be written."""
+        """Add a note to the plan's file, if there is a writable file."""
         if self.path is not None:
             with contextlib.suppress(PlanError, OSError):
                 plan = type(self).load(self.path)
@@ -340,16 +335,16 @@ class PlanRecord:
 
     @property
     def loader_keywords(self) -> dict[str, Any]:
-        """The settings found for the loader, as keyword arguments of a DataLoader; empty where there are none."""
+        """The settings found for the data loader, as keyword arguments of a DataLoader; empty if there are none."""
         return {} if self.loader_settings is None else self.loader_settings.to_dict()
 
     @property
     def takes_samples_per_s(self) -> float:
-        """Samples per second that the devices take of a loader: of samples that differ in length, of those."""
+        """Samples per second that the devices need from the data loader, with the plan's lengths if it has any."""
         return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def required_lengths(self) -> LengthPlan:
-        """Return what was found for samples that differ in length; raise PlanError where nothing was."""
+        """Return the plan for samples of different lengths. Raise PlanError if there is none."""
         if self.lengths is None:
             raise PlanError(
                 "the plan was tuned for samples of one length; expected one that knows theirs; tune with "
@@ -359,7 +354,7 @@ class PlanRecord:
         return self.lengths
 
     def bare(self) -> Self:
-        """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
+        """Return the plan without its notes and its explanation. The rest is equal on all ranks."""
         return replace(self, notes=(), explained=None)
 
     @property
@@ -369,14 +364,14 @@ class PlanRecord:
         return {name: tuple(one.label for one in self.devices if name in one.attention) for name in sorted(names)}
 
     def repeated(self) -> dict[str, Any]:
-        """Return the numbers that an explanation repeats, by its names."""
+        """Return the values that an explanation repeats, by name."""
         rates = ("samples_per_s", "loader_samples_per_s", "fastest")
         names = (*rates, "simulated", "shares_processor", "ways", "lengths", "fits", "attention")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 
     def digest(self) -> str:
-        """Return 64 hexadecimal digits, the same in every process for equal numbers that an explanation is of."""
+        """Return 64 hexadecimal digits for the numbers that an explanation depends on, the same in every process."""
         cards = [replace(device, uuid=None, driver=None) for device in self.devices]
         return hashlib.sha256(msgspec.json.encode([cards, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
 
@@ -384,7 +379,7 @@ class PlanRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain dicts, lists, numbers and strings, keyed by the attributes' names."""
-        # By way of JSON: `msgspec.to_builtins` leaves tuples as they are.
+        # Convert to JSON first, because `msgspec.to_builtins` keeps tuples.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
 
@@ -396,10 +391,10 @@ class PlanRecord:
         """Write the plan as JSON, by atomic replacement.
 
         Args:
-            path: The file; its folder is made where it is missing, and a link leads to the file that is written.
+            path: The file. A missing folder is created. If the path is a symbolic link, its target is replaced.
 
         Raises:
-            PlanError: It can't be written there.
+            PlanError: The file can't be written.
         """
         target = Path(path)
         try:
@@ -408,8 +403,8 @@ class PlanRecord:
             if stands is not None:
                 raise OSError(f"{stands} is there")
             target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, self.to_json() + "\n", mode=0o666)  # as any file: plans are handed to others
-        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            replace_file(target, self.to_json() + "\n", mode=0o666)  # the usual mode, because plans are shared
+        except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
                 f"the plan can't be written to {target} ({reason}); expected a file that may be "
@@ -422,11 +417,11 @@ class PlanRecord:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanError: There is none, or it is not a plan that this version can read.
+            PlanError: The file does not exist, or is not a plan that this version can read.
         """
         try:
             text = read_bounded(path, MAX_FILE_BYTES)
-        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+        except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
                 f"the plan {os.fspath(path)} can't be read ({reason}); expected a file that Plan.save wrote; "
@@ -437,13 +432,14 @@ class PlanRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the text") -> Self:
-        """Read a plan from JSON, as hostile input: types, ranges and sums are checked.
+        """Read a plan from untrusted JSON. Types, ranges and sums are checked.
 
         Args:
-            source: What to call it in an error.
+            text: The JSON.
+            source: Name of the JSON's source in errors.
 
         Raises:
-            PlanError: It is not a plan that this version can read.
+            PlanError: The text is not a plan that this version can read.
         """
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
@@ -474,12 +470,12 @@ _EXPLAINED = (
     *("effective_batch_sizes", "max_batch_size", "accumulates", "sample_batch_size", "simulated", "changes"),
     *("loader_samples_per_s", "ways", "lengths", "fits"),
 )
-"""What an explanation is of, beside the devices."""
+"""Fields that an explanation depends on, in addition to the devices."""
 
 
 @dataclass(frozen=True)
 class _Versioned:
-    """The one key that every version of the JSON has."""
+    """The only key that every version of the JSON has."""
 
     schema_version: int
 

@@ -1,7 +1,7 @@
-"""Redact a plan to be shared: its numbers stay, and nothing tells whose they are.
+"""Redact a plan for sharing: keep its numbers, and remove everything that identifies its owner or machine.
 
-A report and `show --json` end in chats and issues. UUIDs of cards, and the sentences that may name paths, processes,
-hosts or URLs (notes, and what a failed trial raised), are left out there; the saved plan keeps them.
+Reports and `show --json` end up in chats and issues. So they contain no UUIDs of GPUs, and no texts that may contain
+paths, processes, hosts or URLs (notes, and errors of failed trials). The saved plan keeps them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAILED = "failed; the saved plan says why"
 
 
 def shareable(plan: AnyPlan) -> AnyPlan:
-    """Return the same plan without what tells where and by whom it was made; its numbers stay."""
+    """Return the plan without texts and UUIDs that show where and by whom it was made. Its numbers stay."""
 
     def quiet(ceiling: Ceiling) -> Ceiling:
         return replace(ceiling, notes=())

@@ -1,4 +1,4 @@
-"""Hold another split against a plan, by the model that the plan holds. Nothing is run."""
+"""Compare another split with a plan, by the plan's time and memory models. Nothing is run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitComparison:
-    """A configuration beside a plan, both predicted by the plan's own fits. `str()` is the text for people.
+    """A configuration and a plan, both predicted by the plan's fits. `str()` returns the comparison as text.
 
-    The nearer it is to what the search tried, the surer.
+    Predictions are more accurate for configurations that are similar to the trials.
 
     Attributes:
         split: Samples per device in one forward.
-        accumulation_steps: Forwards per optimizer step, each of the whole split.
+        accumulation_steps: Forwards per optimizer step, each with the whole split.
         effective_batch_size: Samples per optimizer step.
-        samples_per_s: Of the configuration.
-        plan_samples_per_s: Of the plan, by the same model; `Plan.samples_per_s` is what was measured of it.
-        gain: The plan's rate over the configuration's.
-        peak_bytes: The most that each device would hold, by its memory's line near its ceiling: the further below that,
-            the less sure.
-        plan_peak_bytes: The plan's own.
-        capacity_bytes: What each may hold.
-        too_large: Labels of the devices whose share does not fit, by what the plan knows.
+        samples_per_s: Predicted throughput of the configuration.
+        plan_samples_per_s: Predicted throughput of the plan. `Plan.samples_per_s` is the measured value.
+        gain: The plan's throughput over the configuration's.
+        peak_bytes: Predicted peak memory of each device, by a line near its ceiling. Far below the ceiling, it is less
+            accurate.
+        plan_peak_bytes: Peak memory of each device in the plan.
+        capacity_bytes: Memory that training may use on each device.
+        too_large: Labels of the devices on which the configuration does not fit, by prediction.
     """
 
     split: tuple[int, ...]
@@ -49,11 +49,11 @@ class SplitComparison:
 
     @property
     def fits(self) -> bool:
-        """Whether every device holds its share."""
+        """Whether the configuration fits on every device."""
         return not self.too_large
 
     def __str__(self) -> str:
-        """Return what there is to say in one line, marked as predicted."""
+        """Return the comparison in one line, marked as predicted."""
         unfit = f"; it does not fit {', '.join(self.too_large)}" if self.too_large else ""
         return (
             f"split {self.split} x {self.accumulation_steps}: {rate_text(self.samples_per_s)} (predicted), the plan "
@@ -62,7 +62,7 @@ class SplitComparison:
 
 
 def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_steps: SupportsIndex) -> SplitComparison:
-    """Compare; see `Plan.compare_with`."""
+    """Return the comparison, see `Plan.compare_with`."""
     shares = checked_split(split, [device.label for device in plan.devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     problem = required_problem(plan)
@@ -93,7 +93,7 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
 
 
 def _peak_bytes(plan: PlanRecord, index: int, split: tuple[int, ...], steps: int) -> int:
-    """Predict what a device holds, by the plane of device 0 beside others, or by its line."""
+    """Predict the peak memory of a device. Device 0 of several also has memory for the whole batch."""
     device, share = plan.devices[index], split[index]
     beside = plan.region is not None and any(split[1:])
     if share == 0 and not (index == 0 and beside):
@@ -101,6 +101,6 @@ def _peak_bytes(plan: PlanRecord, index: int, split: tuple[int, ...], steps: int
     known = device.ceiling.bytes_at(share)
     if index == 0 and beside and plan.region is not None:
         known = max(0, int(plan.region.primary.peak_bytes(share, sum(split))))
-    # Gradients that wait for another forward take what the parameters take; ranks hold theirs in any case.
+    # Gradients that wait for another forward need as much memory as the parameters. Ranks always keep them.
     waits = steps > 1 and plan.accumulation_steps == 1 and plan.region is not None and device.memory is not None
     return known + (device.memory.parameters_bytes if waits and device.memory is not None else 0)

@@ -1,4 +1,4 @@
-"""A job of DDP's ranks: what it needs of a plan, and torchrun's command that starts it."""
+"""Check whether a plan can start a DDP job, and make torchrun's command for it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
-"""Names the file of the plan that a job trains with."""
+"""Environment variable with the file of the job's plan."""
 
 _COUNT = "nproc-per-node"
 _NODES = "nnodes"
 _MEETINGS = {"standalone", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"}
-"""Options of torchrun by which its processes meet; without any, those of one machine do so by themselves."""
+"""Options of torchrun that connect its processes. Without them, the processes of one machine connect automatically."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command with its `variables`, what its environment has in addition."""
+    """A command, and the `variables` to add to its environment."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
 
     def line(self) -> str:
-        """Return it as a shell takes it."""
+        """Return the command as a shell command line."""
         set_before = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
         return printable(" ".join((*set_before, shlex.join(self.command))), longest=None)
 
@@ -38,7 +38,9 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     """Make torchrun's command for a plan.
 
     Args:
-        arguments: torchrun's options, the script (or ``-m module``), and its arguments.
+        plan: The plan.
+        path: The plan's file.
+        arguments: Options of torchrun, the script (or ``-m module``), and its arguments.
     """
     options = _options_of(arguments)
     refuse_unfit(plan)
@@ -53,13 +55,13 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
 
 
 def refuse_unfit(plan: PlanRecord) -> None:
-    """Refuse a plan that no job can be started with: without ranks, or for simulated cards."""
+    """Raise if no job can be started with the plan, because it has no ranks or is for simulated GPUs."""
     refuse_simulated(plan, "train on")
     refuse_without_ranks(plan)
 
 
 def refuse_simulated(plan: PlanRecord, what: str) -> None:
-    """Refuse a plan for simulated cards where real devices are needed, to do `what`."""
+    """Raise DeviceError if a plan is for simulated GPUs. The message has the purpose `what`."""
     if plan.simulated:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
@@ -70,7 +72,7 @@ def refuse_simulated(plan: PlanRecord, what: str) -> None:
 
 
 def refuse_without_ranks(plan: PlanRecord) -> None:
-    """Refuse a plan that has no DDP ranks, or whose ranks do not go together."""
+    """Raise PlanError if a plan has no DDP ranks, or if its ranks have different numbers of forwards."""
     if not plan.ddp.ranks:
         raise PlanError(
             f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
@@ -87,7 +89,7 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Return torchrun's own options, which come before the script, with their values."""
+    """Return torchrun's options, which precede the script, with their values."""
     options: dict[str, str] = {}
     waiting: str | None = None
     for argument in arguments:
@@ -108,7 +110,7 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
 
 
 _SWITCHES = {"standalone", "no-python", "run-path", "m", "module", "h", "help"}
-"""Options of torchrun that take no value. Of ``-m`` the module is the script."""
+"""Options of torchrun without a value. The module after ``-m`` counts as the script."""
 
 
 def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
@@ -128,7 +130,10 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
 
 
 def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
-    """Refuse a number of processes that the plan has no ranks for; several machines may have unlike ones."""
+    """Raise PlanError if the number of processes differs from the plan's ranks.
+
+    Several machines may have different ones.
+    """
     given = options.get(_COUNT, "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":
         return

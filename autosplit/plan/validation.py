@@ -1,7 +1,6 @@
-"""Checks that a plan from a file agrees with itself: what types and single fields can't say.
+"""Check that the parts of a plan from a file are consistent, beyond types and single fields.
 
-A file may be anybody's, and whatever works with its plan (the explanation, the report, a wrapper, a rank) takes for
-granted what is asked here.
+The file may come from anyone. The explanation, the report, the wrapper and the ranks rely on these checks.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any
 from autosplit.solve.step_time import Fit
 
 LARGEST = 2**62
-"""No number of a plan is so large: it is 4 EiB, or as many samples."""
+"""Upper bound of all numbers of a plan: 4 EiB, or as many samples."""
 
 DEEPEST = 32
-"""Levels of what describes the machine and the workload; ours have about five."""
+"""Most levels of nesting in the descriptions of machine and workload. Real ones have about five."""
 
 _MOST_OTHER_BOUNDS = 8
-"""What may bound a plan beside the memory and the time of each device."""
+"""Most bounds of a plan in addition to the memory and the time of each device."""
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Say what of a plan contradicts the rest of it, or can't be, and what was expected; None where all is sound."""
+    """Return a text on the first contradiction in a plan, with the expected value, or None if there is none."""
     return next(_unsound(plan), None)
 
 
@@ -61,7 +60,7 @@ def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
     if not any(rank.batch_size for rank in ranks):
         yield "no rank has samples; expected some"
     for rank in ranks:
-        # A single rank runs what the search found, without DDP's buckets that its ceiling was found with.
+        # A single rank runs the search's result, but its ceiling was found with DDP's buckets.
         if count > 1 and rank.batch_size > rank.ceiling.batch_size:
             yield f"a rank has {rank.batch_size} samples; expected at most its ceiling, {rank.ceiling.batch_size}"
 
@@ -115,7 +114,7 @@ def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Tell whether dicts and lists are nested deeper than so many levels, and look no further."""
+    """Return whether dicts and lists are nested deeper than `levels`, without looking deeper."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels <= 0 or any(_is_deeper(item, levels - 1) for item in items))
 
@@ -141,7 +140,7 @@ def unfit_number(value: object, name: str = "the plan") -> str | None:
     elif isinstance(value, tuple):
         parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
     else:
-        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
+        # A line through two points may be negative at 0 samples, so `fixed_bytes` may be below 0.
         least = -LARGEST if name == "fixed_bytes" else 0
         wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
         return f"{name} is {value!r:.40}" if wrong else None

@@ -1,4 +1,5 @@
-"""Measurements of a workload that runs: ceilings, times, and whether splitting changes its gradient.
+"""Measure a running workload: ceilings, times, and whether splitting a batch changes its gradient.
 
-May import the root, devices, solve, workload, parallel and runtime. Begin with `prober` and `gradient_check`.
+Modules of this package may import the package root, `devices`, `solve`, `workload`, `parallel` and `runtime`. Begin
+with `prober` and `gradient_check`.
 """

@@ -1,4 +1,4 @@
-"""The results of the gradient check: plain values, each with its figures and what to do."""
+"""Store the results of the gradient check: plain values, with figures and advice."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 EXACT = 1e-6
-"""A relative difference below this is shown as it is, a larger one in percent."""
+"""Smallest relative difference that is printed in percent. Smaller ones are printed as numbers."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One result of the gradient check: whether something changes when the batch is split.
+    """One result of the gradient check: whether splitting the batch changes something.
 
     Attributes:
-        subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``, ``"BatchNorm2d at features.1"``,
-            ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
-        split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
-            unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not compared,
-            or is not finite. In a plan 0 where it is no more than rounding.
-        accumulation_error: The same, for two uneven micro-batches that are accumulated as `plan.steps` does, and as the
-            ranks of DDP weigh theirs.
-        depends: Whether it changes with the split.
-        advice: What to do; empty where there is nothing to do.
-        remark: What else is to be known of the figures; empty for nothing.
-        reduce: Of ``"gradient"``: what a loss that the model takes itself is a mean over, found by leaving some of the
-            sample batch's `labels` out, and how `plan.wrap` combines the devices' losses: by ``"samples"``, by
-            ``"tokens"`` (labels that are not -100), or by ``"next tokens"`` (without the first of each sequence). None
-            where none of them makes it exact, or there are no labels: then by samples.
-        count: Of ``"loss"``: Python that counts in a micro-batch `batch` what the loss divides by, for
-            ``plan.steps(loader, count=lambda batch: ...)``. None if the loss is a mean over samples, or is not known.
+        subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``,
+            ``"BatchNorm2d at features.1"``, ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
+        split_error: Relative difference (0.1 for 10%) of the gradient, or of a BatchNorm layer's output. The whole
+            sample batch is compared with the same batch split unevenly over two devices. None if it was not compared,
+            or is not finite. In a plan, differences within rounding are 0.
+        accumulation_error: The same difference for two uneven micro-batches, accumulated with the weights of
+            `plan.steps` and of DDP ranks.
+        depends: Whether the subject changes when the batch is split.
+        advice: The recommended change; empty if none is needed.
+        remark: A remark on the figures; empty if there is none.
+        reduce: For ``"gradient"`` and a loss that the model computes itself: the unit over which `plan.wrap` averages
+            the devices' losses. ``"samples"``, ``"tokens"`` (labels that are not -100) or ``"next tokens"`` (tokens
+            without the first of each sequence). It is detected by removing some of the sample batch's `labels`. None if
+            no unit makes the gradient exact, or if there are no labels; then `plan.wrap` averages over samples.
+        count: For ``"loss"``: a Python expression for the divisor of the mean loss of a micro-batch `batch`, for
+            ``plan.steps(loader, count=lambda batch: ...)``. None if the loss is a mean over samples, or if the divisor
+            is unknown.
     """
 
     subject: str
@@ -45,11 +46,11 @@ class Check:
 
     @property
     def most(self) -> float:
-        """The larger of both differences, as far as they are known."""
+        """The larger of the two differences. Unknown ones count as 0."""
         return max(self.split_error or 0.0, self.accumulation_error or 0.0)
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the result in one line."""
         verdict = "changes" if self.depends else "stays the same"
         split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
         said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
@@ -58,10 +59,10 @@ class Check:
 
 
 def is_count_expression(text: str) -> bool:
-    """Return whether a text is Python that the gradient check could have written to count a `batch`.
+    """Return whether a text is a Python expression that the gradient check could have written to count a `batch`.
 
-    A plan may come from anybody, and its count is shown as code to paste. It may only look into the batch, compare, and
-    call `int`, `float` and `sum`.
+    A plan may come from anyone, and its count is printed as code to paste. So the expression may only index the batch,
+    compare, and call `int`, `float` and `sum`.
     """
     try:
         tree = ast.parse(text, mode="eval")
@@ -93,13 +94,13 @@ def _is_harmless(node: ast.AST) -> bool:
 
 
 def changed(checks: Iterable[Check]) -> list[Check]:
-    """Return what splitting changes: first what there is something to do about, of it first what changes the most."""
+    """Return the checks that changed: first those with advice, and among them the largest differences first."""
     found = [check for check in checks if check.depends]
     return sorted(found, key=lambda check: (not check.advice, -check.most))
 
 
 def error_text(error: float | None) -> str:
-    """Write a relative difference for reading: ``68 % off``, ``2e-16``, ``not checked``."""
+    """Format a relative difference: such as ``2e-16`` or ``not checked``, with percent for large ones."""
     if error is None:
         return "not checked"
     if error == 0:

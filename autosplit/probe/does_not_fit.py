@@ -1,4 +1,4 @@
-"""Say why not even one sample fits a device, with the bytes that it needs and has."""
+"""Explain why not even one sample fits on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from autosplit.text import size_text
 
 
 def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
-    """Return the error for a workload that does not fit a device at one sample, with the bytes it needs and has."""
+    """Return the error for a workload that does not fit at one sample.
+
+    It has the bytes that are needed and available.
+    """
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
     held = bytes_on_accelerators(prober.tracer.workload)
@@ -42,7 +45,7 @@ def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
 
 
 def _why_not(prober: StepRunner, index: int, needed_bytes: int) -> str:
-    """Say what kept the smallest step from running, which needs so many bytes by its trace."""
+    """Return the reason why the smallest step did not run. `needed_bytes` is the prediction of its trace."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes

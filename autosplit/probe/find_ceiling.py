@@ -1,4 +1,4 @@
-"""Find the largest batch of one device in one role."""
+"""Find the largest batch that fits on one device in one role."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autosplit.solve.memory import Ceiling, Role
 from autosplit.workload.fits import COPYING
 
 _UNBOUNDED_BYTES = 2**62
-"""More than any device has."""
+"""More memory than any device has."""
 
 
 def find_ceiling(
@@ -34,28 +34,29 @@ def find_ceiling(
     time_limit_s: float | None = None,
     isolate: bool = False,
 ) -> Ceiling:
-    """Find the largest number of samples that a device runs in one training step.
+    """Find the largest number of samples that a device can run in one training step.
 
-    It is predicted from traces, checked with a small real step and confirmed by running that very size; for
-    simulated cards the trace is the answer. The workload is left as it was.
+    The ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size.
+    For simulated GPUs it is predicted only. The workload is not changed.
 
     Args:
         workload: A `Workload`, or a function that returns one.
         device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
-        role: ``"rank"``, a DDP process; ``"primary"``, device 0 of BalancedDataParallel with a batch of its own;
-            ``"replica"``, another device of it; ``"eval"``, a forward without gradients of a model that is not trained;
-            ``"resume"`` and ``"save"``, a DDP process beside copies: of the parameters, as a checkpoint that was loaded
-            onto the device leaves them there, or of the optimizer's state, too, as it is saved in the background.
-        max_batch_size: Look no further.
-        exact: Also run one sample more, which must run out of memory.
-        reserve: Kept free: bytes, or a share. Default: 5 % on GPUs.
-        time_limit_s: No further step confirms after this long.
-        isolate: Probe in a process of its own, which a crash ends instead of this one.
+        role: ``"rank"``: a DDP process. ``"primary"``: device 0 of BalancedDataParallel, without samples on other
+            devices. ``"replica"``: another device of BalancedDataParallel. ``"eval"``: a forward without gradients of a
+            model that is not trained. ``"resume"``: a DDP process with the copies of the parameters that loading a
+            checkpoint leaves on the device. ``"save"``: a DDP process with copies of parameters and optimizer state,
+            which are being saved in the background.
+        max_batch_size: Largest batch to try.
+        exact: Also run one more sample than the ceiling, which must run out of memory.
+        reserve: Memory to keep free: bytes, or a fraction. Default: 5% on GPUs.
+        time_limit_s: Seconds after which no further step is run to confirm the ceiling.
+        isolate: Run the steps in a separate process, so that a crash does not end this process.
 
     Raises:
-        InputError: An argument that can't be used.
+        InputError: An argument is invalid.
         DoesNotFitError: Not even one sample fits.
-        UserCodeError: The workload's own code raised on its own sample.
+        UserCodeError: The workload's own code raised on its sample batch.
     """
     request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
     if role not in get_args(Role):
@@ -72,7 +73,7 @@ def find_ceiling(
     devices: tuple[Device, ...] = request.devices
     capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
-        # Somebody has to be device 0: one like it, that may hold anything.
+        # A replica needs a device 0: use another GPU, or an equal device with unlimited memory.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
         isolated = None
@@ -111,6 +112,6 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
     if device.kind == "cpu" and not device.budgeted:
-        return (device,), (capacity_bytes,), 0  # its memory is never filled, so there is nothing to tell apart
+        return (device,), (capacity_bytes,), 0  # its memory is only predicted, so one device is enough
     companion = replace(device, budgeted=False, capacity_bytes=_UNBOUNDED_BYTES)
     return (companion, replace(device, index=device.index + 1)), (_UNBOUNDED_BYTES, capacity_bytes), 1

@@ -1,8 +1,8 @@
-"""The gradient check: does splitting change the training?
+"""Check whether splitting a batch changes the training.
 
-The gradient of a BalancedDataParallel of two devices with uneven shares, and of `plan.steps` in two uneven
-micro-batches (a mean loss weighted by samples, as DDP's ranks are, too: n·W/N each), is compared with that of the
-whole sample batch. Where it differs, the cause is looked for, and no advice is given that numbers did not bear out.
+Compare three gradients: of the whole sample batch, of BalancedDataParallel with an uneven split over two devices, and
+of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples, as for DDP ranks: n·W/N each. If the
+gradients differ, look for the cause. Advice is given only if the numbers support it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,42 @@ from autosplit.workload.workload import Workload
 _log = logging.getLogger(__name__)
 
 MADE_SAMPLES = 8
-"""Samples asked of `make_batch` where the sample batch has too few."""
+"""Samples to request from `make_batch` if the sample batch has too few."""
 
 PASS_S = 0.5
-"""Time that one forward and backward may take in a tuning; there are three, or about ten."""
+"""Seconds for one forward and backward during a tuning. There are between three and about ten of them."""
 
 FIRST_S = 1.0
-"""Time after which a forward of the fewest samples is given up: the first one of a process loads and warms up."""
+"""Seconds after which a forward with the fewest samples is cancelled.
+
+The first forward of a process includes warm-up.
+"""
 
 KEPT_GRADIENTS = 6
-"""Most gradients at a time: the copy and its gradient, and those that are compared."""
+"""Most gradients in memory at a time: the copy, its gradient, and the gradients to compare."""
 
 
 def check(workload: Any) -> tuple[Check, ...]:
-    """Find out what of a training changes when the batch is split.
+    """Check which parts of a training change when the batch is split.
 
-    The gradient of the whole sample batch is compared with that of the batch split unevenly over two devices, and of
-    two uneven micro-batches accumulated; DDP's ranks weigh like the latter. It runs on the processor, on a copy, in
-    float64 where the model can, with dropout off and without autocast. The workload is left as it was.
+    The gradient of the whole sample batch is compared with two others: of the batch split unevenly over two devices,
+    and of two accumulated micro-batches of different sizes. DDP ranks have the same weights as the latter. A copy runs
+    on the CPU, in float64 if the model can, without dropout and autocast. The workload is not changed.
 
     Args:
         workload: A `Workload`, or a function that returns one.
 
     Returns:
-        The whole gradient first (with `step=` what each optimizer sees), then what makes it differ.
+        The check of the whole gradient first (with `step=`, one for each optimizer), then the checks of its causes.
 
     Raises:
-        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; the gradient is not
-            finite; or gradients take more memory than this machine has.
-        UserCodeError: The workload's own code raised on its own sample.
+        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; or the gradient is not
+            finite; or gradients need more memory than this machine has.
+        UserCodeError: The workload's own code raised on its sample batch.
     """
     source = workload_source(workload, None, {})
     with kept_rng():
-        first = build(source, parse_devices("sim:H100-80GB"))  # a large one without its memory
+        first = build(source, parse_devices("sim:H100-80GB"))  # a large model is built without memory
         needed_bytes, available_bytes = _gradients_bytes(first.workload.modules), available_host_bytes()
         if needed_bytes > available_bytes:
             raise WorkloadError(
@@ -85,12 +88,14 @@ def check(workload: Any) -> tuple[Check, ...]:
 def checks_for(
     workload: Workload, rebuild: Callable[[], Workload] | None = None
 ) -> tuple[tuple[Check, ...], tuple[Note, ...]]:
-    """Check a workload before it is tuned, as far as that is cheap; nothing that goes wrong here ends the tuning.
+    """Check a workload before it is tuned, if that is cheap. Errors do not end the tuning.
 
-    As many of its samples are looked at as a pass over them takes about `PASS_S`.
+    Use as many samples as one pass can process in about `PASS_S`.
 
     Args:
-        rebuild: Builds it again, with memory; called where it has none, and has not too many parameters for it.
+        workload: The workload.
+        rebuild: Build the workload again, with memory. It is called if the workload has no memory and few enough
+            parameters.
     """
     with kept_rng():
         try:
@@ -104,7 +109,7 @@ def checks_for(
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor took over {FIRST_S:g} s"
-        except Exception as error:  # noqa: BLE001  # the tuning itself says better what is wrong with a workload
+        except Exception as error:  # noqa: BLE001  # the tuning reports errors of the workload
             why = one_line(error)
     return (), (not_checked(why),)
 
@@ -116,14 +121,14 @@ def not_checked(why: object) -> Note:
 
 
 def _without_rounding(found: Check) -> Check:
-    """Let a figure that is no more than rounding be 0: two plans of the same would differ in it."""
+    """Set errors within rounding to 0. Otherwise two equal plans would differ in them."""
     errors = ("split_error", "accumulation_error")
     rounded: dict[str, Any] = {name: 0.0 for name in errors if not found.depends and getattr(found, name) is not None}
     return replace(found, **rounded)
 
 
 def _with_model(workload: Workload) -> Workload:
-    """Call a model's factory, and copy what it returns, which may be the same every time."""
+    """Return the workload with the model that its factory returns."""
     if workload.modules:
         return workload
     model: Any = workload.model
@@ -133,7 +138,7 @@ def _with_model(workload: Workload) -> Workload:
 
 
 def _batch_of(workload: Workload) -> Any:
-    """Return the sample batch, or one that `make_batch` makes where that has too few samples."""
+    """Return the sample batch, or a batch from `make_batch` if the sample batch has too few samples."""
     size = workload.sample_batch_size
     if size >= LEAST_SAMPLES:
         return workload.sample_batch
@@ -147,12 +152,12 @@ def _batch_of(workload: Workload) -> Any:
 
 
 def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
-    """Return what the gradients take that are kept at a time, in float64."""
+    """Return the bytes of the gradients that are in memory at a time, in float64."""
     return KEPT_GRADIENTS * 8 * sum(t.numel() for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
-    """Refuse what has too many parameters to be run here, or no memory; tell whether it has memory."""
+    """Raise TooDearError if the model is too large or has no memory. Return whether it has memory."""
     model: Any = workload.model
     is_made = bool(workload.modules)
     modules = workload.modules if is_made else (built_without_memory(model, fake_mode()),)
@@ -172,7 +177,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
 
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:
-    """Run a few samples, and count how many of the batch the time and the memory of a pass allow."""
+    """Run a few samples, and return how many samples fit into the time and the memory for one pass."""
     total = batch_size_of(batch, workload.batch_dim)
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch

@@ -1,4 +1,4 @@
-"""Compare the gradient of a whole batch with that of its split and of its accumulation, and find what differs."""
+"""Compare the gradient of a whole batch with the gradients of the split and the accumulated batch. Find the cause."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
 
 LEAST_SAMPLES = 4
-"""Fewest samples: fewer can't be cut unevenly, and repeated ones would hide what differs between them."""
+"""Fewest samples of a check. Fewer can't be split unevenly, and repeated samples would hide their differences."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest relative difference that is rounding."""
+"""Largest relative difference that counts as rounding."""
 
 ROUNDINGS = 10
-"""Factor on what the same samples make in reverse order and at another scale: a difference up to that is rounding."""
+"""Factor on the measured rounding error. It is measured with the samples in reverse order and another loss scale."""
 
 MOST_ROUNDING = 1e-2
-"""Largest relative difference that their order may make: beyond, it is no rounding, and their order counts."""
+"""Largest relative difference that counts as rounding if the samples are reversed.
+
+If it is larger, their order matters.
+"""
 
 MOST_NOISE = 1e-3
-"""Largest relative difference by random numbers: a larger one hides what else there is."""
+"""Largest relative difference due to random numbers. A larger one hides other differences."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A copy that has run the whole batch; `refusal` says why it is not in float64."""
+    """A copy that has run the whole batch. `refusal` is the reason why it is not in float64."""
 
     copy: QuietCopy
     whole: Gradients
@@ -51,7 +54,7 @@ class Begun:
 
 
 def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | None = None) -> Begun:
-    """Copy a workload and run the whole batch, in float64 or, where the model can't, in float32."""
+    """Copy a workload and run the whole batch, in float64 or, if the model can't run in float64, in float32."""
     refusal = ""
     shares = _shares_of(workload, batch_size_of(batch, workload.batch_dim))
     for dtype in (torch.float64, torch.float32):
@@ -73,14 +76,14 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
 
 
 def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
-    """Cut a batch unevenly; a BatchNorm may need two samples in each part."""
+    """Split a batch size unevenly. A model with BatchNorm layers gets at least two samples in each part."""
     normed = any(isinstance(part, BATCH_NORMS) for module in workload.modules for part in module.modules())
     first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
     return first, size - first
 
 
 class Comparison:
-    """The check of one workload, whose model is made, on one batch of at least `LEAST_SAMPLES`."""
+    """The gradient check of one workload on one batch of at least `LEAST_SAMPLES` samples. The model must be made."""
 
     def __init__(self, workload: Workload, batch: Any, remark: str = "") -> None:
         self.workload, self.batch = workload, batch
@@ -90,7 +93,7 @@ class Comparison:
         self.differences: _Differences | None = None
 
     def checks(self) -> tuple[Check, ...]:
-        """Compare, and look for the cause where there is a difference."""
+        """Compare the gradients, and find the cause if they differ."""
         with ExitStack() as closing:
             begun = begin(self.workload, self.batch, closing)
             self.copy = begun.copy
@@ -155,9 +158,9 @@ class Comparison:
         return (*gradients, *norms, self._cause(whole, rest))
 
     def _drawn(self, whole: Gradients) -> float:
-        """Return the difference that random numbers alone make, between two seeds.
+        """Return the difference between two seeds, which is due to random numbers alone.
 
-        A step= draws its own for all samples at once, before they are split: those do not count.
+        A step= may draw numbers for all samples before they are split. Those do not count.
         """
         with watching_draws(self.copy.trainee.models.modules) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
@@ -172,7 +175,7 @@ class Comparison:
         return _Differences(split, accumulation, (split_state, self.copy.state), tuple(parts))
 
     def _state_checks(self, begun: Begun) -> tuple[Check, ...]:
-        """Compare the buffers that forwards change, except those of BatchNorms, which have checks of their own."""
+        """Compare the buffers that forwards change, except those of BatchNorm layers, which have their own checks."""
         copy, states = self.copy, () if self.differences is None else self.differences.states
         if not begun.state or not states:
             return ()
@@ -180,7 +183,7 @@ class Comparison:
         if names:
             copy.again()
             names = [name for name in names if name in copy.state]
-        if names:  # other random numbers: a codebook may replace its entries at random
+        if names:  # try another seed: a codebook may replace entries at random
             copy.whole(seed=1)
             drawn = lost_names(begun.state, copy.state, copy.modules, self.tolerance)
             names = [name for name in names if name not in drawn]
@@ -188,14 +191,14 @@ class Comparison:
 
     @property
     def _weights(self) -> tuple[float, float]:
-        """Return the weights that `plan.steps` gives the micro-batches."""
+        """The weights that `plan.steps` gives the micro-batches."""
         if self.workload.loss_reduction == "sum":
             return 1.0, 1.0
         first, second = self.copy.micro_sizes
         return first / (first + second), second / (first + second)
 
     def _gradients(self, differences: _Differences, *, is_random: bool = False) -> tuple[Check, ...]:
-        """Report what each optimizer sees."""
+        """Return one check for the gradient of each optimizer."""
         remark = "; ".join(self.remarks)
         checks = []
         for subject, split in differences.split.items():
@@ -203,16 +206,16 @@ class Comparison:
             depends = not is_random and max(split, accumulation or 0.0) > self.tolerance
             figures = _finite(split), _finite(accumulation)
             checks.append(Check(subject, *figures, depends, remark=remark, reduce=self.reduce))
-            remark = ""  # said once
+            remark = ""  # report it only once
         return tuple(checks)
 
     # Causes other than BatchNorm
 
     def _cause(self, whole: Gradients, rest: _Differences) -> Check:
-        """Name what still differs with BatchNorms frozen: the batch, the model, or else the loss."""
+        """Return the cause of a difference that remains with frozen BatchNorm layers: batch, model, or loss."""
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
-        # Where some weights make the parts' gradients the whole's, no sample was changed by another.
+        # If some weights of the parts' gradients give the whole gradient, no sample affects another sample.
         copy, rule = self.copy, None
         if rest.parts:
             rule = rule_of(
@@ -244,7 +247,7 @@ class Comparison:
         return Check(subject, *figures, depends=True, advice=advice, count=count)
 
     def _table(self, whole: Gradients) -> str:
-        """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""
+        """Return advice on a tensor that was cut although it holds no samples, next to inputs and targets."""
         leaves = [*named_leaves(self.batch, "sample_batch")]
         tensors = [position for position, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for position in tensors if len(tensors) > 1 + (self.workload.loss_fn is not None) else ():
@@ -257,23 +260,23 @@ class Comparison:
         return ""
 
     def _mends(self, position: int, whole: Gradients) -> bool:
-        """Tell whether the parts make the whole where one tensor of the batch is not cut."""
+        """Return whether the gradients agree if one tensor of the batch is not cut."""
         other = Comparison(self.workload, marked(self.batch, {position}))
         try:
             with ExitStack() as closing:
                 other.copy = begin(self.workload, other.batch, closing).copy
                 return not other._differences(whole).over(max(self.tolerance, TOLERANCES[other.copy.dtype]))
-        except Exception:  # noqa: BLE001  # it belongs to the samples, and is as long as they are
+        except Exception:  # noqa: BLE001  # the tensor holds samples, so the uncut tensor does not match
             return False
 
     def _state_moved(self, whole: Gradients) -> list[str]:
-        """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""
+        """Return the buffers that forwards change, if accumulation is exact with equal buffers for each micro-batch."""
         error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
         self.copy.whole()
         return [*self.copy.state] if error <= self.tolerance else []
 
     def _differing_module(self) -> str | None:
-        """Name the first module whose output for a sample depends on what else is in its forward."""
+        """Return the name of the first module whose output for a sample depends on the other samples."""
         copy = self.copy
         models = copy.trainee.models.modules
         with printing(copy.modules, models, (sum(copy.shares),)) as whole:
@@ -320,7 +323,7 @@ class Comparison:
         return split or accumulated
 
     def _kept_elsewhere(self) -> str:
-        """Return the advice for a loss that takes tensors from attributes or forward hooks of the model."""
+        """Return advice for a loss that uses tensors from attributes or forward hooks of the model."""
         if self.workload.compute_loss is None:
             return ""
         kept = [name for module in self.copy.trainee.models.modules for name, _ in kept_tensors(module)]
@@ -346,11 +349,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Differences:
-    """The differences of gradients to that of the whole batch.
+    """Relative differences to the gradient of the whole batch.
 
     Attributes:
-        accumulation: Of accumulated micro-batches; None where that was not looked at.
+        split: Differences of the split batch, for each optimizer.
+        accumulation: Difference of accumulated micro-batches; None if it was not checked.
         states: The buffers that were changed by the split batch, and by the micro-batches.
+        parts: Gradients of the micro-batches.
     """
 
     split: dict[str, float]
@@ -359,7 +364,7 @@ class _Differences:
     parts: tuple[Gradients, ...] = ()
 
     def over(self, tolerance: float) -> bool:
-        """Tell whether any is more than that."""
+        """Return whether any difference is above a tolerance."""
         return max(*self.split.values(), self.accumulation or 0.0) > tolerance
 
 

@@ -1,7 +1,7 @@
-"""A quiet copy of a workload: its gradient of one batch, whole, split over devices and accumulated, without dropout.
+"""Run a copy of a workload to get its gradient of a batch, whole, split over devices, and accumulated, without dropout.
 
-Each run starts from the same parameters and buffers, without gradients, and with the same random numbers. Nothing is
-updated, so that what a later optimizer sees is not a consequence of what an earlier one did.
+Each run starts with the same parameters, buffers and random numbers, and without gradients. No parameter is updated. So
+the gradient of one optimizer does not depend on the update of another.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
 
 Gradients = dict[str, Tensor]
-"""The gradient that each optimizer sees at each of its steps, as one row; of a plain workload only `GRADIENT`."""
+"""The gradient at each step of each optimizer, as one row. A workload without `step` has only `GRADIENT`."""
 
 GRADIENT = "gradient"
 
 _SCALE = 0.7
-"""Scale of a loss; a power of two would round nothing."""
+"""Scale of a loss. Scaling by a power of two would cause no rounding."""
 
 
 class TooDearError(Exception):
-    """A run took longer than it was allowed to."""
+    """A run took longer than its limit."""
 
 
 class _Quiet(TorchFunctionMode):
-    """Dropout passes its input through, whatever way it is called."""
+    """Disables dropout in all functions of torch while it is active."""
 
     def __init__(self, deadline_s: float | None) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class _Quiet(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Functions without tensors also switch gradients off and on again: no_grad that can't end would leave them off
-        # for good. Nor is a clean-up disturbed that the first error has begun.
+        # Functions without tensors must not raise, because some of them switch gradients on again at the end of
+        # no_grad. And the clean-up after the first TooDearError must not be interrupted.
         may_fail = any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
         if may_fail and self.deadline_s is not None and time.monotonic() > self.deadline_s:
             raise TooDearError
@@ -65,7 +65,7 @@ class _Quiet(TorchFunctionMode):
         if _DROPOUT.fullmatch(name) or name == "native_dropout":
             given = args[0] if args else named["input"]
             return (given, torch.ones_like(given, dtype=torch.bool)) if name == "native_dropout" else given
-        if name in _RECURRENT:  # its dropout is the only float among positional arguments
+        if name in _RECURRENT:  # dropout is the only positional float
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif name in _WITH_DROPOUT:
             position = _WITH_DROPOUT[name]
@@ -82,19 +82,19 @@ _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forwar
 """Position of `dropout_p` among the positional arguments."""
 
 _DROPPING = re.compile("drop|stochasticdepth", re.IGNORECASE)
-"""Names of layers that drop something at random by means of their own: DropPath, DropBlock2d, StochasticDepth."""
+"""Class names of layers that drop values without a dropout function: DropPath, DropBlock2d, StochasticDepth."""
 
 
 class QuietCopy:
-    """A copy of a workload on the processor, and one batch, whose samples are shared out over two devices.
+    """A copy of a workload on the CPU with one batch, which can be split over two devices.
 
     Attributes:
-        saved_bytes: What autograd held for the backward of the last run of the whole batch.
-        state: The buffers that the last run changed, by their paths, with their new values.
+        saved_bytes: Bytes that autograd saved for the backward in the last run of the whole batch.
+        state: The buffers that the last run changed: new values by path.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
-        # Without a step of its own no optimizer runs, and a twin of a live one would copy its state.
+        # Without `step`, no optimizer runs. Drop the optimizer, because a copy of a live one would copy its state.
         quiet = replace(
             workload,
             precision="none",
@@ -122,14 +122,14 @@ class QuietCopy:
         self._parameters = [p for p in self.trainee.parameters() if p.requires_grad]
 
     def close(self) -> None:
-        """Put back what had to be borrowed from the live model, and give back what its copy took on a GPU."""
+        """Restore what was borrowed from the live model, and free the memory that the copy used on a GPU."""
         self.trainee.restore()
         if (accelerator := accelerator_in_use()) is not None:
             accelerator.empty_cache()
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """Every module with its path; of several models it begins with the model's name."""
+        """Every module with its path. With several models, the path begins with the model's name."""
         return [
             (".".join(filter(None, (prefix, path))), module)
             for prefix, model in zip(self.trainee.models.names, self.trainee.models.modules, strict=True)
@@ -147,16 +147,17 @@ class QuietCopy:
         return gradients
 
     def again(self) -> None:
-        """Run the whole batch twice; `state` is then what the second run changed. It changes no cache."""
+        """Run the whole batch twice, and set `state` to the changes of the second run, which do not include caches."""
         with self._alike():
             self._run(self.trainee.models, self.batch)
             with self._watching_state():
                 self._run(self.trainee.models, self.batch)
 
     def otherwise(self) -> Gradients:
-        """Return the gradient of the whole batch by another way: the same but for rounding.
+        """Return the gradient of the whole batch with other rounding.
 
-        Its samples are in reverse, and the loss is scaled as those of micro-batches are, which its gradient is not.
+        The samples are in reverse order, and the loss is scaled, as in micro-batches. The scale is removed from
+        the gradient.
         """
         flipped = in_reverse(self.batch, sum(self.shares), self.workload.batch_dim)
         with self._alike():
@@ -164,7 +165,7 @@ class QuietCopy:
         return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:
-        """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it."""
+        """Return the gradient of the batch split over two devices, as `Plan.wrap` splits it."""
 
         def wrapped(module: nn.Module) -> nn.Module:
             wrapper = wrapper_for(self.workload, self.shares)(module)
@@ -175,10 +176,10 @@ class QuietCopy:
             return self._run(self.trainee.wrapped(wrapped), self.batch)
 
     def parts(self, *, put_back: bool = False) -> list[Gradients]:
-        """Return the gradient of each of two micro-batches, not weighted yet.
+        """Return the gradients of two micro-batches, without weights.
 
         Args:
-            put_back: Let the second begin from the buffers that the first began from, not from what that left.
+            put_back: Restore the buffers before the second micro-batch, so that both start with the same buffers.
         """
         found = []
         with ExitStack() as outer:
@@ -192,16 +193,16 @@ class QuietCopy:
 
     @property
     def micro_sizes(self) -> tuple[int, int]:
-        """Return the samples of each micro-batch: the last one is the smaller, as in a plan."""
+        """The samples of each micro-batch. The last one is smaller, as in a plan."""
         return max(self.shares), min(self.shares)
 
     @property
     def micro_batches(self) -> list[Any]:
-        """Return the micro-batches themselves, in the workload's own dtypes."""
+        """The micro-batches."""
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
 
     def label_means(self) -> list[LabelMean]:
-        """Return what the cross entropies in the loss of the whole batch may be means over."""
+        """Return the cross entropies in the loss of the whole batch, each with the counts it may be a mean over."""
         if self.workload.step is not None:
             return []
         with self._alike():
@@ -222,20 +223,20 @@ class QuietCopy:
 
     @contextmanager
     def _alike(self, seed: int = 0, deadline_s: float | None = None) -> Iterator[None]:
-        """Start from the same buffers and random numbers; nothing of either is left."""
+        """Start with the same buffers and random numbers, and restore the buffers afterwards."""
         before = torch.get_default_dtype()
         _seed(seed)
         with ExitStack() as stack:
             for module in self.trainee.models.modules:
                 stack.enter_context(BufferCopies(moving_buffers(module)))
-            torch.set_default_dtype(self.dtype)  # what the forward makes itself has to go with the parameters
+            torch.set_default_dtype(self.dtype)  # tensors made in the forward must match the parameters
             stack.callback(torch.set_default_dtype, before)
             stack.enter_context(_Quiet(deadline_s))
             yield
 
     @contextmanager
     def _watching_state(self) -> Iterator[None]:
-        """Note the buffers that the run changes. A forward that assigns a new tensor changes them, too."""
+        """Store the buffers that the run changes. This includes buffers that a forward replaces by a new tensor."""
         before = {path: buffer.clone() for path, buffer in self._buffers()}
         yield
         self.state = {
@@ -264,7 +265,7 @@ class QuietCopy:
             yield
 
     def _record(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer's step look at its gradients instead of using them."""
+        """Replace an optimizer's step by a function that records the gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         steps = 0
 
@@ -279,10 +280,10 @@ class QuietCopy:
             self._seen[subject] = _gradient_of(parameters)
             return loss
 
-        optimizer.step = step  # type: ignore[method-assign]  # a twin, thrown away after the check
+        optimizer.step = step  # type: ignore[method-assign]  # a copy that is dropped after the check
 
     def _named_optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-        """Yield each optimizer with its name, or its position and the model, where that has a name, that it is for."""
+        """Yield each optimizer with its name or position, and with the name of its model if the models have names."""
         if self.trainee.workload.step is None:
             return
         given, models = self.trainee.optimizers, self.trainee.models
@@ -295,7 +296,7 @@ class QuietCopy:
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the gradients of parameters in a row; those that have none count as zeros."""
+    """Return the gradients of parameters as one row. A missing gradient counts as zeros."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
     real = (torch.view_as_real(part) if part.is_complex() else part for part in parts)
     return torch.cat([part.reshape(-1).double() for part in real])
@@ -304,7 +305,7 @@ def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
 def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
     """Return ``|found - whole| / |whole|`` for each gradient.
 
-    It is infinite where there is none to compare, or one is not finite.
+    It is infinite if there is no gradient to compare, or if it is not finite.
     """
     errors = {}
     for subject, gradient in whole.items():
@@ -319,7 +320,10 @@ def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
 
 
 def _seed(seed: int) -> None:
-    """Seed what a workload may draw from; not `torch.manual_seed`, which leaves a seed for CUDA when that starts."""
+    """Seed all generators that a workload may use.
+
+    `torch.manual_seed` would also set a seed for CUDA, so it is not used.
+    """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -328,7 +332,7 @@ def _seed(seed: int) -> None:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    # Not module.to(dtype), which takes complex parameters along.
+    # Do not use module.to(dtype), because it also converts complex parameters.
     if dtype == torch.float64:
         module.double()
     else:
@@ -336,19 +340,22 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
-    """Copy a loss that is a module, so that its weights go with the outputs; anything else as it is."""
+    """Copy a loss that is a module, so that its weights have the dtype of the outputs.
+
+    Return any other loss unchanged.
+    """
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     try:
         copied = copy.deepcopy(loss_fn).to("cpu")
-    except Exception:  # noqa: BLE001  # whatever refuses to be copied
+    except Exception:  # noqa: BLE001  # some modules can't be copied
         return loss_fn
     _in_dtype(copied, dtype)
     return copied
 
 
 def _batch_in(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch on the processor with its floating tensors in a dtype, `Whole` marks kept."""
+    """Return a batch on the CPU with its floating-point tensors in this dtype. `Whole` marks are kept."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)

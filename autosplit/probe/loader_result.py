@@ -1,4 +1,4 @@
-"""The results of measuring a DataLoader: its fastest settings, and how many samples/s each that was tried loads."""
+"""Store the results of measuring a DataLoader: its fastest settings, and the throughput of all tried settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from autosplit.notes import Note
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """The settings of a DataLoader that change how fast it loads, and nothing of its batches.
+    """The settings of a DataLoader that affect its speed, but not its batches.
 
     Attributes:
-        num_workers: Processes that load; with 0 the training process loads, and its step waits for that.
+        num_workers: Number of worker processes. With 0, the training process loads the batches, and its steps wait for
+            them.
         prefetch_factor: Batches that each worker loads ahead; None without workers.
-        pin_memory: Batches are put into memory from which copies to a GPU are asynchronous.
-        persistent_workers: Workers outlive an epoch, so that only the first waits for their start.
+        pin_memory: Whether batches are put into pinned memory, which allows asynchronous copies to a GPU.
+        persistent_workers: Whether workers are kept after an epoch, so that only the first epoch waits for their start.
     """
 
     num_workers: int = 0
@@ -25,19 +26,19 @@ class LoaderSettings:
     persistent_workers: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as keyword arguments of ``torch.utils.data.DataLoader``."""
+        """Return the settings as keyword arguments of ``torch.utils.data.DataLoader``."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class TimedLoader:
-    """Settings with the samples/s that were measured.
+    """Settings of a DataLoader with their measured throughput.
 
     Attributes:
         settings: The settings.
-        samples_per_s: Samples per second that arrive where nothing is done with them, once the workers run.
-        error_share: Standard error of that, as a share of it.
-        start_s: Seconds to the first batch, the start of the workers included.
+        samples_per_s: Samples per second while the workers run, if nothing is done with the batches.
+        error_share: Standard error of the throughput, as a fraction of the throughput.
+        start_s: Seconds to the first batch, including the start of the workers.
     """
 
     settings: LoaderSettings
@@ -48,20 +49,20 @@ class TimedLoader:
 
 @dataclass(frozen=True)
 class MeasuredLoader:
-    """The fastest settings of a loader.
+    """The fastest settings of a data loader.
 
     Attributes:
-        settings: The ones with the fewest workers of those within 5 % of the fastest.
-        samples_per_s: Samples per second that it loads with them, in one process.
-        present: The loader's own settings, as far as they mean anything on this machine.
-        present_samples_per_s: Samples per second with them; None where they were not measured: there are more workers
-            than cores for them, or the time was up.
-        first_pass_samples_per_s: Samples per second of the very first pass over what was measured, in one process
-            without workers; to be compared with the first of `tried`, which read the same once more.
-        processes: Processes of this machine that load at the same time and share its cores.
-        cores: The cores that this process may use.
-        tried: All that was measured, in that order.
-        notes: What there is to say of it, a sentence each.
+        settings: The settings with the fewest workers among those within 5% of the fastest.
+        samples_per_s: Throughput with these settings, in one process.
+        present: The loader's own settings, without those that have no effect on this machine.
+        present_samples_per_s: Throughput with the loader's own settings; None if it was not measured, because there are
+            more workers than cores or the time was up.
+        first_pass_samples_per_s: Throughput of the very first pass over the measured samples, in one process without
+            workers. Compare it with the first entry of `tried`, which read the same samples again.
+        processes: Number of processes of this machine that load at the same time and share its cores.
+        cores: Number of cores that this process may use.
+        tried: All settings that were measured, in this order.
+        notes: Remarks on the measurement.
     """
 
     settings: LoaderSettings

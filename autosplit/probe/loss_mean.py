@@ -5,9 +5,9 @@ Let sample i count for n_i by a rule, and let the loss of sample i alone be l_i.
     loss(samples) = sum_i n_i l_i / sum_i n_i
 
 holds for every set of samples; for a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
-the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair would
-not do: two samples of one class have the same class weight. Metadata is no guide: transformers 5.23 takes GPT-2's
-labels for unshifted, and its loss shifts them.
+the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair is not
+enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers 5.23
+declares GPT-2's labels as unshifted, but its loss shifts them.
 """
 
 from __future__ import annotations
@@ -47,30 +47,32 @@ MOST_SAMPLES = 8
 """Samples that a loss is run on."""
 
 TOLERANCE = 1e-2
-"""Relative tolerance: bf16 keeps eight bits. A wrong rule is off by more, or does no harm."""
+"""Relative tolerance. bf16 has eight significant bits. A wrong rule has a larger error, or does no harm."""
 
 NOISE = 1e-6
-"""Relative difference of two rules that fit equally well."""
+"""Largest difference between the errors of two rules that fit equally well."""
 
 RULES: dict[str, str] = {
     "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
     "labels": "labels, those left out by the loss apart",
     "samples": "samples",
 }
-"""The counts that a loss may be a mean over, the likeliest first."""
+"""The counts that a loss may be a mean over, the most likely first."""
 
 SUM = "sum"
-"""The rule of a loss that adds up its samples': it counts nothing."""
+"""The rule of a loss that is a sum over samples, and divides by nothing."""
 
 CROSS_ENTROPY = "cross entropy"
-"""The rule of a cross entropy that no other rule counts: with class weights, or another ignored label than -100."""
+"""The rule of a cross entropy with class weights, or with an ignored label other than -100."""
 
 
 def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
-    """Return what a batch counts for by one of `RULES`.
+    """Return the count of a batch by one of `RULES`.
 
     Args:
-        samples: Of the batch, if the caller knows; default: the first dimension of its tensors.
+        rule: The rule.
+        batch: The batch.
+        samples: Number of samples in the batch. Default: the first dimension of its tensors.
     """
     labels = labels_of(batch)
     if rule == "samples" or labels is None:
@@ -81,17 +83,17 @@ def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
 
 
 def labels_of(batch: Any) -> Any:
-    """Return the labels of a batch; None where it has none."""
+    """Return the labels of a batch, or None if it has none."""
     labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
     return labels if hasattr(labels, "ne") else None
 
 
 class Finding(NamedTuple):
-    """The rule by which a loss is a mean or a sum.
+    """The unit over which a loss is a mean or a sum.
 
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
-        error: By how much of itself the loss differs from what the rule predicts; NaN if nothing could be examined.
+        error: Relative difference between the loss and the rule's prediction; NaN if nothing could be examined.
         counter: Counts a batch by the rule `CROSS_ENTROPY`; None for the other rules.
         reason: Why nothing could be examined; empty otherwise.
     """
@@ -107,17 +109,17 @@ class Finding(NamedTuple):
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:
-        """Return what the loss is, in words."""
+        """Return a text about the rule."""
         over = str(self.counter) if self.counter is not None else RULES.get(self.rule, "")
         return "a sum" if self.rule == SUM else f"a mean over {over}"
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A few samples of which batches can be made.
+    """A few samples to make batches of.
 
     Attributes:
-        number: How many there are.
+        number: Number of samples.
         batch_of: Make a batch of the samples with these indices.
     """
 
@@ -126,7 +128,7 @@ class Samples:
 
     @classmethod
     def in_batch(cls, batch: Any) -> Samples:
-        """Return the first samples of a batch; raise WorkloadError if not all of it can be cut alike."""
+        """Return the first samples of a batch. Raise WorkloadError if parts of it can't be cut in the same manner."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
             raise WorkloadError("the batch has lists, which can't be cut as its tensors can", code="batch-not-cuttable")
@@ -139,10 +141,10 @@ class Samples:
 
     @classmethod
     def in_data_set(cls, dataset: Any, collate: Callable[[list[Any]], Any]) -> Samples:
-        """Return samples from all over a data set, which may be sorted by class.
+        """Return samples from all over a dataset, which may be sorted by class.
 
-        They are rows of one batch, if that can be cut: then all are padded alike. Ragged tensors can't be cut, so each
-        batch is collated by itself.
+        If possible, they are rows of one batch, so that all have the same padding. Ragged tensors can't be cut, so then
+        each batch is collated separately.
         """
         number = min(len(dataset), MOST_SAMPLES)
         drawn = [dataset[index * len(dataset) // number] for index in range(number)]
@@ -157,7 +159,7 @@ class Samples:
 
 
 def _has_lists(tree: Any, size: int) -> bool:
-    """Return whether a batch has a list of as many items as it has samples, which are not cut tensors themselves."""
+    """Return whether a batch has a list with one item per sample that is not a list of tensors that are cut."""
     children = [child for _, child in children_of(tree) or ()]
     if isinstance(tree, list) and len(tree) == size:
         return not all(isinstance(child, torch.Tensor) and child.shape[:1] == (size,) for child in children)
@@ -165,16 +167,16 @@ def _has_lists(tree: Any, size: int) -> bool:
 
 
 class _UnexaminedError(Exception):
-    """Nothing can be told from these samples; the message says why."""
+    """The samples are not suited to find the rule. The message has the reason."""
 
 
 def examine(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
-    """Find the rule by which a loss is a mean, or whether it is a sum.
+    """Find out whether a loss is a sum, or which units it is a mean over.
 
     Args:
-        loss_of: Return the loss of a batch, the same every time, as a number or a tensor.
+        loss_of: Return the loss of a batch as a number or a tensor. It must be deterministic.
         samples: `Samples`, or a batch of them.
-        otherwise: The rule if the samples do not tell, and the first of several that fit.
+        otherwise: The rule if the samples do not determine it. If several rules fit, it is preferred.
     """
     try:
         samples = samples if isinstance(samples, Samples) else Samples.in_batch(samples)
@@ -214,7 +216,7 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
 
 
 def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, list[LabelMean]]:
-    """Return the loss of a batch, and what the cross entropies in its graph are means over."""
+    """Return the loss of a batch, and the means of the cross entropies in its graph."""
     with torch.enable_grad():
         loss = loss_of(batch)
     number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
@@ -230,7 +232,7 @@ def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelM
 
 
 def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[float]]) -> list[list[int]]:
-    """Return the sets of samples that the rules are tried on."""
+    """Return the sets of samples on which the rules are tried."""
     pairs = [*itertools.combinations(usable, 2)]
     unlike = max(pairs, key=lambda pair: _unlike(counts, *pair))
     far = max(pairs, key=lambda pair: abs(losses[pair[0]] - losses[pair[1]]))
@@ -239,7 +241,7 @@ def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[fl
 
 
 def _unlike(counts: Mapping[Any, list[float]], first: int, second: int) -> float:
-    """Return how far apart the rules' weights of two samples are at least."""
+    """Return the smallest difference between the rules' weights for two samples."""
     weights = [numbers[first] / (numbers[first] + numbers[second]) for numbers in counts.values()]
     return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
 
@@ -251,8 +253,8 @@ def _mean(losses: list[float], numbers: list[float], group: Sequence[int]) -> fl
 def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     """Return the rule that fits best.
 
-    Of rules that fit equally well the samples do not tell. A cross entropy's graph shows class weights and ignored
-    labels that are in none of the samples, so its rule comes first.
+    If several rules fit equally well, the samples do not distinguish them. The rule of a cross entropy comes first if
+    its graph shows class weights or ignored labels, even if none of the samples has them.
     """
     if errors[SUM] > TOLERANCE:
         del errors[SUM]  # so that a loss that fits no rule is reported by its distance from a mean
@@ -280,7 +282,9 @@ def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> Non
     """Warn if a loss fits no rule, or if it could not be examined.
 
     Args:
-        where: What takes `count=`, such as ``"the Trainer"``.
+        finding: The rule.
+        where: Name of the object that takes `count=`, such as ``"the Trainer"``.
+        stacklevel: Stack level of the warning.
     """
     cure = f"Pass count= to {where}: a function that returns what the mean loss of a batch divides by."
     if math.isnan(finding.error):

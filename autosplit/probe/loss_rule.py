@@ -1,4 +1,4 @@
-"""Find what a loss is a mean or a sum over, by numbers: which weights of two parts' gradients make up the whole's."""
+"""Find what a loss is a mean or a sum over: find weights of two parts' gradients that give the whole gradient."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from autosplit.workload.workload import Workload
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule by which a loss averages.
+    """The unit over which a loss averages.
 
     Attributes:
-        reduction: The `loss_reduction` that makes it exact; None where neither does.
-        count: Python that counts it in a batch, for `plan.steps`.
-        ratio: What the first micro-batch counts for beside the second, where nobody knows what is counted.
+        over: The unit over which the loss is a mean, as a text.
+        reduction: The `loss_reduction` that makes accumulation exact; None if neither does.
+        count: A Python expression that counts the unit in a batch, for `plan.steps`.
+        ratio: Weight of the first micro-batch relative to the second, if the unit is unknown.
     """
 
     over: str
@@ -43,24 +44,28 @@ def rule_of(
     tolerance: float,
     read: Callable[[], Sequence[LabelMean]] = tuple,
 ) -> Rule | None:
-    """Find what a loss is a mean or sum over: the weights by which the parts' gradients make up the whole's.
+    """Find what a loss is a mean or a sum over: find weights of the parts' gradients that give the whole gradient.
 
     Args:
-        parts: Gradients of the two micro-batches, not weighted.
-        workload: What it says of its loss has been found wrong.
-        read: Return what the cross entropies in the loss's graph are means over.
+        whole: Gradient of the whole batch.
+        parts: Gradients of the two micro-batches, without weights.
+        sizes: Samples of the two micro-batches.
+        micro_batches: The two micro-batches.
+        workload: The workload. Its `loss_reduction` was found to be wrong.
+        tolerance: Largest relative difference of equal gradients.
+        read: Return the means of the cross entropies in the loss's graph.
 
     Returns:
-        The rule; None where no weights make it exact, so that the loss looks at the whole batch.
+        The rule; None if no weights make it exact, so the loss depends on the whole batch.
     """
     mixing = Mixing.of(whole, parts)
 
     def fits(counts: tuple[float, float], *, normed: bool = True) -> bool:
         total = sum(counts) if normed else 1.0
-        # Squares of differences that vanish are only as small as the rounding of the squares: 1e-8 of the lengths.
+        # The error is the root of a sum of squares, which is rounded to 1e-16. So it can't be smaller than about 1e-8.
         return total > 0 and mixing.error((counts[0] / total, counts[1] / total)) <= max(tolerance, 1e-7)
 
-    # A part without a gradient, as where all of its labels are ignored, fits any weight.
+    # A part without a gradient (all of its labels are ignored) would fit any weight.
     if min(mixing.aa, mixing.bb) > 0:
         if workload.loss_reduction == "sum" and fits((float(sizes[0]), float(sizes[1]))):
             return Rule("samples", reduction="mean")
@@ -79,7 +84,7 @@ def rule_of(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Lengths and angles of the whole batch's gradient g and of its two parts' a and b, in units of |g|²."""
+    """Inner products of the whole batch's gradient g and its two parts' gradients a and b, divided by |g|²."""
 
     ga: float
     gb: float
@@ -89,7 +94,7 @@ class Mixing:
 
     @classmethod
     def of(cls, whole: Gradients, parts: Sequence[Gradients]) -> Mixing:
-        """Take the inner products."""
+        """Compute the inner products."""
         g, (a, b) = whole[GRADIENT], [part[GRADIENT] for part in parts]
         size = float(g @ g) or 1.0
         ga, gb, aa, ab, bb = (float(x @ y) / size for x, y in ((g, a), (g, b), (a, a), (a, b), (b, b)))
@@ -102,7 +107,7 @@ class Mixing:
         return math.sqrt(max(0.0, square)) if math.isfinite(square) else math.inf
 
     def solution(self) -> tuple[float, float] | None:
-        """Return the weights with the least error; None where the parts' gradients point the same way."""
+        """Return the weights with the least error, or None if the parts' gradients are parallel."""
         determinant = self.aa * self.bb - self.ab * self.ab
         if not determinant > 1e-9 * self.aa * self.bb:
             return None
@@ -113,18 +118,18 @@ class Mixing:
 
 
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
-    """Add up two micro-batches' gradients with weights, as accumulation does."""
+    """Add the weighted gradients of two micro-batches, as accumulation does."""
     first, second = (part[GRADIENT] for part in parts)
     return {GRADIENT: (first * weights[0]).add_(second, alpha=weights[1])}
 
 
 def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
-    """Find how losses that the replicas take of their own labels are combined, by a batch of which some are left out.
+    """Find the unit over which to average the losses that replicas compute. Ignore some labels to find it.
 
-    Samples of equal lengths would not tell samples and tokens apart, and the next batch may have others.
+    Samples of equal length would not distinguish samples from tokens, but the next batch may have other lengths.
 
     Returns:
-        What makes the gradient exact; None where nothing does, or the batch has no labels to leave out.
+        The unit that makes the gradient exact; None if none does, or if the batch has no labels to ignore.
     """
     given = copy.batch
     batch = _with_fewer_labels(given) if copy.workload.batch_dim == 0 else None
@@ -138,7 +143,7 @@ def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "token
                 return reduce
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001  # a model that takes no label of -100, or none by name
+    except Exception:  # noqa: BLE001  # the model may not accept the label -100, or labels by name
         return None
     finally:
         copy.batch = given
@@ -146,7 +151,7 @@ def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "token
 
 
 def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
-    """Leave out half of the labels of the sample that has the most, but not its first."""
+    """Ignore half of the labels of the sample that has the most labels, but not its first label."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not is_integer(labels) or labels.dim() == 0:
         return None
@@ -161,9 +166,9 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
 
 
 def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks.
+    """Yield everything that can be counted in a batch: labels that are not ignored (also without the first), masks.
 
-    Each in words, as Python that counts it in `batch`, and counted in the two micro-batches.
+    Each item has a text, a Python expression that counts it in `batch`, and its counts in the two micro-batches.
     """
     loss_fn: Any = workload.loss_fn
     own = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
@@ -193,7 +198,7 @@ def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tup
 def _by_class_weights(
     micro_batches: Sequence[Any], workload: Workload, read: Callable[[], Sequence[LabelMean]]
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """List the sums of class weights that a cross entropy divides by, as `_countable` lists what it counts."""
+    """Yield the sums of class weights that a cross entropy divides by, in the form of `_countable`."""
     places = [place for place, _ in named_leaves(micro_batches[0], "batch")]
     weights = "loss_fn.weight" if isinstance(getattr(workload.loss_fn, "weight", None), Tensor) else "class_weights"
     for mean in read():
@@ -204,7 +209,7 @@ def _by_class_weights(
 
 
 def _leaves(batch: Any) -> dict[str, Tensor]:
-    """Return a batch's tensors by the Python that reaches them; labels first, which come last in a pair."""
+    """Return a batch's tensors by the Python expression for their place, labels first. In a pair, labels come last."""
     leaves = [(place, leaf) for place, leaf in named_leaves(batch, "") if isinstance(leaf, Tensor)]
     if isinstance(batch, (tuple, list)):
         leaves.reverse()

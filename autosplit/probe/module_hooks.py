@@ -1,6 +1,6 @@
-"""Watch a model run: which norms look at the batch, and which module first makes a sample depend on its neighbours.
+"""Watch a model run: find norms that use batch statistics, and the first module that mixes samples.
 
-Hooks stay for the time of a run; of activations one number is kept for each sample.
+Hooks are registered only during a run. They store one number per sample of each activation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autosplit.workload.batch import tensors_of
 
 @dataclass
 class NormSeen:
-    """A BatchNorm that ran with the statistics of its batch.
+    """A BatchNorm layer that normalised by batch statistics.
 
-    The errors are relative differences of its output on its whole input and on that input cut as the devices' shares,
-    or as the micro-batches.
+    The errors compare its output for the whole input with its output for the split input: over two devices, or in two
+    micro-batches.
     """
 
     path: str
@@ -41,9 +41,9 @@ class NormSeen:
 def watching_norms(
     modules: list[tuple[str, nn.Module]], shares: tuple[int, int], micro_sizes: tuple[int, int]
 ) -> Iterator[dict[str, NormSeen]]:
-    """Yield the BatchNorms that run with the statistics of the whole batch by their paths, as the model runs.
+    """Yield the BatchNorm layers that use batch statistics, by path. The dict is filled while the model runs.
 
-    Each one's output is compared with that of its input cut as the devices' shares and as the micro-batches.
+    The output of each layer is compared with its outputs for the input split over devices and in micro-batches.
     """
     found: dict[str, NormSeen] = {}
 
@@ -64,7 +64,7 @@ def watching_norms(
 
 @torch.no_grad()
 def _cut_error(norm: Any, given: Tensor, sizes: tuple[int, int]) -> float:
-    """Normalise an input whole and cut, as far as the cut leaves each part more than one value per channel."""
+    """Return the error of normalising an input in two parts. A part with one value per channel counts as no error."""
     cut = round(given.size(0) * sizes[0] / sum(sizes))
     parts = [part for part in (given[:cut], given[cut:]) if part.numel() > part.size(1)]
     if len(parts) < 2:
@@ -78,7 +78,7 @@ def _cut_error(norm: Any, given: Tensor, sizes: tuple[int, int]) -> float:
 
 
 def freeze(norms: list[NormSeen]) -> None:
-    """Let BatchNorms of a copy normalise by their running statistics; those that keep none get zeros and ones."""
+    """Switch BatchNorm layers of a copy to running statistics. Layers without any get zeros and ones."""
     for seen in norms:
         norm = seen.norm
         norm.training = False
@@ -90,7 +90,7 @@ def freeze(norms: list[NormSeen]) -> None:
 
 @contextmanager
 def watching_draws(models: Sequence[nn.Module]) -> Iterator[list[bool]]:
-    """Yield of each forward of a model, once it has run, whether random numbers were drawn within, not around it."""
+    """Yield a list with one entry for each forward of a model: whether it drew random numbers itself."""
     draws: list[bool] = []
     begun = [_random_state()]
 
@@ -115,11 +115,12 @@ def _random_state() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Print:
-    """One number for each sample, in order, of what a module got or returned.
+    """One number for each sample of a module's input or output, in order.
 
     Attributes:
-        place: ``(path, "input" or "output", how often before in the same forward of its model, which tensor)``.
-        shape: Rows of the tensor for each sample, and numbers in them.
+        place: ``(path, "input" or "output", number of the call in this forward, index of the tensor)``.
+        shape: Rows of the tensor for each sample, and values in each row.
+        numbers: The numbers.
     """
 
     place: tuple[str, str, int, int]
@@ -128,10 +129,11 @@ class _Print:
 
 
 class Prints:
-    """Fingerprints of a run, by the forward of a model in which they were taken, each in the order of time.
+    """Fingerprints of all modules in a run, as one list per forward of a model, in the order of time.
 
     Args:
-        models: Those that are called with the batch, or its parts in turn.
+        models: The models that are called with the batch or its parts.
+        sizes: Samples of each part.
     """
 
     def __init__(self, models: Sequence[nn.Module], sizes: tuple[int, ...]) -> None:
@@ -141,7 +143,7 @@ class Prints:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def watch(self, path: str, module: nn.Module) -> list[RemovableHandle]:
-        """Take the fingerprints of one module."""
+        """Register hooks that take the fingerprints of one module."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if id(module) in self._calls:
@@ -155,7 +157,7 @@ class Prints:
         return [module.register_forward_pre_hook(before, with_kwargs=True), after]
 
     def _take(self, path: str, kind: str, values: Any) -> None:
-        if not self.forwards:  # a part of a model that somebody called by itself
+        if not self.forwards:  # a module was called outside its model
             return
         self._counts[path, kind] += 1
         for index, tensor in enumerate(tensors_of(values)):
@@ -168,7 +170,7 @@ class Prints:
 def printing(
     modules: list[tuple[str, nn.Module]], models: Sequence[nn.Module], sizes: tuple[int, ...]
 ) -> Iterator[Prints]:
-    """Yield a fingerprint of every input and output of every module, filled while the models run; see `Prints`."""
+    """Yield fingerprints of all inputs and outputs of all modules, filled while the models run. See `Prints`."""
     prints = Prints(models, sizes)
     with ExitStack() as hooks:
         for path, module in modules:
@@ -179,13 +181,16 @@ def printing(
 
 @torch.no_grad()
 def _numbers(tensor: Tensor, samples: int) -> tuple[tuple[int, int], Tensor] | None:
-    """Project each sample's part of a tensor onto a fixed direction; None for what does not tell samples apart."""
+    """Project each sample's part of a tensor onto a fixed direction.
+
+    Return None if the tensor has no sample dimension.
+    """
     if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.dim() == 0 or not tensor.numel():
         return None
     rows = 1
     if tensor.size(0) == samples:
         parts = tensor.reshape(samples, -1)
-    elif tensor.dim() > 1 and tensor.size(1) == samples:  # time first
+    elif tensor.dim() > 1 and tensor.size(1) == samples:  # the time dimension comes first
         parts = tensor.movedim(1, 0).reshape(samples, -1)
     elif tensor.size(0) % samples == 0:  # samples and time in one dimension
         rows = tensor.size(0) // samples
@@ -197,13 +202,16 @@ def _numbers(tensor: Tensor, samples: int) -> tuple[tuple[int, int], Tensor] | N
 
 
 def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -> tuple[str, str] | None:
-    """Find where a sample first came to differ between the whole batch and its parts.
+    """Find the module at which a sample first differs between the whole batch and its parts.
 
     Args:
-        cut: Of a run in which each forward of a model became one for each part.
+        whole: Fingerprints of the whole batch.
+        cut: Fingerprints of a run in which each forward of a model was run once for each part.
+        parts: Number of parts.
+        tolerance: Relative difference that counts as equal.
 
     Returns:
-        The module's path and ``"input"`` or ``"output"``; None where nothing differs, or the runs can't be compared.
+        The module's path and ``"input"`` or ``"output"``; None if nothing differs, or if the runs can't be compared.
     """
     if len(cut.forwards) != parts * len(whole.forwards):
         return None
@@ -213,7 +221,8 @@ def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -
         ]
         for seen in taken:
             others = [piece.get(seen.place) for piece in pieces]
-            # What has another size in a smaller batch is no sample's own: the similarities of each to all.
+            # A tensor whose size per sample depends on the batch is not per sample, such as a similarity matrix. Skip
+            # it.
             if any(other is None or other.shape != seen.shape for other in others):
                 continue
             numbers = torch.cat([other.numbers for other in others if other is not None])

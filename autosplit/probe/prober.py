@@ -1,8 +1,8 @@
-"""Find how many samples each device holds.
+"""Find the number of samples that fit on each device.
 
-A ceiling is predicted from traces, checked with a small real step, and confirmed by running the very size. On
-accelerators, where a real step costs less than a trace, few of them decide, and traces tell where to begin; on
-simulated cards the trace is the truth. Nobody doubles until something breaks.
+A ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size. On
+accelerators a real step costs less than a trace. There a few real steps decide, and traces choose the first size. For
+simulated GPUs the trace decides. The search never doubles the batch until it runs out of memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Observations:
-    """The observations of one device in one role.
+    """Measurements of one device in one role.
 
     Attributes:
-        predicted: Bytes by samples, by traces.
-        ran: Bytes by samples, of real steps.
-        limit: Set where something else than memory ended the search.
-        lost: The process of a step died of it, which says nothing of bytes.
+        index: Position of the device.
+        role: Role of the device.
+        shape_of: Make the step with n samples on the device.
+        predict: Predict the bytes of n samples.
+        predicted: Bytes by number of samples, from traces.
+        ran: Bytes by number of samples, from real steps.
+        limit: The limit that ended the search, if it was not memory.
+        lost: Whether a step killed its process. Then the failure shows nothing about memory.
     """
 
     index: int
@@ -46,7 +50,7 @@ class Observations:
     lost: bool = False
 
     def points(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return all sizes that were looked at, in order."""
+        """Return ``(samples, bytes, ran)`` of all sizes that were tried, in ascending order."""
         known = {**self.predicted, **self.ran}
         return tuple((n, known[n], n in self.ran) for n in sorted(known))
 
@@ -69,10 +73,11 @@ class Prober(Stopwatch):
         """Find the ceiling of one device in one role.
 
         Args:
-            role: What it does; ``primary`` is device 0's alone.
-            elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
-            accumulates: Several micro-steps make a step, so that gradients are held all through the second.
-            start: Where to begin to look. Default: the sample batch's size.
+            index: Position of the device.
+            role: Role of the device. Only device 0 may be ``primary``.
+            elsewhere: For ``primary``, the samples of the other devices in the same step. Default: none.
+            accumulates: Whether a step has several micro-steps, so that gradients are in memory throughout the second.
+            start: The first size to try. Default: the sample batch's size.
         """
         device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
         self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
@@ -110,11 +115,14 @@ class Prober(Stopwatch):
         )
 
     def _by_traces(self, seen: Observations, start: int) -> int:
-        """Find a ceiling by traces, the last of which is followed; 0 where not even one sample fits."""
+        """Find a ceiling by predictions. Check the last prediction by a trace.
+
+        Return 0 if not even one sample fits.
+        """
         least = self.least_batch()
 
         def traced(n: int) -> float:
-            n = max(n, least)  # fewer can't be run to see
+            n = max(n, least)  # a smaller batch can't be traced
             if n not in seen.predicted:
                 seen.predicted[n] = self.traced(seen.shape_of(n))[seen.index]
             return seen.predicted[n]
@@ -128,9 +136,9 @@ class Prober(Stopwatch):
             seen.predicted.clear()
 
     def _by_steps(self, seen: Observations, start: int) -> tuple[int, Callable[[int], float]]:
-        """Find a ceiling by real steps, and what they tell of other sizes.
+        """Find a ceiling by real steps. Return it with a function that predicts the bytes of other sizes.
 
-        On accelerators they decide; on a processor's budget they confirm what the traces say, whose law is known.
+        On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact.
         """
         index, least = seen.index, self.least_batch()
         counted = not self.decides_by_steps
@@ -142,7 +150,7 @@ class Prober(Stopwatch):
             least,
             self.max_batch_size,
             start=max(start, least),
-            # What was followed with real tensors was such steps: no smaller ones have to tell of more.
+            # Traces with real tensors were already such steps, so no smaller step is needed first.
             known=self._alike(seen) or (start if counted and not self.tracer.fake else 0),
             counted=counted,
         )
@@ -163,7 +171,7 @@ class Prober(Stopwatch):
         return search.found, search.corrected
 
     def _following(self, search: WallSearch, index: int) -> int | None:
-        """Return the next size; where a ceiling is to be exact, one sample more until that fails."""
+        """Return the next size to run. If the ceiling must be exact, add one sample at a time until a step fails."""
         n = search.next()
         if n is None and self.exact and search.found < self.max_batch_size and search.failed != search.found + 1:
             n = search.found + 1
@@ -172,17 +180,17 @@ class Prober(Stopwatch):
         return n
 
     def _alike(self, seen: Observations) -> int | None:
-        """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
+        """Return the ceiling of an equal device in the same role that was found before, or None."""
         other, found = self._equals.get(self._kind(seen), (seen.index, 0))
         return found if other != seen.index and found else None
 
     def _kind(self, seen: Observations) -> tuple[str, int, Role, int]:
-        """Tell equal devices in equal steps: the same card with as much memory, in a step of as many micro-steps."""
+        """Return a key that is equal for equal devices in equal steps: name, capacity, role, number of micro-steps."""
         device, capacity_bytes = self.runtime.devices[seen.index], self.runtime.capacities_bytes[seen.index]
         return device.name, capacity_bytes, seen.role, len(seen.shape_of(2).splits)
 
     def _ran(self, seen: Observations, n: int) -> bool:
-        """Run a step for its memory, and keep what it shows."""
+        """Run a step to measure its memory, and store the result. Return whether it ran."""
         shape = seen.shape_of(n)
         try:
             with named_steps(shape):
@@ -204,19 +212,19 @@ class Prober(Stopwatch):
     # Fits of device 0
 
     def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
-        """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
+        """Return a ceiling by traces alone, or 0 if not even one sample fits. See `ceiling`."""
         if not self.has_traces:
-            return start  # trials will tell
+            return start  # trials will show
         seen = Observations(index, role, self.shapes(index, role, (), accumulates))
         return self._by_traces(seen, max(1, start))
 
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
+        """Fit device 0's peak memory to its samples and the whole batch, with samples on other devices.
 
-        A peak bends where another moment of the step becomes the fullest, so the plane is laid where it is needed:
-        at the edge of what fits, with about the most that device 0 holds, and the others together.
+        Another moment of the step may become the peak at other sizes, so the peak is only piecewise linear. Fit it near
+        the limit, with about the most samples on device 0 and on the other devices.
         """
-        # Of one sample nothing has to be copied to lie in order: it is on no line with others.
+        # A batch of one sample is contiguous without a copy, so it is not on the line through larger batches.
         least = max(self.least_batch(), 2 if share > 2 else 1)
         share, elsewhere = max(share, least + 1), max(elsewhere, least + 1)
         less = max(least, share - max(1, share // 4))
@@ -225,18 +233,22 @@ class Prober(Stopwatch):
         def point(own: int, others: int) -> tuple[int, int, int]:
             return own, own + others, self.traced(balanced((own, others), accumulates=accumulates))[0]
 
-        self.foretold(balanced((share, elsewhere), accumulates=accumulates))  # or these points are followed
-        # From one point to the second both the share and the batch grow, to the third the batch alone.
+        # If it was wrong, the points below are traced.
+        self.foretold(balanced((share, elsewhere), accumulates=accumulates))
+        # The second point has more samples on device 0. The third has more samples on the other devices only.
         return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 
     def primary_fit_by_steps(
         self, traced: MemoryFit | None, share: int, others: Sequence[int], *, accumulates: bool
     ) -> MemoryFit | None:
-        """Fit device 0's peak to steps that all devices really make together, with about a half of what each holds.
+        """Fit device 0's peak memory to real steps on all devices, with about half of the samples that fit on each.
 
         Args:
-            traced: The plane by traces, whose shape it keeps: two steps tell by how much its slopes are off. Without
-                it three steps make the plane.
+            traced: The linear model from traces. Two steps are run to correct its slopes by a common factor. Without
+                it, three steps are run to fit a new model.
+            share: Samples on device 0.
+            others: Samples on the other devices.
+            accumulates: Whether a step has several micro-steps.
         """
         least = self.least_batch()
 
@@ -262,7 +274,7 @@ class Prober(Stopwatch):
         return MemoryFit(fixed_bytes, scale * traced.bytes_per_share, scale * traced.bytes_per_batch)
 
     def untraced_bytes(self, ceiling: Ceiling) -> int:
-        """Return what a confirmed step on device 0 held beyond its trace; 0 for a ceiling that was not run."""
+        """Return the bytes that a confirmed step on device 0 used beyond its trace, or 0 if the ceiling was not run."""
         if not ceiling.confirmed or not ceiling.batch_size or not self.has_traces:
             return 0
         shape = self.shapes(0, "primary", (), False)(ceiling.batch_size)
@@ -271,7 +283,7 @@ class Prober(Stopwatch):
     def room_beside(
         self, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
     ) -> tuple[int, ...]:
-        """Return the largest shares of the other devices beside which device 0 still holds its own."""
+        """Return the most samples on the other devices that leave room for device 0's own samples."""
 
         def lowered(total: int) -> tuple[int, ...]:
             return proportional_split(total, tuple(max(1, n) for n in most), most)

@@ -1,4 +1,4 @@
-"""Check the arguments of a tuning, once, before anything is measured."""
+"""Check the arguments of a tuning once, before anything is measured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autosplit.errors import InputError, shown
 from autosplit.solve.split import whole_number
 
 LARGEST_LOOKED_AT = 65536
-"""Samples up to which the search goes where neither `max_batch_size` nor an effective batch bounds it."""
+"""Largest batch to try if neither `max_batch_size` nor an effective batch size limits it."""
 
 MOST_SAMPLES = 2**31 - 1
-"""Samples of the largest batch: no kernel counts further."""
+"""Samples of the largest batch. Kernels can't count further."""
 
 LONGEST_NAME = 64
-"""Characters of a profile's name."""
+"""Most characters of a profile's name."""
 
 STRATEGIES = ("auto", "balanced", "ddp")
 PROFILES = ("auto", "refresh", "off")
@@ -29,12 +29,21 @@ class Request:
     """The checked arguments of a tuning.
 
     Attributes:
-        capacities_bytes: What each device may hold, the reserve taken off.
-        effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
-            None for one forward of whatever is best.
+        devices: The devices.
+        capacities_bytes: Memory that training may use on each device, without the reserve.
+        reserved_bytes: Memory that is kept free on each device.
+        strategy: One of `STRATEGIES`.
+        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number; None for
+            one forward of any size.
+        max_batch_size: Largest batch of a forward; None for no limit.
+        n_trials: Most trials.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
-        sampler: An Optuna sampler, or None for the cost model's.
-        name: Keeps profiles of equal workloads apart.
+        storage: Optuna URL of the study; None for memory.
+        profile: One of `PROFILES`.
+        name: Name that distinguishes profiles of equal workloads, or None.
+        seed: Random seed of the search.
+        defaulted: Whether the devices are the default.
+        sampler: An Optuna sampler, or None to use the cost model.
     """
 
     devices: tuple[Device, ...]
@@ -59,42 +68,42 @@ class Request:
 
     @property
     def simulated(self) -> bool:
-        """Whether the devices are not there."""
+        """Whether the devices are simulated."""
         return self.kind == "sim"
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch worth a look."""
+        """The largest batch to try."""
         effective = None if self.effective_batch_sizes is None else self.effective_batch_sizes[1]
         bounds = [n for n in (effective, self.max_batch_size) if n is not None]
         return min(bounds) if bounds else LARGEST_LOOKED_AT
 
     @property
     def least_effective(self) -> int:
-        """The fewest samples that an optimizer step may have; 1 where nothing was asked for."""
+        """The fewest samples of an optimizer step; 1 without an effective batch size."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
     @property
     def remaining_s(self) -> float | None:
-        """The seconds that are left of the time limit; None for no limit."""
+        """The seconds until the time limit, or None for no limit."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
     def with_more_time(self, seconds: float) -> Request:
-        """Return the same request with a later deadline, for time that was not its own."""
+        """Return the request with a later deadline, to make up for time that was spent on something else."""
         return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s + seconds)
 
     def with_share_of_time(self, parts: int) -> Request:
-        """Return the same request with its part of the time that is left, the rest being for `parts` - 1 others."""
+        """Return the request with 1 / `parts` of the remaining time."""
         if self.deadline_s is None or parts == 1:
             return self
         now_s = time.monotonic()
         return replace(self, deadline_s=now_s + max(0.0, self.deadline_s - now_s) / parts)
 
     def facts(self, reserve: object) -> dict[str, Any]:
-        """Return what of the request makes another plan, for the profile's key.
+        """Return the arguments that affect the plan, for the profile's key.
 
         Args:
-            reserve: As it was asked for: in bytes it would move with the free memory of a GPU.
+            reserve: The reserve as the user passed it. In bytes, it may depend on the free memory of a GPU.
         """
         least, most = self.effective_batch_sizes or (None, None)
         return {
@@ -121,7 +130,7 @@ def checked_request(
     name: str | None = None,
     seed: int = 0,
 ) -> Request:
-    """Check the arguments of `tune` that do not concern the workload; see there."""
+    """Check the arguments of `tune` that do not concern the workload."""
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("profile", profile, PROFILES)
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
@@ -130,7 +139,7 @@ def checked_request(
             code="max-batch-size",
         )
     whole_number("n_trials", n_trials, minimum=1)
-    if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy's, which Optuna draws by
+    if whole_number("seed", seed, minimum=0) >= 2**32:  # the limit of numpy, which Optuna uses
         raise InputError(f"seed is {seed}; expected a whole number below {2**32}; take a smaller one", code="seed")
     is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if time_limit_s is not None and not (is_number and time_limit_s > 0):
@@ -170,7 +179,7 @@ def checked_request(
 
 
 def effective_range(value: Any) -> tuple[int, int] | None:
-    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None: both ends."""
+    """Return both ends of an effective batch size: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None."""
     if value is None:
         return None
     is_range = isinstance(value, (tuple, list)) or (isinstance(value, str) and ":" in value)
@@ -199,7 +208,7 @@ def effective_range(value: Any) -> tuple[int, int] | None:
 
 
 def _check_name(name: object) -> None:
-    """Refuse a name that can't be shown on one line, in a list, for what it is."""
+    """Raise InputError if a name can't be printed unambiguously in a list."""
     if name is None:
         return
     fine = isinstance(name, str) and name.isprintable() and name == name.strip() and 0 < len(name) <= LONGEST_NAME
@@ -212,7 +221,7 @@ def _check_name(name: object) -> None:
 
 
 def _whole_text(text: str) -> Any:
-    """Return the number that a text is; the text itself where it is none, for the error that follows."""
+    """Return a text as a whole number, or the text itself if it is not one, so that the next check can report it."""
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
 

@@ -1,4 +1,4 @@
-"""Does splitting change the state that a forward leaves in buffers: memory banks, codebooks, loads of experts?"""
+"""Check whether splitting changes the state that a forward leaves in buffers: memory banks, codebooks, expert loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.probe.check_result import Check
 from autosplit.torch_versions import NORMS
 
 State = dict[str, Tensor]
-"""Buffers that a run changed, by their paths, with their new values."""
+"""Buffers that a run changed: new values by path."""
 
 _MOST_NAMES = 3
 
@@ -24,10 +24,12 @@ def lost_names(whole: State, split: State, modules: Sequence[tuple[str, nn.Modul
 
 
 def state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Check:
-    """Describe buffers that `lost_names` returned.
+    """Return the check result for the buffers that `lost_names` returned.
 
     Args:
-        cut: The buffers after the batch was split over devices and, if it was, accumulated.
+        names: Paths of the buffers.
+        whole: The buffers after the whole batch.
+        cut: The buffers after the batch was split over devices and, if that was run, after it was accumulated.
     """
     errors = [max(_difference(whole[name], state.get(name)) for name in names) for state in cut]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

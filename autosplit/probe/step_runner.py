@@ -1,4 +1,4 @@
-"""Run training steps of one workload, or foretell them by traces, and keep count of what was run."""
+"""Run training steps of one workload or predict them by traces, and count the steps that were run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Real steps so far, and how many ran out of memory."""
+    """Number of real steps, and of those that ran out of memory."""
 
     steps: int = 0
     ooms: int = 0
@@ -37,14 +37,18 @@ class Counts:
 
 @dataclass
 class StepRunner:
-    """Runs and foretells steps of one workload on one runtime.
+    """Runs and predicts steps of one workload on one runtime.
 
     Attributes:
+        runtime: Runs or simulates the steps.
+        tracer: Traces the steps.
+        max_batch_size: The largest batch to try.
+        report: Called with progress messages.
         num_ranks: DDP processes in the job; 0 for one on each device.
-        exact: Confirm that one sample more than a ceiling runs out of memory.
-        deadline_s: `time.monotonic()` after which the largest batch that was seen to fit is the ceiling, and two sizes
-            are timed; None for no limit.
-        counts: Real steps and OOMs so far.
+        exact: Confirm that one more sample than a ceiling runs out of memory.
+        deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed;
+            None for no limit.
+        counts: Number of real steps and of OOMs so far.
     """
 
     runtime: Runtime
@@ -65,17 +69,20 @@ class StepRunner:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether no further step may confirm anything."""
+        """Whether the time is up. Then no further step is run to confirm a ceiling."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     @functools.cached_property
     def decides_by_steps(self) -> bool:
-        """Whether real steps say what fits, and traces only where to begin: on accelerators."""
+        """Whether real steps decide what fits, and traces only choose the first size to run. True on accelerators."""
         return is_accelerator(self.runtime.devices[0].kind)
 
     @property
     def has_traces(self) -> bool:
-        """Whether anything can be predicted: a model that runs on nothing but its device has real steps alone."""
+        """Whether memory can be predicted.
+
+        A model that runs only on its GPU can't be traced, so only real steps count.
+        """
         return self.tracer.fake or not self.decides_by_steps
 
     @functools.cached_property
@@ -83,7 +90,7 @@ class StepRunner:
         return self.runtime.tracer if isinstance(self.runtime, SimulatedRuntime) else AffineTraces(self.tracer)
 
     def least_batch(self) -> int:
-        """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
+        """Return the smallest batch to train on: 2 if a BatchNorm layer sees one value per sample, otherwise 1."""
         if not self.tracer.norms_over_samples:
             return 1
         return self._least_traced if self.has_traces else 2
@@ -95,7 +102,7 @@ class StepRunner:
             with named_steps(one):
                 self.tracer.trace(one)
         except AutosplitError as error:
-            # torch nn/functional.py, _verify_batch_size; the wrapper's own words for it are raised from it.
+            # torch nn/functional.py, _verify_batch_size. The wrapper's error has torch's error as its cause.
             if "Expected more than 1 value per channel" not in str(error.__cause__):
                 raise
             return 2
@@ -104,20 +111,23 @@ class StepRunner:
     # By traces
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
-        """Predict each device's peak in a step, in bytes."""
+        """Predict the peak bytes of each device in a step."""
         before = self.tracer.runs
         with named_steps(shape):
             found = traced_peaks(self._traces, shape, self.runtime.devices)
-        if not self.tracer.fake:  # followed with real tensors, a trace is a step
+        if not self.tracer.fake:  # a trace with real tensors is a real step
             self.count(self.tracer.runs - before)
         return found
 
     def attention(self) -> list[tuple[str, ...]]:
-        """Return the back ends of attention on each device, as traced."""
+        """Return the attention back ends on each device, as traced."""
         return attention_of(self._traces, self.runtime.devices)
 
     def foretold(self, shape: StepShape) -> bool:
-        """Follow a step, and tell whether it is what was predicted; if not, its like are followed from now on."""
+        """Trace a step and return whether its prediction was right.
+
+        If it was wrong, trace similar steps instead of predicting.
+        """
         if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
             return True
         given_up = self._traces.given_up
@@ -125,12 +135,12 @@ class StepRunner:
             self.traced(shape)
         if self._traces.given_up == given_up:
             return True
-        self._measured.clear()  # also where another way holds as much, and works otherwise
+        self._measured.clear()  # another code path may have other times, too
         return False
 
     @functools.cached_property
     def largest_traced(self) -> int:
-        """The largest batch that is traced: any with fake tensors; with real ones what fits a quarter of the host."""
+        """The largest batch to trace: unlimited with fake tensors, a quarter of the host's memory with real tensors."""
         if self.tracer.fake:
             return self.max_batch_size
         n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
@@ -139,9 +149,9 @@ class StepRunner:
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
-        """Tell what the devices hold at their peaks, as traced; None where that is not known."""
+        """Return the traced parts of the devices' peaks, or None if they are unknown."""
         if not (self.tracer.fake or self.runtime.simulated):
-            return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
+            return (None,) * len(peaks)  # a trace with real tensors is a step, which needs its memory
         with named_steps(shape):
             found = traced_parts(self._traces, shape, self.runtime.devices)
         measured = not self.runtime.simulated
@@ -150,7 +160,7 @@ class StepRunner:
     def rank_parts(
         self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
     ) -> tuple[MemoryParts | None, ...]:
-        """Tell what DDP's ranks hold at their peaks, as `parts` does."""
+        """Return the traced parts of the ranks' peaks, as `parts` does."""
         found: list[MemoryParts | None] = [None] * len(peaks)
         for index, samples in enumerate(batch_sizes) if self.tracer.fake or self.runtime.simulated else ():
             shape = self.shapes(index, "rank", (), accumulates)(samples)
@@ -161,7 +171,7 @@ class StepRunner:
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
         """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it.
 
-        Half of 3 is 2: a single sample may take a way of its own.
+        Half of 3 is 2, because a single sample may use another code path.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
@@ -172,15 +182,15 @@ class StepRunner:
     # By running
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory, and count the steps that this took."""
+        """Run a step to measure its memory, and count the steps that were run."""
         if not self.decides_by_steps:
             evaluates = shape.arrangement == "eval"
-            # In the first of all the optimizer's state appears, in the second copies of it that have to fit.
+            # The first step creates the optimizer state. With copies of the state, they must fit in the second step.
             first = 3 if self.tracer.workload.copies else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        accelerators: Any = self.runtime  # in this process or in one of its own
+        accelerators: Any = self.runtime  # in this process or in a separate one
         try:
             self._memories[shape] = memory = accelerators.memory(shape)
         except Exception:
@@ -190,7 +200,7 @@ class StepRunner:
         return self._memories[shape].allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory alone, or trace it where memory is never filled; either may run out of it."""
+        """Run a step to measure its memory, or trace it if memory is never filled. Both may raise OutOfMemoryError."""
         if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
@@ -208,7 +218,7 @@ class StepRunner:
         return peaks
 
     def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step, once for each shape; its repeats count as steps run."""
+        """Time a step, once for each shape. Its repeats count as steps."""
         if shape not in self._measured:
             try:
                 self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
@@ -222,28 +232,30 @@ class StepRunner:
         return self._measured[shape]
 
     def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
-        """Time a step of one micro-step, without its optimizer."""
+        """Return the seconds of a step of one micro-step, without its optimizer."""
         measured = self.measured(shape, budget_s=budget_s)
         return max(1e-9, measured.seconds - measured.update_s)
 
     def update_seconds(self) -> float:
-        """Return the optimizer's time, by the steps that were timed already: it is the same at any batch."""
+        """Return the optimizer's seconds from the steps that were timed. They do not depend on the batch."""
         timed = (measured.update_s for shape, measured in self._measured.items() if shape.updates)
         return min(timed, default=0.0)
 
     def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
-        """Measure a whole optimizer step: its time, and each device's peak.
+        """Measure a whole optimizer step: its time, and the peak of each device.
 
-        Real steps of many micro-steps are put together from two of them and, where it is another, the last: the
-        rest are alike.
+        A real step of many micro-steps is computed from a step of the first two and, if it differs, the last
+        micro-step. All other micro-steps are equal.
 
         Args:
-            copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
+            splits: Split of each micro-step.
+            budget_s: Seconds for repeating the step.
+            copies_s: Seconds that a step spends on copies of parameters and gradients, once for all its micro-steps.
         """
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
-        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # there the timed run measures them
+        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # the timed run measures them
         timed = self.measured(begin, budget_s=budget_s)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:
@@ -257,7 +269,7 @@ class StepRunner:
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
 
     def count(self, steps: int, ooms: int = 0) -> None:
-        """Add steps that were run; simulated ones were not."""
+        """Add real steps to the counts. Simulated steps do not count."""
         if not self.runtime.simulated:
             self.counts.steps += steps
             self.counts.ooms += ooms
@@ -267,7 +279,7 @@ class StepRunner:
     def shapes(
         self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
     ) -> Callable[[int], StepShape]:
-        """Return what makes the step in which a device has n samples in a role."""
+        """Return a function that makes a step with n samples on a device in this role."""
         count = len(self.runtime.devices)
         assert role != "primary" or index == 0, "the primary is device 0"
         others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count
@@ -276,8 +288,8 @@ class StepRunner:
         def shape(n: int) -> StepShape:
             split = tuple(n if position == index else samples for position, samples in enumerate(others))
             if role in ("primary", "replica"):
-                # Of a replica only what it holds itself is asked for: the first device may have as many samples, and a
-                # simulated step is told by those that plans ask for.
+                # Only the replica's own memory matters here, so device 0 may have the same number of samples. The
+                # simulation can predict that step from the steps that plans need.
                 beside = role == "replica" and self.runtime.simulated and index > 0
                 return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
@@ -287,19 +299,19 @@ class StepRunner:
         return shape
 
     def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
-        """Return what makes the part of a step that a device does with n samples of its own."""
+        """Return a function that makes the forward and backward of n samples on one device, without an update."""
         places = range(len(self.runtime.devices))
         return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
 
 def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:
-    """Return a step over all devices; one that accumulates has two micro-steps."""
+    """Return a step over all devices. With accumulation it has two micro-steps."""
     return StepShape((split,) * (2 if accumulates else 1))
 
 
 @contextmanager
 def named_steps(shape: StepShape) -> Iterator[None]:
-    """Let what the user's own code raises say at which batch: the sample batch's own size is not the only one run."""
+    """Add the batch size to errors of the user's code, because not only the sample batch's size is run."""
     try:
         yield
     except (AutosplitError, OutOfMemoryError):

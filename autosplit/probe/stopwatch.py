@@ -1,4 +1,4 @@
-"""Time training steps: sizes of one device, and growing batches of a processor until they stop paying."""
+"""Time training steps: several batch sizes on one device, and growing batches on a CPU until they stop paying off."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from autosplit.text import size_text
 _log = logging.getLogger(__name__)
 
 MANY = 32
-"""Samples of a ceiling from which on a share of one is hardly given: 3 % of what the device holds."""
+"""Least ceiling at which a single sample is not timed. One sample is 3% of it, so a plan hardly uses it."""
 
 KNEE_GAIN = 0.03
-"""On a plain CPU no larger batch is tried once two doublings in a row gained less throughput."""
+"""Least gain in throughput by doubling the batch on a plain CPU. The search ends after two smaller gains in a row."""
 
 LONGEST_STEP_S = 2.0
-"""On a plain CPU no larger batch is tried once a step takes longer."""
+"""Longest step on a plain CPU. After a longer step, no larger batch is tried."""
 
 DOUBLING_BUDGET_S = 0.5
-"""Repeating one of those batches stops after this long."""
+"""Seconds after which a batch on a plain CPU is not repeated again."""
 
 
 class Stopwatch(StepRunner):
@@ -34,27 +34,31 @@ class Stopwatch(StepRunner):
     def timed_sizes(
         self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
     ) -> list[TimedSize]:
-        """Time one device alone on its ceiling and on every power of two from the least share on, or from 2.
+        """Time a device alone at its ceiling, at the least batch (1 or 2), and at every power of two between.
 
-        A slow device among fast ones gets a hundredth of its ceiling; a curve that ended above would hold its time for
-        constant there, and leave the device with next to nothing.
+        A slow device next to fast ones may get 1% of its ceiling. Below its first point, a curve is constant. So a
+        curve that began higher would make small batches look too slow, and the device would get almost no samples.
 
         Args:
-            role: ``"rank"``, ``"primary"``, or ``"replica"`` for a device that holds no more than that: it is timed
-                without an optimizer.
-            alone: Time a replica without the first device, so that neither copies nor a gather count. By itself it
-                holds more at once than its part of a step.
+            index: Position of the device.
+            ceiling: Its ceiling.
+            role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica that holds nothing else is timed without an
+                optimizer.
+            budget_s: Seconds for repeating each step.
+            alone: Time a replica without device 0, so that neither copies nor the gather count. Alone, it needs more
+                memory at once than its part of a step.
 
         Raises:
-            OutOfMemoryError: None of them could be run.
+            OutOfMemoryError: No size could be run.
         """
-        # A simulated step of one sample is followed, those of more are told: of a large ceiling that is not worth it.
+        # A simulated step of one sample needs its own trace, but larger ones are extrapolated. For a large ceiling,
+        # skip it.
         least = min(max(self.least_batch(), 2 if self.runtime.simulated and ceiling >= MANY else 1), ceiling)
         apart = alone and role == "replica"
         shape_of = self.forward_and_backward(index) if apart else self.shapes(index, role, (), False)
         if self.runtime.simulated:
-            self.foretold(shape_of(ceiling))  # or each size is followed
-        # Powers of two, so that a trace which one device needs serves the others, too.
+            self.foretold(shape_of(ceiling))  # one trace instead of one for each size
+        # Use powers of two, so that devices share their traces.
         between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
         timed: list[TimedSize] = []
         lacking: OutOfMemoryError | None = None
@@ -79,14 +83,15 @@ class Stopwatch(StepRunner):
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def until_it_stops_paying(self, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
-        """Time growing batches on a plain CPU, whose memory is predicted and never filled.
+        """Time growing batches on a plain CPU, where memory is predicted and never filled.
 
-        The batch doubles until that twice gains less than `KNEE_GAIN` of throughput, or a step takes longer than
-        `LONGEST_STEP_S`, or the next would not fit, or the time limit is over. A model that fails with a few samples
-        is looked at from the sample batch's size on.
+        The batch doubles until two doublings in a row gain less than `KNEE_GAIN`, or a step takes longer than
+        `LONGEST_STEP_S`. It also stops if the next batch would not fit, or if the time is up. If a model fails with few
+        samples, begin with the sample batch's size.
 
         Args:
-            needed: So many samples have to run at once, whether that pays or not.
+            needed: Samples that must run at once, even if they do not pay off.
+            role: Role of the device.
         """
         capacity_bytes = self.runtime.capacities_bytes[0]
         before = self.counts.steps
@@ -104,7 +109,7 @@ class Stopwatch(StepRunner):
             except UserCodeError:
                 if points or n >= sample:
                     raise
-                n = sample  # which is known to run
+                n = sample  # this size runs
                 continue
             if peak_bytes > capacity_bytes:
                 limit = "memory"
@@ -141,7 +146,7 @@ class Stopwatch(StepRunner):
 
 
 def _stops_paying(points: list[tuple[int, float]]) -> bool:
-    """Tell whether two doublings in a row gained too little: one alone may be the machine's noise."""
+    """Return whether two doublings in a row gained too little. One small gain may be noise."""
     if len(points) < 3:
         return False
     *before, last_but_one, last = [n / seconds for n, seconds in points]

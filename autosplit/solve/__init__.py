@@ -1,4 +1,5 @@
-"""Pure arithmetic: splits, the cost of a step, the fastest configuration under it, and the search over it; no torch.
+"""Compute splits, predict the time of a step, and search for the fastest configuration. Pure arithmetic, without torch.
 
-May import the root. Begin with `split` (the rule of uneven shares) and `solver` (the fastest configuration).
+Modules of this package may import only each other and the modules of the package root. Begin with `split` (how a batch
+is split) and `solver` (the fastest configuration).
 """

@@ -1,6 +1,6 @@
-"""DDP with one batch size for all ranks, all that other tools know: the best of such numbers. Pure.
+"""Find the best DDP settings with the same batch size on all ranks, for tools without uneven splits. Pure.
 
-Such a tool runs k forwards of n samples on each of W ranks: an optimizer step has exactly k * n * W samples.
+Such a tool runs k forwards of n samples on each of W ranks. So an optimizer step has exactly k * n * W samples.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 from autosplit.solve.step_time import Fit
 
 MOST_FORWARDS = 20_000
-"""Most forwards of an optimizer step, where no fewer give it exactly the samples wanted: with more nobody trains."""
+"""Most forwards of an optimizer step to try in the search for a step of exactly the requested samples."""
 
 MORE_FORWARDS = 2
-"""Factor on the fewest forwards that an exact step may cost where, without a fit, nobody knows what forwards cost."""
+"""Most forwards of an exact step compared with the fewest, if no fit predicts the cost of forwards."""
 
 MOST_RANKS = 64
-"""Ranks of which some are left out on trial; with more that would take seconds."""
+"""Most ranks for which leaving some out is tried. With more it would take seconds."""
 
 
 @dataclass(frozen=True)
 class EvenRanks:
-    """Numbers for a tool that gives every rank the same; `samples_per_s` is None without a fit."""
+    """Settings for a tool with identical ranks. `samples_per_s` is None without a fit."""
 
     num_ranks: int
     batch_size: int
@@ -33,19 +33,23 @@ class EvenRanks:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per optimizer step, of all ranks in all forwards."""
+        """Samples per optimizer step, over all ranks and forwards."""
         return self.num_ranks * self.batch_size * self.accumulation_steps
 
 
 @dataclass(frozen=True)
 class EvenProblem:
-    """The problem of one batch size for all ranks.
+    """The search for one batch size for all ranks.
 
     Attributes:
-        effective_batch_sizes: The least and the most samples per optimizer step that will do; None where only
-            `effective_batch_size` does.
-        max_batch_size: The most samples per forward, over all ranks; None for no bound.
-        fit: The cost of a step, with a curve for each rank; None where nobody knows.
+        ceilings: The most samples of each rank per forward.
+        effective_batch_size: The requested samples per optimizer step.
+        effective_batch_sizes: The fewest and the most samples per optimizer step that are acceptable; None if only
+            `effective_batch_size` is.
+        max_batch_size: The most samples per forward over all ranks; None for no bound.
+        least_batch: The fewest samples per rank and forward.
+        accumulates: Whether an optimizer step may have several forwards.
+        fit: The time model, with a curve for each rank; None if there is none.
     """
 
     ceilings: tuple[int, ...]
@@ -57,10 +61,10 @@ class EvenProblem:
     fit: Fit | None = None
 
     def best(self) -> EvenRanks | None:
-        """Return the even ranks nearest to what is wanted; None where some rank can't hold its share.
+        """Return the settings nearest to the requested step, or None if a rank can't hold its batch.
 
-        Of those that the model promises `WITHIN_REACH` of the best to: first the ones whose optimizer step is within
-        what will do, then the nearest to what is wanted, the fastest, those with the fewest forwards.
+        Only settings with at least `WITHIN_REACH` of the best predicted throughput count. Among them, prefer a step of
+        acceptable size, then the smallest distance from the requested size, then the fastest, then the fewest forwards.
         """
         found = self._looked_at()
         if self.fit is None:
@@ -72,14 +76,14 @@ class EvenProblem:
         return min(near, key=self._preference, default=None)
 
     def exact(self) -> EvenRanks | None:
-        """Return the fastest even ranks whose step has what is wanted to the sample, however slow; None without any."""
+        """Return the fastest settings with exactly the requested samples per step, however slow, or None."""
         found = [even for even in self._looked_at() if even.effective_batch_size == self.effective_batch_size]
         return min(found, key=self._preference, default=None)
 
     def without_slow(self) -> tuple[tuple[int, ...], EvenRanks] | None:
-        """Return fewer ranks that are faster, and their numbers; None where nothing is gained, or nobody knows.
+        """Return a subset of the ranks that is faster, with its settings, or None if no subset is or there is no fit.
 
-        With one batch for all, the slowest rank sets the pace of each.
+        With one batch size for all, the slowest rank determines the speed of each rank.
         """
         everyone = self.best()
         if self.fit is None or everyone is None or not 1 < len(self.ceilings) <= MOST_RANKS:
@@ -100,7 +104,7 @@ class EvenProblem:
         return found
 
     def rate(self, batch_size: int, accumulation_steps: int) -> float | None:
-        """Predict the samples/s of even ranks; None without a fit."""
+        """Predict the samples/s of identical ranks, or None without a fit."""
         if self.fit is None:
             return None
         split = (batch_size,) * len(self.ceilings)
@@ -118,7 +122,10 @@ class EvenProblem:
         return [EvenRanks(len(self.ceilings), size, steps, self.rate(size, steps)) for size, steps in sizes]
 
     def _sizes(self, largest: int) -> Iterator[tuple[int, int]]:
-        """Yield batches with their forwards, for each number of these the two nearest to the step that is wanted."""
+        """Yield ``(batch size, forwards)``.
+
+        For each number of forwards, try the two sizes nearest to the requested step.
+        """
         ranks, least, wanted = len(self.ceilings), max(1, self.least_batch), self.effective_batch_size
         fewest = -(-wanted // (ranks * largest)) if self.accumulates else 1
         most = fewest + MOST_STEPS if self.accumulates else 1
@@ -138,5 +145,5 @@ class EvenProblem:
     def _preference(self, even: EvenRanks) -> tuple[bool, int, float, int, int]:
         step, wanted = even.effective_batch_size, self.effective_batch_size
         least, most = self.effective_batch_sizes or (0, math.inf)
-        rate = float(f"{even.samples_per_s or 0.0:.6g}")  # what differs by rounding only is as fast
+        rate = float(f"{even.samples_per_s or 0.0:.6g}")  # rates that differ by rounding errors are equal
         return not least <= step <= most, abs(step - wanted), -rate, even.accumulation_steps, even.batch_size

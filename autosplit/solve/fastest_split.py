@@ -1,4 +1,4 @@
-"""Find the fastest split of a batch: shares whose slowest device takes the least time."""
+"""Find the fastest split of a batch: the split whose slowest device takes the least time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autosplit.solve.memory import largest_size
 from autosplit.solve.split import as_text, even_split, limits_of, require_room, whole_number
 
 Times = Sequence[Callable[[int], float]]
-"""For each device, seconds by its samples."""
+"""For each device, a function from its number of samples to seconds."""
 
-# Below this many samples per device a heap is quicker than another bisection over all the devices.
+# For this many open samples per device, a heap is faster than another bisection over all devices.
 _HEAP_SAMPLES_PER_DEVICE = 4
 
 
@@ -24,15 +24,18 @@ def fastest_split(
     caps: Sequence[int],
     floors: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Find the split whose slowest device finishes first, under caps.
+    """Find the split whose slowest device finishes first, under an upper limit for each device.
 
-    Each next sample goes to the device that would finish it first, which is optimal when no time falls as the batch
-    grows; of two at the same moment, to the one with fewer samples, then the lower index, so that a flat stretch of a
-    curve doesn't pile samples on one device. Large batches bisect the finish time first; the answer is the same.
+    Give each next sample to the device that would finish it first. This is optimal if no time falls as the batch grows.
+    If several devices would finish at the same moment, the device with the fewest samples gets it, then the lowest
+    index. So a flat part of a curve does not pile samples on one device. For a large batch, the finish time is bisected
+    first, with the same result.
 
     Args:
-        times: Per device, seconds for n samples: 0 at n = 0, finite, never falling as n grows up to its cap.
-        floors: The fewest samples that each device must get; None for 0 everywhere.
+        batch_size: Samples to split.
+        times: For each device, the seconds of n samples: 0 for n = 0, finite, and never falling up to the cap.
+        caps: The most samples of each device.
+        floors: The fewest samples of each device. Default: 0.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, a floor is above its cap, the caps add up to
@@ -67,7 +70,7 @@ def fastest_split(
 
 
 class _NotFiniteError(Exception):
-    """A time that no split can be chosen by."""
+    """A time is not finite, so it can't be compared."""
 
     def __init__(self, position: int, samples: int, seconds: float) -> None:
         super().__init__(position, samples, seconds)
@@ -75,11 +78,11 @@ class _NotFiniteError(Exception):
 
 
 def _fastest_shares(batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]) -> Sequence[int]:
-    """Split over devices of which each may have more than its floor."""
+    """Split over devices whose caps are above their floors."""
     if len(times) == 1:
         _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
         return [batch_size]
-    if len(set(map(id, times))) == 1:  # who has fewer samples never ends later
+    if len(set(map(id, times))) == 1:  # with one curve for all, the level split is the fastest
         shares = _level(batch_size, floors, caps)
         _seconds(times, 0, max(shares))
         return shares
@@ -93,22 +96,23 @@ def _bracket(
     """Bisect the finish time until few samples are open.
 
     Returns:
-        Shares that fit the batch, shares that reach it, and whether every sample between the two ends at one moment.
+        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between the
+            two would finish at the same moment.
     """
     few = _HEAP_SAMPLES_PER_DEVICE * len(times)
     low = list(floors)
     if batch_size - sum(low) <= few:
         return low, list(caps), False
-    # Some split's finish time is enough for the whole batch: one above the floors, even but for the caps.
+    # Any split of the whole batch gives an upper bound of the finish time. Begin with the most even split.
     high = _level(batch_size, floors, caps)
     high_s = max(_seconds(times, i, n) for i, n in enumerate(high))
-    low_s = -high_s  # no sample ends before 0, so that only the floors are in by then
+    low_s = -high_s  # no sample finishes before 0, so this counts only the floors
     high = _counts(times, high_s, high, caps)
     for by_line in itertools.cycle((True, False)):
         open_samples = batch_size - sum(low)
         if open_samples <= few:
             break
-        # Times are about straight, so that the line between the ends comes near; halving does where they are not.
+        # Times are almost linear, so interpolate between the ends. Every other step bisects, in case they are not.
         share = (open_samples - few / 2) / max(1, sum(high) - sum(low)) if by_line and low_s >= 0 else 0.5
         middle_s = low_s + share * (high_s - low_s)
         if not low_s < middle_s < high_s:
@@ -117,7 +121,7 @@ def _bracket(
             return low, high, True
         middle = _counts(times, middle_s, low, high)
         if sum(middle) > batch_size:
-            # The last of them end no later than this, and where they all do, none is left to tell apart.
+            # The last sample may finish before `middle_s`. With this tighter bound, equal finish times end the loop.
             high, high_s = middle, min(middle_s, _last_s(times, floors, middle))
         else:
             low, low_s = middle, middle_s
@@ -127,19 +131,19 @@ def _bracket(
 
 
 def _last_s(times: Times, floors: Sequence[int], shares: Sequence[int]) -> float:
-    """Return when the last device ends that has more than its floor."""
+    """Return when the last device that has more than its floor finishes."""
     return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
 
 
 def _next_s(times: Times, low: Sequence[int], high: Sequence[int]) -> float:
-    """Return when the first sample beyond `low` would end."""
+    """Return when the first sample beyond `low` would finish."""
     open_ones = (time(least + 1) for time, least, most in zip(times, low, high, strict=True) if least < most)
     return min(open_ones, default=math.inf)
 
 
 def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[int]) -> list[int]:
-    """Return the most samples per device, from `low` to `high`, that end by `finish_s`; `low` where none above does."""
-    known: dict[tuple[int, int, int], int] = {}  # of devices that are alike, one is asked
+    """Return the most samples of each device, from `low` to `high`, that finish by `finish_s`."""
+    known: dict[tuple[int, int, int], int] = {}  # identical devices share one answer
     counts = []
     for time, least, most in zip(times, low, high, strict=True):
         asked = (id(time), least, most)
@@ -151,15 +155,18 @@ def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[in
 
 def _count(time: Callable[[int], float], finish_s: float, least: int, most: int) -> int:
     within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
-    if within is not None:  # a curve knows by itself
+    if within is not None:  # A `TimeCurve` inverts itself without a search.
         return within(finish_s, least, most)
     return least + largest_size(most - least, lambda more: time(least + more) <= finish_s)
 
 
 def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
-    """Raise `low` towards `high` until the sum is `batch_size`, the smallest shares first, then the lower index."""
+    """Raise `low` towards `high` until the sum is `batch_size`.
+
+    Raise the smallest numbers first, then the lowest index.
+    """
     even = even_split(batch_size, len(low))
-    if max(low) <= even[-1] and even[0] <= min(high):  # nothing is in the way
+    if max(low) <= even[-1] and even[0] <= min(high):  # no limit applies
         return list(even)
     floor = largest_size(max(high), lambda level: sum(_clamped(level, low, high)) <= batch_size)
     shares = _clamped(floor, low, high)
@@ -179,7 +186,7 @@ def _clamped(level: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
 def _hand_out(batch_size: int, times: Times, shares: Sequence[int], caps: Sequence[int]) -> list[int]:
     """Give each open sample to the device that would finish it first."""
     shares = list(shares)
-    # (when the next sample would end, samples so far, device): tuples compare in just the order wanted.
+    # (when the next sample would end, samples so far, device): a tuple sorts by the first entry first.
     queue = [(_seconds(times, i, n + 1), n, i) for i, n in enumerate(shares) if n < caps[i]]
     heapq.heapify(queue)
     for _ in range(batch_size - sum(shares)):

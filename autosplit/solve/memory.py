@@ -1,10 +1,10 @@
-"""Model the memory of a step as a function of the split, fitted to measurements. Pure arithmetic.
+"""Model the peak memory of a step as a linear function of the split, fitted to measurements. Pure arithmetic.
 
-Peak bytes of device 0::
+Peak bytes of device 0, which gathers the outputs of the whole batch::
 
     fixed + per_share * gpu0_bsz + per_batch * batch_size
 
-Peak bytes of another one::
+Peak bytes of another device, whose number of samples is called its share::
 
     fixed + per_share * share
 """
@@ -20,13 +20,20 @@ from typing import Literal
 from autosplit.notes import Note
 
 Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
-"""What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients, or a
-DDP process beside copies on its device: of the parameters and buffers, as a loaded checkpoint leaves them there
-(torch's `load_state_dict` copies them, and takes the tensors of the optimizer's state as they are), or of these and
-the optimizer's state, as they are saved while training goes on."""
+"""The role of a device in a step.
+
+- ``"primary"``: device 0 of BalancedDataParallel.
+- ``"replica"``: another device of BalancedDataParallel.
+- ``"rank"``: a DDP process.
+- ``"eval"``: a forward without gradients.
+- ``"resume"``: a DDP process whose device also holds a loaded checkpoint's copies of the parameters and buffers.
+  `load_state_dict` copies them, but uses the tensors of the optimizer state without a copy.
+- ``"save"``: a DDP process whose device also holds copies of parameters, buffers and optimizer state, which are being
+  saved while training continues.
+"""
 
 Limit = Literal["memory", "max_batch_size", "kernel", "time"]
-"""What a ceiling was limited by."""
+"""The limit that stopped the search for a ceiling."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +41,22 @@ class Ceiling:
     """The largest number of samples that a device runs in one training step, and how it was found.
 
     Attributes:
-        device: The device's label.
-        role: What it does in the step.
-        batch_size: The ceiling; 0 where not even one sample fits.
-        limited_by: ``"memory"``; ``"max_batch_size"``, where no more was looked for; ``"kernel"``, where a kernel takes
-            no larger tensors (2^31 elements); ``"time"``, where a larger batch would bring no more throughput or
+        device: The label of the device.
+        role: The role of the device in the step.
+        batch_size: The ceiling in samples; 0 if not even one sample fits.
+        limited_by: ``"memory"``; ``"max_batch_size"`` if the search stopped at this bound; ``"kernel"`` if a kernel
+            accepts no larger tensors (2^31 elements); ``"time"`` if a larger batch would not raise throughput or would
             take too long.
-        fixed_bytes: Held at any batch, by the line through the points near the ceiling.
-        bytes_per_sample: Added by each sample, by the same line.
-        peak_bytes: The most it held at the ceiling.
-        capacity_bytes: What it may hold.
-        steps: Real training steps that were run to find it.
-        ooms: How many of them ran out of memory.
-        confirmed: A real step ran at this very size. Never for simulated cards.
-        points: ``(samples, bytes, ran)`` for each size that was looked at: of a real step, or of a trace.
-        notes: What became of processes that ran steps and died, a sentence for each cause.
+        fixed_bytes: Bytes at any batch size, by a straight line through the points near the ceiling.
+        bytes_per_sample: Bytes that each sample adds, by the same line.
+        peak_bytes: Peak memory of a step at the ceiling.
+        capacity_bytes: Memory that training may use on this device.
+        steps: Number of real training steps that were run to find the ceiling.
+        ooms: Number of these steps that ran out of memory.
+        confirmed: Whether a real step ran at exactly this size; always false for a simulated GPU.
+        points: ``(samples, bytes, ran)`` for each size that was tried; ``ran`` is true for a real step and false for a
+            trace.
+        notes: Notes about processes that died while they ran steps, one for each cause.
     """
 
     device: str
@@ -62,26 +70,29 @@ class Ceiling:
     steps: int = 0
     ooms: int = 0
     confirmed: bool = False
-    # How it came to be known is no part of what it is.
+    # Two equal ceilings may have been found differently.
     points: tuple[tuple[int, int, bool], ...] = field(default=(), compare=False)
     notes: tuple[Note, ...] = field(default=(), compare=False)
 
     @property
     def headroom_bytes(self) -> int:
-        """The bytes that are left of the capacity at the ceiling."""
+        """Bytes of the capacity that are free at the ceiling."""
         return self.capacity_bytes - self.peak_bytes
 
     def bytes_at(self, samples: int) -> int:
-        """Return what so many samples hold: by the line, and no less than what fewer of them were seen to take."""
+        """Predict the peak of this many samples by the line.
+
+        It is never below the peak of a smaller batch that was tried.
+        """
         known = (nbytes for size, nbytes, _ in self.points if size <= samples)
         return max(0, self.fixed_bytes + self.bytes_per_sample * samples, *known)
 
     def most_within(self, capacity_bytes: int, most: int) -> int:
-        """Return the most samples that fit so much memory, up to `most`."""
+        """Return the largest number of samples, up to `most`, that fits into this many bytes."""
         return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
 
     def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
-        """Return the ceiling of a device that may hold so many bytes, which is so many samples."""
+        """Return this ceiling for another capacity, at which `batch_size` samples fit."""
         if batch_size == self.batch_size:
             return replace(self, capacity_bytes=capacity_bytes)
         return replace(
@@ -96,13 +107,13 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Fits:
-    """The room that a plan leaves for other things than its training steps.
+    """Memory that a plan leaves free for saving, loading or evaluating next to training.
 
     Attributes:
-        roles: ``"resume"``, ``"save"`` and ``"eval"``, those that were asked for.
-        copies_bytes: What copies for the first two take all through a step, on device 0 or on each rank.
-        evaluation: The largest forward without gradients of each device by itself, beside what a DDP rank keeps there
-            from step to step; empty where ``"eval"`` was not asked for.
+        roles: The requested roles, from ``"resume"``, ``"save"`` and ``"eval"``.
+        copies_bytes: Bytes of the copies for resuming and saving, on device 0 or on each rank, throughout a step.
+        evaluation: The largest forward without gradients on each device alone, next to the memory that a DDP rank keeps
+            between steps; empty if ``"eval"`` was not requested.
     """
 
     roles: tuple[str, ...]
@@ -111,21 +122,21 @@ class Fits:
 
     @property
     def eval_batch_size(self) -> int | None:
-        """The largest batch that each device evaluates by itself; None where ``"eval"`` was not asked for."""
+        """The largest batch that each device can evaluate alone, or None if ``"eval"`` was not requested."""
         return min((ceiling.batch_size for ceiling in self.evaluation), default=None)
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of a device's peak: its memory at the moment of a step at which it holds the most.
+    """The parts of a device's peak memory, at the moment of a step when it uses the most.
 
     Attributes:
-        parameters_bytes: Parameters, buffers, a replica's copies of them, and whatever else outlives a step.
-        gradients_bytes: Gradients of the parameters; a rank's buckets, too.
-        optimizer_bytes: The optimizer's state.
-        gathered_bytes: Outputs of all devices, put together on the first.
-        activations_bytes: The batch, tensors kept for the backward, the loss, temporary blocks, cuBLAS's workspaces.
-        untraced_bytes: Measured beyond all of these: workspaces of cuDNN, and blocks that an allocator keeps.
+        parameters_bytes: Parameters, buffers, a replica's copies of them, and everything else that outlives a step.
+        gradients_bytes: Gradients of the parameters, and the gradient buckets of a DDP rank.
+        optimizer_bytes: Optimizer state.
+        gathered_bytes: Outputs of all devices, gathered on device 0.
+        activations_bytes: The batch, tensors saved for the backward, the loss, temporary tensors, cuBLAS workspaces.
+        untraced_bytes: Measured memory beyond the other parts: cuDNN workspaces, and blocks cached by the allocator.
     """
 
     parameters_bytes: int
@@ -142,11 +153,11 @@ class MemoryParts:
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the same for another peak; None where that is less than what is there all through.
+        """Return the parts of another peak, or None if it is smaller than the parts that are there throughout.
 
         Args:
-            measured: The peak is that of a real step, so that what it has more was not traced; otherwise it is of a
-                line through traces, and what it has more is more of the activations.
+            measured: Whether the peak is from a real step. Then the difference is memory that was not traced. Otherwise
+                the peak is from a line through traces, and the difference is activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:
@@ -157,12 +168,12 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """A device's peak as a plane over its share and the whole batch.
+    """A device's peak as a linear function of its samples (its share) and of the whole batch.
 
     Attributes:
-        fixed_bytes: Held at any batch: parameters, gradients, optimizer state.
-        bytes_per_share: Added by each sample of the device's own share.
-        bytes_per_batch: Added by each sample of the whole batch: the outputs that device 0 gathers.
+        fixed_bytes: Bytes at any batch size: parameters, gradients, optimizer state.
+        bytes_per_share: Bytes that each of the device's samples adds.
+        bytes_per_batch: Bytes that each sample of the whole batch adds: the outputs that device 0 gathers.
     """
 
     fixed_bytes: float
@@ -188,15 +199,15 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Region:
-    """Which splits fit: the bounds of the search.
+    """The bounds of the search: which splits fit into memory.
 
     Attributes:
-        primary: Memory of device 0.
-        primary_capacity_bytes: What device 0 may hold.
-        primary_ceiling: Its ceiling when it is alone, with a batch of its own share only.
-        replica_ceilings: Ceilings of the other devices; none for a single device.
-        max_batch_size: No batch may be larger.
-        least_share: No share but 0 may be smaller: a BatchNorm trains on no fewer than two samples.
+        primary: Memory model of device 0.
+        primary_capacity_bytes: Bytes that training may use on device 0.
+        primary_ceiling: The ceiling of device 0 if the batch is on device 0 only.
+        replica_ceilings: Ceilings of the other devices; empty for a single device.
+        max_batch_size: The largest batch that is allowed.
+        least_share: The fewest samples of a device that has any. BatchNorm needs two samples to train.
     """
 
     primary: MemoryFit
@@ -208,32 +219,32 @@ class Region:
 
     @classmethod
     def apart(cls, ceilings: Sequence[int], max_batch_size: int, least_share: int = 1) -> Region:
-        """Return the region of devices with a memory of their own, as ranks have: their ceilings say it all."""
+        """Return the region of devices whose memory is independent of each other, such as DDP ranks."""
         return cls(MemoryFit(0.0, 0.0), 0, ceilings[0], tuple(ceilings[1:]), max_batch_size, least_share)
 
     @property
     def ceilings(self) -> tuple[int, ...]:
-        """The most samples that each device runs, whatever the others do."""
+        """The most samples that each device can run alone."""
         return (self.primary_ceiling, *self.replica_ceilings)
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that some split of it fits."""
+        """The largest batch that has a split that fits."""
         return _largest_batch(self)
 
     def gpu0_bounds(self, batch_size: int) -> tuple[int, int] | None:
-        """Return the least and the most that device 0 may take of a batch; None where no split of it fits."""
+        """Return the fewest and the most samples of a batch on device 0, or None if no split fits."""
         if batch_size > self.max_batch_size:
             return None
         least = max(0, batch_size - sum(self.replica_ceilings))
         most = min(batch_size, self.primary_most(batch_size))
         if least <= most:
             return least, most
-        # The plane has no say about a batch that device 0 runs by itself, without replicas.
+        # The linear model does not apply to a batch that device 0 runs alone, without replicas.
         return (batch_size, batch_size) if batch_size <= self.primary_ceiling else None
 
     def primary_most(self, batch_size: int) -> int:
-        """Return the most that device 0 may take of a batch beside others; -1 where it can't even gather it."""
+        """Return the most samples on device 0 if other devices run the rest; -1 if it can't even gather the outputs."""
         if not self.replica_ceilings:
             return self.primary_ceiling
         left = self.primary_capacity_bytes - self.primary.peak_bytes(0, batch_size)
@@ -244,14 +255,17 @@ class Region:
         return int(min(self.primary_ceiling, left / self.primary.bytes_per_share))
 
 
-@functools.lru_cache(maxsize=256)  # asked for thousands of times while a plan is solved
+@functools.lru_cache(maxsize=256)  # called thousands of times while a plan is solved
 def _largest_batch(region: Region) -> int:
     most = min(region.max_batch_size, sum(region.ceilings))
     return largest_size(most, lambda batch_size: region.gpu0_bounds(batch_size) is not None)
 
 
 def largest_size(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size up to `most` that fits, by halving, if all that is smaller fits; 0 where none does."""
+    """Return the largest size up to `most` that fits, or 0, by bisection.
+
+    It assumes that every smaller size fits, too.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -260,7 +274,7 @@ def largest_size(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
-    """Return the number of samples that fit so many bytes, up to `most`."""
+    """Return the number of samples, up to `most`, that fit into this many bytes."""
     if nbytes < 0:
         return 0
     return most if bytes_per_sample <= 0 else math.floor(min(most, nbytes / bytes_per_sample))
@@ -269,12 +283,13 @@ def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
 def largest_fitting(
     peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int
 ) -> int:
-    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n; `least` is taken to fit.
+    """Find the largest n in ``least..most`` whose peak fits. The peak must grow with n, and `least` must fit.
 
-    It doubles from `start` until that is too much, and then looks where the line between what fits and what does not
-    leads; every third look halves what is left, since a peak may bend. No size is looked at twice.
+    Double from `start` until a size does not fit. Then try the size at which a line between the largest size that fits
+    and the smallest that does not reaches the capacity. Every third try bisects instead, because the peak may not be
+    linear. No size is tried twice.
     """
-    low, high = least, most + 1  # low fits; high does not
+    low, high = least, most + 1  # low fits, high does not
     known: dict[int, float] = {}
     n = min(max(start, low + 1), most)
     while high - low > 1:

@@ -34,19 +34,19 @@ Evaluate = Callable[[int, Configuration], Trial]
 Propose = Callable[[Sequence[Trial]], Proposal]
 
 _ENDED = "ended_at"
-"""A study's attribute: trials with a lower number are those of tunings that came to their end."""
+"""User attribute of a study: trials with a lower number belong to searches that ended."""
 
 _CEILINGS = "ceilings"
-"""A study's attribute: the ceilings, by key, of a search that did not come to its end."""
+"""User attribute of a study: the ceilings of a search that has not ended, by key."""
 
 MOST_REPEATS = 3
-"""Most trials to ask for in addition to each one that runs: a sampler may suggest a configuration again and again."""
+"""Most trials to ask for in addition to each trial that runs. A sampler may suggest a configuration several times."""
 
 STARTUP_TRIALS = 4
 """Trials that TPE draws at random before it models them. The study begins with the trials of the cost model."""
 
 _WHY = "why"
-"""A trial's attribute: the reason for it."""
+"""User attribute of a trial: the reason for it."""
 
 
 def search(
@@ -243,7 +243,7 @@ def _log_trial(trial: Trial, why: str) -> None:
 
 
 class CeilingStore:
-    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again."""
+    """Keeps the ceilings of a search in its study, so that a search that was killed need not measure them again."""
 
     def __init__(self, storage: str, study_name: str) -> None:
         _imported()
@@ -251,12 +251,12 @@ class CeilingStore:
         try:
             self._study.set_user_attr("opened_by", "autosplit")
             kept = self._study.user_attrs.get(_CEILINGS)
-            self._kept = dict(kept) if isinstance(kept, dict) else {}  # a database is anybody's to change
+            self._kept = dict(kept) if isinstance(kept, dict) else {}  # other programs may have changed the database
         except Exception as error:
             raise _unusable(storage, error) from error
 
     def get(self, key: str, largest_batch: int) -> Ceiling | None:
-        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one."""
+        """Return a ceiling from a search that was killed, or None if there is none, or if it is not valid."""
         try:
             found = msgspec.convert(self._kept[key], Ceiling)
         except (KeyError, msgspec.ValidationError):
@@ -264,20 +264,20 @@ class CeilingStore:
         return found if 0 <= found.batch_size <= largest_batch else None
 
     def put(self, key: str, ceiling: Ceiling) -> None:
-        """Keep a ceiling; a storage that fails is the search's to tell of."""
+        """Keep a ceiling. Ignore errors of the storage, because the search reports them."""
         self._kept[key] = msgspec.to_builtins(ceiling)
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_CEILINGS, self._kept)
 
     def end(self) -> None:
-        """Let no later search go on from what is there: the plan is found, and one after it is of another moment."""
+        """Mark the search as ended. A later search must not resume it, because its times belong to another moment."""
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_ENDED, len(self._study.get_trials(deepcopy=False)))
             self._study.set_user_attr(_CEILINGS, {})
 
 
 def _unusable(storage: str | None, error: Exception) -> InputError:
-    """Say that a storage can't be used, by what the database's driver says; a password in its URL is not shown."""
+    """Return the error for a storage that can't be used, with the driver's reason and without the URL's password."""
     told: BaseException = error
     while told.__cause__ is not None:
         told = told.__cause__
@@ -292,10 +292,10 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
 
 
 def _imported() -> None:
-    """Import Optuna in a new thread, which has no callers.
+    """Import Optuna in a new thread, to release the memory of its callers.
 
-    While it is imported it keeps the error of a database driver that is not there, and with that the frames that called
-    it and all their variables: for good, the copies of the process's first tuning.
+    During the import, Optuna stores the error of a missing database driver. The error keeps the calling frames and all
+    their variables alive. Those would be the copies of the process's first tuning.
     """
     if "optuna" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
@@ -320,7 +320,7 @@ def _opened(storage: str | None, study_name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_optuna() -> Iterator[None]:
-    """Keep Optuna's log to what a user has to know: each trial is in our own."""
+    """Silence Optuna's log below errors, because this module logs each trial."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
@@ -332,7 +332,7 @@ def _quiet_optuna() -> Iterator[None]:
 
 
 def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
-    """Return the trials of a search that did not come to its end, and how many it had asked for."""
+    """Return the trials of a search that has not ended, and the number of trials it asked for."""
     import optuna
 
     states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
@@ -353,17 +353,17 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
 
 
 def _remembered(frozen: Any, number: int) -> Trial | None:
-    """Return a trial that an earlier process told the study of; None for one that is not whole."""
+    """Return a trial of an earlier process, or None if it is incomplete."""
     told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
-        trial = replace(msgspec.convert(told, Trial))  # that leaves defaults to the class, and JSON without them
+        trial = replace(msgspec.convert(told, Trial))  # convert() leaves defaults unset, and JSON omits them
     except msgspec.ValidationError:
         return None
     return trial if _is_sound(trial) else None
 
 
 def _is_sound(trial: Trial) -> bool:
-    """Tell whether a trial may be what a search told its study: a database is anybody's to change."""
+    """Return whether a trial is valid. Other programs may have changed the database."""
     count = len(trial.split)
     return (
         (trial.samples_per_s is None) == (trial.failure is not None)
@@ -378,7 +378,7 @@ def _is_sound(trial: Trial) -> bool:
 
 
 def _set_fits(trial: Any, *, fits: bool) -> None:
-    """Tell Optuna as a constraint whether a trial's configuration fits.
+    """Report to Optuna, as a constraint, whether a trial's configuration fits.
 
     Optuna < 5 has no such constraints. There its samplers avoid the trial only because it is pruned.
     """
@@ -387,11 +387,11 @@ def _set_fits(trial: Any, *, fits: bool) -> None:
 
 
 LEAST_RATE = 1e-9
-"""Samples per second below which, and above whose inverse, nothing was measured."""
+"""Least samples/s of a valid trial. Its inverse is the greatest."""
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Ask for the parameters one after another, each within the bounds that the others leave."""
+    """Suggest the parameters one after another, each within the bounds that the others leave."""
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)

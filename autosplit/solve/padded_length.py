@@ -1,8 +1,11 @@
-"""Batches of samples that differ in length: how many of a padded length fit, and an epoch cut into such batches.
+"""Plan batches of samples with different lengths: find the batch size for each padded length, and cut an epoch.
 
-A batch takes the memory of its longest sample, times its samples. What one sample takes is measured at a few lengths,
-as a share of what one of the longest takes; between them it lies below the line through both, since memory grows at
-least in proportion to length (activations) and at most with its square (attention's scores): it is convex.
+All samples of a batch are padded to its longest sample. So a batch needs the memory of its longest sample, times its
+number of samples. The memory of a sample is measured at a few lengths, relative to the longest. Between two measured
+lengths, interpolate linearly. This never underestimates: memory grows between linearly (activations) and quadratically
+(attention scores) with length, so it is convex.
+
+A length's *times* is the number of samples of this length that need as much memory as one sample of the longest length.
 """
 
 from __future__ import annotations
@@ -21,35 +24,41 @@ from autosplit.errors import InputError, shown
 from autosplit.solve.split import proportional_split
 
 MOST_POINTS = 6
-"""Lengths that are looked at: halves of the longest."""
+"""Most lengths to measure. Each is half of the previous one."""
 
 WINDOW_BATCHES = 512
-"""Full batches whose samples are sorted together where no effective batch was asked for. With 128 an epoch takes 7 to
-11 % longer, with 2,048 up to 2 % less (benchmarks/lengths.py), but the order is mixed less."""
+"""Full batches whose samples are sorted together if no effective batch size is set.
+
+With 128, an epoch takes 7% to 11% longer. With 2,048, it takes up to 2% less time, but the order is less random
+(benchmarks/lengths.py).
+"""
 
 SHORTER = 0.7
 FULL_ENOUGH = 0.25
-"""A batch that is a quarter full ends where the next sample has less than 0.7 of its length. In optimizer steps of one
-to four full batches that brings 20 to 130 %, in steps of 64 up to 3 % (benchmarks/lengths.py)."""
+"""A batch that is 25% full ends if the next sample is shorter than 0.7 times its longest sample.
+
+In optimizer steps of one to four full batches this gains 20% to 130%, in steps of 64 up to 3% (benchmarks/lengths.py).
+"""
 
 MOST_TOKENS = 2**24
-"""The longest sample: whoever gives more counts something else."""
+"""Greatest length of a sample. A greater number is probably not a number of tokens."""
 
 MOST_FORETOLD = 100_000
-"""Samples by which an epoch is foretold."""
+"""Most samples from which the throughput of an epoch is predicted."""
 
 Batches = list[list[int]]
 
 
 @dataclass(frozen=True)
 class LengthPoint:
-    """A length that was looked at.
+    """A length that was measured.
 
     Attributes:
-        length: In tokens, or whatever lengths are counted in.
-        times: How many samples of it take the memory of one of the longest.
-        samples_per_s: The plan's throughput with as many more samples of this length.
-        own_samples_per_s: Its throughput with as many samples of this length as of the longest.
+        length: Length in tokens, or in the unit of the given lengths.
+        times: Number of samples of this length that need as much memory as one sample of the greatest length.
+        samples_per_s: Throughput of the plan with as many samples of this length as fit (`times` times the plan's
+            batch).
+        own_samples_per_s: Throughput of the plan with the plan's batch size and samples of this length.
     """
 
     length: Annotated[int, Meta(ge=1)]
@@ -63,12 +72,13 @@ class LengthPlan:
     """A plan for samples that differ in length.
 
     Attributes:
-        points: The lengths that were looked at, the longest first, which is that of the plan's own batch.
-        samples_per_s: Predicted of an epoch in batches of like length, as `Plan.token_sampler` makes them.
-        fixed_samples_per_s: Predicted of one in batches of the plan's own size, in any order, each padded to its
-            longest sample.
-        padding_share: Padding among all tokens of the first; 0 to 1.
-        fixed_padding_share: Padding among all tokens of the second.
+        points: The measured lengths, the greatest first. The plan's own batch has the greatest length.
+        samples_per_s: Predicted throughput of an epoch in batches of similar length, as `Plan.token_sampler` makes
+            them.
+        fixed_samples_per_s: Predicted throughput of an epoch in batches of the plan's size, in random order, each
+            padded to its longest sample.
+        padding_share: Fraction of padding among all tokens in batches of similar length, from 0 to 1.
+        fixed_padding_share: Fraction of padding among all tokens in batches of the plan's size.
     """
 
     points: Annotated[tuple[LengthPoint, ...], Meta(min_length=1, max_length=64)]
@@ -79,21 +89,21 @@ class LengthPlan:
 
     @property
     def is_sound(self) -> bool:
-        """Whether lengths fall, and shorter samples take no more memory, as everything here takes for granted."""
+        """Whether lengths fall and shorter samples need no more memory, which this class assumes."""
         return self.points[0].times == 1 and all(
             a.length > b.length and a.times <= b.times for a, b in itertools.pairwise(self.points)
         )
 
     def times_at(self, length: int) -> float:
-        """Return how many samples of a length take the memory of one of the longest.
+        """Return how many samples of this length need as much memory as one sample of the greatest length.
 
         Raises:
-            InputError: The length is above those that were looked at.
+            InputError: The length is above the greatest measured length.
         """
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Return the time of a batch, on the line through the two sizes of its length that were timed."""
+        """Predict the seconds of a batch by a line through the two batch sizes that were timed for its length."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:
@@ -103,19 +113,20 @@ class LengthPlan:
         return max(line_s, least_s) if num_samples < batch_size else line_s
 
     def split_of(self, length: int, split: Sequence[int]) -> tuple[int, ...]:
-        """Return the most samples of a length that each device gets, of which `split` has those of the longest."""
+        """Return the most samples of this length for each device. `split` has the samples of the greatest length."""
         return scaled(split, self.times_at(length))
 
     def tokens_of(self, share: int) -> int:
-        """Return the most tokens, padding included, of a device that gets `share` samples of the longest.
+        """Return the most tokens, with padding, on a device whose split has `share` samples of the greatest length.
 
-        It holds for samples that are as long as the last point or longer: the tokens that fit fall with length where
-        attention's scores are kept, and rise with it where they are not, so that one of the points has the fewest.
+        The result holds for samples that are at least as long as the shortest point. With attention scores in memory,
+        fewer tokens fit at a greater length. Without them, more do. In both cases one of the points has the fewest
+        tokens.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
     def _at(self, length: int, value: Callable[[LengthPoint], float]) -> float:
-        """Return a value on the lines between the points; below the shortest it is that of the shortest."""
+        """Interpolate a value between the points. Below the shortest length, return the value of the shortest."""
         if length > self.points[0].length:
             raise InputError(
                 f"a sample has length {length}, and the longest of the plan has {self.points[0].length}; expected none "
@@ -132,18 +143,21 @@ class LengthPlan:
 
 
 def scaled(shares: Sequence[int], times: float) -> tuple[int, ...]:
-    """Return shares so many times as large, in whole samples; a quotient of two of them is met for all its rounding."""
+    """Return `shares` times a factor, rounded down.
+
+    The small term corrects quotients that are exact but for rounding.
+    """
     return tuple(int(times * share + 1e-6) for share in shares)
 
 
 def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
-    """Return lengths as a list, whether they came in a list, an array or a tensor.
+    """Return lengths from a list, an array or a tensor as a list.
 
     Raises:
-        InputError: They are empty, or one is no whole number from 1 to 2^24.
+        InputError: The lengths are empty, or one is not a whole number from 1 to 2^24.
     """
     try:
-        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # which have not an item for each sample
+        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # these have no item for each sample
             raise TypeError
         listed = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         numbers = [operator.index(one) for one in listed if not isinstance(one, bool)]
@@ -170,7 +184,7 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
 
 
 def lengths_to_tune(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths that are looked at: the longest, and its halves as far as the shortest sample reaches."""
+    """Return the lengths to measure: the greatest, and its halves down to the shortest sample."""
     longest, shortest = max(lengths), min(lengths)
     halves = (longest >> power for power in range(MOST_POINTS))
     return tuple(length for length in halves if length >= shortest)
@@ -183,17 +197,21 @@ def cut_epoch(
     split: Sequence[int],
     effective_batch_size: int | None,
 ) -> list[Batches]:
-    """Cut an epoch into optimizer steps of batches of like length.
+    """Cut an epoch into optimizer steps of batches with similar lengths.
 
     Args:
-        effective_batch_size: As many samples of the order are a step each. None: every batch is a step, made of as
-            many samples as fit; they come in the order in which they are made.
+        plan: The measured lengths.
+        lengths: Length of each sample of the dataset.
+        order: Positions of the epoch's samples, in the order of the epoch.
+        split: Samples per device of the plan's own batch.
+        effective_batch_size: Samples per step. Each step takes this many samples from the order. If it is None, every
+            batch is a step with as many samples as fit, in the order in which the batches are made.
 
     Returns:
-        The steps, each of batches with their samples' positions, the longest sample first.
+        The steps. Each is a list of batches of sample positions, the longest sample first.
 
     Raises:
-        InputError: A sample is longer than those that the plan was made for.
+        InputError: A sample is longer than the plan's greatest length.
     """
     window = effective_batch_size or WINDOW_BATCHES * sum(split)
     steps: list[Batches] = []
@@ -221,7 +239,7 @@ def _batches_of(
 
 
 def shares_of(plan: LengthPlan, num_samples: int, longest: int, split: Sequence[int]) -> tuple[int, ...]:
-    """Split a batch over the devices, in the proportions of what each holds of its longest sample's length."""
+    """Split a batch over the devices in proportion to their ceilings for the length of its longest sample."""
     most = plan.split_of(longest, split)
     return most if num_samples == sum(most) else proportional_split(num_samples, most, most)
 
@@ -229,14 +247,16 @@ def shares_of(plan: LengthPlan, num_samples: int, longest: int, split: Sequence[
 def foretold(
     points: tuple[LengthPoint, ...], lengths: Sequence[int], split: Sequence[int], effective_batch_size: int | None
 ) -> LengthPlan:
-    """Predict what batches of like length bring over batches of one size, for an epoch of samples in random order.
+    """Predict the gain of batches with similar lengths over batches of one size, for an epoch in random order.
 
     Args:
-        points: As of `LengthPlan`.
-        lengths: Of each sample; of more than 100,000 as many drawn at random.
+        points: See `LengthPlan`.
+        lengths: Length of each sample. Of more than 100,000 samples, as many are drawn at random.
+        split: Samples per device of the plan's own batch.
+        effective_batch_size: Samples per optimizer step, or None.
     """
     plan = LengthPlan(points, 1.0, 1.0, 0.0, 0.0)
-    drawn = random.Random(0)  # noqa: S311  # of no secret
+    drawn = random.Random(0)  # noqa: S311  # not for a secret
     order = drawn.sample(range(len(lengths)), min(len(lengths), MOST_FORETOLD))
     fixed = [order[begin : begin + sum(split)] for begin in range(0, len(order), sum(split))]
     alike = [batch for step in cut_epoch(plan, lengths, order, split, effective_batch_size) for batch in step]

@@ -1,7 +1,7 @@
-"""A plan's problem: solve it, and solve it again with less memory or with a bound relaxed. Pure.
+"""Solve the problem behind a plan again, with less memory or with a relaxed bound. Pure.
 
-The difference is what a bound costs. Times beyond what was measured go on along the last slope of each curve, memory
-along the line near each ceiling.
+The difference in throughput is the cost of the bound. Beyond the measured sizes, times are extrapolated along the last
+slope of each curve, and memory along the line near each ceiling.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
 
 NO_LIMIT_BYTES = 2**60
-"""More memory than any step takes: an exbibyte."""
+"""More memory than any step needs: 1 EiB."""
 
 MOST_WORK = 20_000
-"""Most work that is solved (numbers of forwards to look at, times the largest of them): more would take seconds."""
+"""Most work for a solution: how many numbers of forwards are tried, times the largest. More would take seconds."""
 
 MOST_COMBINED = 256
-"""Most numbers of forwards times the square of the devices that are solved: more would take many seconds."""
+"""Most numbers of forwards, times the square of the devices, for a solution. More would take many seconds."""
 
 MOST_FORWARDS = 1024
-"""Most forwards of an optimizer step: to so little memory that it takes more, measuring anew is the better answer."""
+"""Most forwards of an optimizer step. If memory is so short that a step needs more, measure again instead."""
 
 MORE_FORWARDS = 3
-"""Forwards beyond the fewest that are looked at: each costs a copy and brings nothing but memory."""
+"""Numbers of forwards to try beyond the fewest. Each further forward costs a copy and only saves memory."""
 
 Overhead = Literal["copies", "gather", "overhead", "update"]
-"""A cost of a step beside the devices' own work; ``"overhead"`` is all of it but the optimizer."""
+"""A cost of a step in addition to the compute time. ``"overhead"`` is all of them except the optimizer."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer of the model."""
+    """A predicted answer."""
 
     split: tuple[int, ...]
     accumulation_steps: int
@@ -53,11 +53,14 @@ class Problem:
     """The problem that a plan solves.
 
     Attributes:
-        ceilings: Each device's ceiling, with its memory's line.
-        ranks: The devices are DDP's ranks, each with at least one sample; otherwise BalancedDataParallel's.
-        effective_batch_sizes: The least and the most samples per optimizer step; None for one forward of any size.
-        accumulates: An optimizer step may have several forwards.
-        accumulating: Which splits fit in a step of several forwards, if those are others.
+        fit: The time model.
+        ceilings: The ceiling of each device, with its memory model.
+        region: The splits that fit into memory.
+        ranks: Whether the devices are DDP ranks, each with at least one sample. Otherwise they belong to
+            BalancedDataParallel.
+        effective_batch_sizes: The fewest and the most samples per optimizer step; None for one forward of any size.
+        accumulates: Whether an optimizer step may have several forwards.
+        accumulating: The splits that fit in a step of several forwards, if they differ from `region`.
         tells_apart: See `Solver`.
         most_samples_per_s: See `Solver`.
     """
@@ -85,7 +88,7 @@ class Problem:
         least_batch: int = 1,
         tells_apart: float = LEAST_DIFFERENCE,
     ) -> Problem:
-        """Put together what a plan holds."""
+        """Make the problem from the parts of a plan."""
         ranks = region is None
         if region is None:
             caps = [ceiling.batch_size for ceiling in ceilings]
@@ -95,13 +98,13 @@ class Problem:
 
     @property
     def step_time(self) -> StepTime:
-        """The time of a step."""
+        """The time model of BalancedDataParallel."""
         return self.fit.step_time
 
     # Answers
 
     def solve(self) -> Solution | None:
-        """Return the answer; None where nothing fits, or only in more than `MOST_FORWARDS`."""
+        """Return the answer, or None if nothing fits, or if a step would need more than `MOST_FORWARDS` forwards."""
         if self.ranks:
             return self._solved_ranks()
         most = self._steps_worth_a_look()
@@ -115,21 +118,21 @@ class Problem:
         return None
 
     def best(self) -> float:
-        """Return the highest samples/s that the model promises; 0 where nothing fits, or only in too many forwards."""
+        """Return the highest predicted samples/s, or 0 if nothing fits or a step would need too many forwards."""
         if self.ranks and self._most_forwards() is not None:
             problem = self
             if self.effective_batch_sizes is None:
-                # For the fastest and not the knee: a step of up to as much as one forward takes.
+                # Look for the fastest step of up to one forward per rank, not for the knee.
                 sizes = 1, max(1, self._most_of_ranks)
                 problem = replace(self, effective_batch_sizes=sizes, accumulates=False)
             answer = problem.solve()
             return 0.0 if answer is None else answer.samples_per_s
         solver = self.solver()
-        # Without an effective batch the first is the knee, and the fastest comes next.
+        # Without an effective batch size, the first answer is the knee, and the second is the fastest.
         return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
 
     def solver(self) -> Solver | None:
-        """Return what solves it; None for ranks, and where that would take too long."""
+        """Return the solver of this problem, or None for ranks, and if solving would take too long."""
         most = self._most_forwards()
         if most is None or self.ranks:
             return None
@@ -146,14 +149,17 @@ class Problem:
         return effective_batch_size / self.step_time.counted_seconds(counted)
 
     def even(self, effective_batch_size: int) -> Solution | None:
-        """Return the even split in as few forwards as it fits, full or of equal size; None where none fits.
+        """Return the fastest even split with the fewest forwards, or None if none fits.
+
+        The forwards are either full, except for the last, or of equal size.
 
         Args:
-            effective_batch_size: Samples of the step; without an effective batch asked for, one forward of any size.
+            effective_batch_size: Samples of the step. If the problem has no effective batch size, one forward of any
+                size is solved instead.
         """
         count = len(self.ceilings)
         most = largest_size(self.region.max_batch_size, lambda size: self._fits(even_split(size, count)))
-        if most < count:  # a device that holds nothing has no even share
+        if most < count:  # a device with a ceiling of 0 rules out an even split
             return None
         if self.effective_batch_sizes is None:
             pairs = [(size, size) for size in geometric(most)]
@@ -171,7 +177,7 @@ class Problem:
         return max(found, key=lambda one: one.samples_per_s, default=None)
 
     def region_of(self, steps: int) -> Region:
-        """Return which splits fit in an optimizer step of so many forwards."""
+        """Return the splits that fit in an optimizer step of this many forwards."""
         return self.region if steps == 1 or self.accumulating is None else self.accumulating
 
     # Tightened
@@ -179,10 +185,13 @@ class Problem:
     def with_capacities(
         self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
     ) -> Problem:
-        """Return the problem of devices that may hold less, by their lines and by the sizes that were looked at.
+        """Return the problem for less memory, by the memory models and the sizes that were tried.
 
         Args:
-            waiting_bytes: What gradients take on each while they wait for another forward, unless the lines have it.
+            capacities_bytes: Bytes that training may use on each device.
+            waiting_bytes: Bytes of the gradients on each device while they wait for another forward, unless the models
+                include them.
+            least_batch: The fewest samples of a device that has any.
         """
         if self.ranks:
             caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]
@@ -210,9 +219,9 @@ class Problem:
     # Relaxed
 
     def with_memory(self, index: int, more_bytes: int) -> Problem:
-        """Return the problem of a device with more memory: its ceiling grows by ``more_bytes / bytes_per_sample``.
+        """Return the problem with more memory on one device. Its ceiling grows by ``more_bytes / bytes_per_sample``.
 
-        A ceiling that a kernel or the time of a step limits stays.
+        A ceiling stays if it was limited by a kernel or by the time of a step.
         """
         if self.ceilings[index].limited_by in ("kernel", "time"):
             return self
@@ -224,7 +233,7 @@ class Problem:
         return replace(self, region=region).with_caps(caps)
 
     def with_most(self, most_samples: int) -> Problem:
-        """Return the problem of larger forwards; a ceiling that was looked for no further grows along its line."""
+        """Return the problem with larger forwards. A ceiling at the old bound grows along its memory model."""
         caps = list(self.region.ceilings)
         for index, ceiling in enumerate(self.ceilings):
             if caps[index] >= self.region.max_batch_size:
@@ -234,12 +243,15 @@ class Problem:
         return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
 
     def with_caps(self, caps: Sequence[int]) -> Problem:
-        """Return the problem of other ceilings, one for each device; device 0's is its own alone."""
+        """Return the problem with other ceilings, one for each device.
+
+        Device 0's ceiling is for a batch on device 0 only.
+        """
         first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
         return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
 
     def with_effective(self, most_samples: int, *, max_batch_size: int | None) -> Problem:
-        """Return the problem of optimizer steps that may be larger."""
+        """Return the problem with larger optimizer steps."""
         assert self.effective_batch_sizes is not None
         least, most = self.effective_batch_sizes
         larger = replace(self, effective_batch_sizes=(least, most_samples))
@@ -248,7 +260,7 @@ class Problem:
         return larger.with_most(min(most_samples, max_batch_size or most_samples))
 
     def faster(self, indices: Sequence[int], times: float) -> Problem:
-        """Return the problem of devices that work so many times as fast."""
+        """Return the problem with some devices faster by this factor."""
         curves = tuple(
             TimeCurve(tuple((n, seconds / times) for n, seconds in curve.points)) if index in indices else curve
             for index, curve in enumerate(self.step_time.curves)
@@ -256,7 +268,7 @@ class Problem:
         return self._with_step_time(replace(self.step_time, curves=curves))
 
     def without(self, overhead: Overhead) -> Problem:
-        """Return the problem of a step without a cost; for ranks, all but the optimizer is the all-reduce."""
+        """Return the problem without one cost. For ranks, the all-reduce is the only cost except the optimizer."""
         if overhead == "update":
             return self._with_step_time(replace(self.step_time, update_s=0.0))
         if self.ranks:
@@ -271,13 +283,13 @@ class Problem:
         return self._with_step_time(step_time)
 
     def with_links(self, times: float) -> Problem:
-        """Return the problem of devices that are so many times as fast to reach."""
+        """Return the problem with all links between devices faster by this factor."""
         time = self.step_time
         copies_s, gather_s = (tuple(s / times for s in values) for values in (time.copies_s, time.gather_s_per_sample))
         return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
 
     def alone(self, index: int, ceiling: int) -> Problem:
-        """Return the problem of a single device; the optimizer takes what it takes on device 0."""
+        """Return the problem of one device alone. The optimizer takes as long as on device 0."""
         most = self.region.max_batch_size
         region = Region.apart([min(ceiling, most)], most)
         ceilings = self.ceilings[index : index + 1]
@@ -286,7 +298,7 @@ class Problem:
     # Parts
 
     def _steps_worth_a_look(self) -> int | None:
-        """Return the most forwards per optimizer step that may be the answer; None where nothing fits."""
+        """Return the most forwards per optimizer step to try, or None if nothing fits."""
         sizes, several = self.effective_batch_sizes, self.region_of(2)
         if sizes is None or not self.accumulates or several.largest_batch == 0:
             return 1 if (1 if sizes is None else sizes[0]) <= self.region.largest_batch else None
@@ -294,7 +306,7 @@ class Problem:
         return None if fewest > MOST_FORWARDS else min(most, MOST_FORWARDS) + MORE_FORWARDS
 
     def _most_forwards(self) -> int | None:
-        """Return the most forwards per optimizer step that are looked at; None where that would take too long."""
+        """Return the most forwards per optimizer step to try, or None if solving would take too long."""
         most_counts = MOST_COMBINED // len(self.ceilings) ** 2
         if self.effective_batch_sizes is None or not self.accumulates:
             return 1 if most_counts >= 1 else None
@@ -308,7 +320,7 @@ class Problem:
         return replace(self, fit=replace(self.fit, step_time=step_time))
 
     def _line(self, index: int) -> tuple[float, float]:
-        """Return what a device holds at any batch, and what each sample of its own adds."""
+        """Return a device's bytes at any batch size, and the bytes that each of its samples adds."""
         if index > 0 or self.ranks:
             return float(self.ceilings[index].fixed_bytes), float(self.ceilings[index].bytes_per_sample)
         plane = self.region.primary
@@ -324,11 +336,11 @@ class Problem:
 
     @property
     def _most_of_ranks(self) -> int:
-        """Return the most samples per forward of all ranks."""
+        """Return the most samples per forward over all ranks."""
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
-        """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
+        """Return the best answer for ranks, or None if a rank fits no sample or there are more ranks than samples."""
         found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
         if not found:
             return None
@@ -344,7 +356,7 @@ class Problem:
         return min((answer for answer in found if answer.samples_per_s >= enough), key=plainness)
 
     def _sizes_of_ranks(self) -> list[tuple[int, int]]:
-        """Return batch sizes worth a look, each with the samples of its optimizer step."""
+        """Return batch sizes to try, each with the samples of its optimizer step."""
         most, least = self._most_of_ranks, len(self.ceilings) * self.region.least_share
         if min(self.region.ceilings) < self.region.least_share or most < least:
             return []
@@ -364,7 +376,7 @@ class Problem:
         return sorted(found)
 
     def _trains(self, answer: Solution) -> bool:
-        """Tell whether the last forward, which may be shorter, gives no rank fewer samples than it can train on."""
+        """Return whether the last forward, which may be shorter, gives each rank enough samples to train on."""
         last = micro_batch_sizes(answer.effective_batch_size, sum(answer.split))[-1]
         return not any(0 < share < self.region.least_share for share in short_split(last, answer.split))
 

@@ -1,9 +1,11 @@
-"""Propose trials: the solver's answer and its neighbours, then what the model promises after more trials.
+"""Propose trials: the solver's answer and its neighbours, then the best untried predictions of the refitted model.
 
-    answer, neighbours, even split, torch's split | the model's best untried | next to the best, then a sampler's
-                                                  ^ while it promises more   ^ while the model is off
+The proposals come in three phases::
 
-Pure: nothing is run here, and nothing random.
+    answer, neighbours, even split, torch's split | best untried prediction | next to the best trial, then a sampler
+                                                    ^ while it gains          ^ while the model is inaccurate
+
+Pure: nothing is run here, and nothing is random.
 """
 
 from __future__ import annotations
@@ -17,31 +19,39 @@ from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.trial import KNEE_SHARE, Trial, best_trial, configuration_of
 
 PATIENCE = 8
-"""Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
+"""Trials in a row without a gain beyond noise, after which the search ends if the model is inaccurate."""
 
 LEAST_GAIN = 0.001
-"""Least gain, as a share, that a trial is made for."""
+"""Least gain that justifies a trial, as a fraction."""
 
 BESIDE_SHARE = 0.005
-"""Part of device 0's share that is tried more or less beside the best. By single samples it would go on for ever."""
+"""Step, as a fraction of the samples on device 0, for trials next to the best one.
+
+Steps of one sample would never end.
+"""
 
 KNEE_STEP = 0.1
-"""Share of its batch to which the knee is looked for."""
+"""Precision of the search for the knee, as a fraction of the batch size."""
 
 LEAST_MODEL_ERROR = 0.01
-"""Least error of the model that is assumed, as a share: steps that came nearer are few, and fitted to. One that is no
-further off leaves nothing to a sampler: it drew batches of a sample or two, each of a kind to be followed by itself."""
+"""Least assumed error of the model, as a fraction. A smaller error of a few fitted trials is chance.
+
+If the model is no less accurate than this, no sampler is used. The sampler drew batches of one or two samples, each of
+which needs a new trace.
+"""
 
 FITTED = 3
-"""Numbers that are fitted to trials: as many trials would be met whatever they were."""
+"""Number of fitted parameters. The model fits that many trials exactly, whatever they measured."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next trial, or the end.
+    """The next trial, or the end of the search.
 
     Attributes:
-        configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
+        configuration: The configuration to try. If it is None, a sampler chooses.
+        enough: Whether the search should end.
+        why: The reason for the proposal.
     """
 
     configuration: Configuration | None = None
@@ -50,7 +60,7 @@ class Proposal:
 
 
 class Proposer:
-    """Proposes trials, one after another."""
+    """Proposes one trial after another."""
 
     def __init__(self, solver: Solver, *, patience: int = PATIENCE) -> None:
         self.solver = solver
@@ -58,14 +68,14 @@ class Proposer:
         self.first = solver.first_trials()
 
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
-        """Propose the next trial after these, in the order in which they were made."""
+        """Propose the next trial after these, which are in the order in which they ran."""
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
                 return Proposal(configuration, why="the solver's answer, and what is beside it")
         solver = self.solver.refitted(trials)
         best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
-        if best is None:  # all failed: what is smaller may not
+        if best is None:  # all failed, but a smaller one may run
             enough = len(trials) > len(self.first) + self.patience
             return Proposal(self._smaller(trials, tried), enough, "none has run so far: a smaller one may")
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
@@ -93,7 +103,7 @@ class Proposer:
         top: Trial,
         noise: float,
     ) -> Configuration | None:
-        """Return the untried configuration that the corrected model promises the most of, if it is beyond noise."""
+        """Return the untried configuration with the highest prediction of the refitted model, if it promises a gain."""
         answers = solver.answers()
         candidates = [c for c in (*answers, *solver.neighbours(configuration_of(best))) if c not in tried]
         candidates = [c for c in candidates if not _hopeless(solver, c, trials)]
@@ -103,8 +113,8 @@ class Proposer:
             knee = self._knee(solver, trials, candidates, best)
             if knee is not None:
                 return knee
-        # The model is held against the best that was measured: there it is right by definition, and about other devices
-        # that tells nothing.
+        # Scale the prediction by the model's error at the fastest trial. This error says nothing about another set of
+        # devices, so those predictions stay unscaled.
         scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
 
         def alike(c: Configuration) -> bool:
@@ -118,10 +128,11 @@ class Proposer:
     def _knee(
         solver: Solver, trials: Sequence[Trial], candidates: Sequence[Configuration], best: Trial
     ) -> Configuration | None:
-        """Return an untried batch below the best that may have `KNEE_SHARE` of the top: it would be the answer.
+        """Return an untried batch size below the best one that may reach `KNEE_SHARE` of the top throughput.
 
-        Of those that a trial has not shown to be too small: the smallest that the model believes to be enough, or else
-        the middle one within its reach, so that the smallest is found even where the model is off.
+        Such a batch size would be the answer. Batch sizes that trials have shown to be too slow are skipped. Return the
+        smallest one with a high enough prediction, or else the middle one within reach of it. So the smallest is found
+        even if the model is inaccurate.
         """
         rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
         enough = KNEE_SHARE * max(rates.values())
@@ -133,9 +144,10 @@ class Proposer:
         return next((c for c in near if promised[c] >= enough), near[len(near) // 2] if near else None)
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
-        """Return the best trial with a few samples more or less on device 0, by the model; None if tried.
+        """Return the best trial with slightly more or fewer samples on device 0, or None if both were tried.
 
-        What the model has wrong, it has wrong of all three. A single sample of a large share would make no difference.
+        The model's error is about the same for all three. A step of one sample would make no difference if device 0 has
+        many.
         """
         least = best.gpu0_bsz * BESIDE_SHARE
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
@@ -151,16 +163,16 @@ class Proposer:
 
 
 def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
-    """Return by how much the model misses the trials that ran, as a share: the root mean square."""
+    """Return the root mean square of the model's relative errors over the trials that ran."""
     ran = [(configuration_of(trial), trial.samples_per_s) for trial in trials if trial.samples_per_s is not None]
     return statistics.fmean((solver.samples_per_s(one) / rate - 1) ** 2 for one, rate in ran) ** 0.5 if ran else 0.0
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials with each throughput and its error as they are known from all of them together.
+    """Return the trials with throughputs and errors that use what all trials together show.
 
-    Each measurement is averaged with the model's prediction, both by the inverse of their variances; the model's own is
-    what its misses show beyond the noise of the trials. A trial that failed or is exact stays what it is.
+    Average each measured throughput with the model's prediction, weighted by 1 / variance. The variance of the model is
+    its squared error beyond the noise of the trials. Failed and exact trials stay unchanged.
     """
     ran = [trial for trial in trials if trial.samples_per_s is not None]
     if len(ran) < 2:
@@ -180,16 +192,17 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
-    """Tell whether a trial that failed asked no more than this one would of the device that ran out of memory.
+    """Return whether a failed trial used no more of the device that ran out of memory than this configuration would.
 
-    Device 0 gathers the whole batch. Where nobody knows which device it was, it may have been any.
+    Device 0 gathers the whole batch, so its batch size counts, too. If the device that failed is unknown, compare all
+    devices.
     """
     split: tuple[int, ...] | None = None
     for trial in trials:
         if trial.failure is None or (trial.accumulation_steps > 1) > (configuration.accumulation_steps > 1):
             continue
         if not solver.holds(configuration_of(trial)):
-            continue  # it gave a device too few, which says nothing about more
+            continue  # it failed with too few samples, which shows nothing about more
         split = split or solver.split_of(configuration)
         no_less = [asked >= failed for asked, failed in zip(split, trial.split, strict=True)]
         no_less[0] = no_less[0] and configuration.batch_size >= trial.batch_size

@@ -1,4 +1,4 @@
-"""Bound the search: the configurations that may be tried. Pure."""
+"""Define the search space: the configurations that may be tried. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autosplit.solve.split import accumulation_steps
 
 @dataclass(frozen=True, order=True)
 class Configuration:
-    """A point of the search: what the user sets."""
+    """A point of the search space: batch size, samples on device 0, and accumulation steps."""
 
     gpu0_bsz: int
     batch_size: int
@@ -22,10 +22,11 @@ class Space:
     """The configurations that may be searched.
 
     Attributes:
-        effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
-            None for one micro-step of any size.
-        max_steps: The most accumulation steps worth a look.
-        accumulating: Which splits fit where a step takes several micro-steps, if those are others.
+        region: The splits that fit into memory.
+        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number; None for a
+            single micro-step of any size.
+        max_steps: The most accumulation steps to try.
+        accumulating: The splits that fit in a step of several micro-steps, if they differ from `region`.
     """
 
     region: Region
@@ -34,21 +35,21 @@ class Space:
     accumulating: Region | None = None
 
     def region_of(self, steps: int) -> Region:
-        """Return which splits fit in an optimizer step of so many micro-steps."""
+        """Return the splits that fit in an optimizer step of this many micro-steps."""
         return self.region if steps == 1 or self.accumulating is None else self.accumulating
 
     def effective_of(self, configuration: Configuration) -> int:
-        """Return the samples of a configuration's optimizer step: full micro-steps, as far as there are so many."""
+        """Return the samples per optimizer step. The last micro-step may be shorter than the others."""
         full = configuration.batch_size * configuration.accumulation_steps
         return full if self.effective_batch_sizes is None else min(full, self.effective_batch_sizes[1])
 
     def plainness(self, configuration: Configuration) -> tuple[int, bool, int]:
-        """Return what makes a configuration less plain: micro-steps, uneven ones, and how large equal ones are."""
+        """Return a sort key that puts simple configurations first: few micro-steps, equal ones, small ones."""
         uneven = self.effective_of(configuration) % configuration.batch_size != 0
         return configuration.accumulation_steps, uneven, 0 if uneven else configuration.batch_size
 
     def batch_bounds(self, steps: int) -> tuple[int, int] | None:
-        """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
+        """Return the smallest and the largest batch that fit and make an optimizer step in this many micro-steps."""
         most = self.region_of(steps).largest_batch
         if self.effective_batch_sizes is None:
             return (1, most) if most >= 1 else None
@@ -69,7 +70,7 @@ class Space:
         return fewest, max(fewest, min(self.max_steps, most_samples))
 
     def holds(self, configuration: Configuration) -> bool:
-        """Tell whether a configuration is in the space."""
+        """Return whether a configuration is in the space."""
         fewest, most = self.steps_bounds()
         if not fewest <= configuration.accumulation_steps <= most:
             return False

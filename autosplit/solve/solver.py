@@ -1,4 +1,10 @@
-"""The closed-form answer: for each number of micro-steps the fastest split under the caps, by the fitted model."""
+"""Find the configuration that the fitted time model predicts to be the fastest under the memory limits.
+
+The solver tries a range of accumulation steps and batch sizes. It computes the fastest split of each in closed form.
+
+A *team* is the set of devices that get samples. The solver describes it by the ceilings of devices 1, 2, ... with a
+ceiling of 0 for each device that it leaves out.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +23,51 @@ from autosplit.solve.step_time import StepTime
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE, Trial, configuration_of
 
 MOST_STEPS = 64
-"""Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
+"""Most numbers of accumulation steps to try, from the fewest upwards.
+
+Each further step costs a copy and only saves memory.
+"""
 
 
 SIZES_OF_STEPS = 17
-"""Batches that are looked at for each number of micro-steps, where there are so many."""
+"""Most batch sizes to try for each number of micro-steps."""
 
 MOST_TEAMS = 9
-"""Ways to leave devices out that are looked at together."""
+"""Most teams to compare at a time."""
 
 TEAMS_APART = 0.015
-"""Share of samples/s that a device has to bring to be taken in: with 0.01 the worst answer on the machines of
-``benchmarks/search.py`` is 5.4 % off the best, with 0.015 2.6 %."""
+"""Least gain in samples/s that justifies one more device in the team, as a fraction.
+
+With 0.01 the worst answer on the machines of ``benchmarks/search.py`` is 5.4% slower than the best answer. With 0.015
+it is 2.6% slower.
+"""
 
 _Answer = TypeVar("_Answer")
 
 WITHIN_REACH = 0.8
-"""Share of its best that the model promises another kind of configuration to be tried: it is seldom off by more."""
+"""Least predicted samples/s, as a fraction of the best prediction, for a trial of another kind of configuration.
+
+The model is seldom wrong by more.
+"""
 
 FIRST_WITHIN_REACH = 0.9
-"""The same of what leaves device 0 to gather, which the model knows better: with trials of less, no answer on the
-machines of ``benchmarks/search.py`` is faster by more than 1.2 %."""
+"""`WITHIN_REACH` for configurations without samples on device 0, which the model predicts better.
+
+Trials below this fraction would improve no answer on the machines of ``benchmarks/search.py`` by more than 1.2%.
+"""
 
 MOST_REFINED = 3
-"""Answers whose share of device 0 is searched around what the devices' own times say."""
+"""Number of best answers whose samples on device 0 are searched again, with the cost of the gather included."""
 
 
 class Solver:
-    """Solves the search space by the cost model.
+    """Finds the fastest configurations of a search space by the time model.
 
     Args:
-        tells_apart: Share of samples/s by which predictions have to differ: of less, the plainest is the answer.
-        most_samples_per_s: What the loader loads: where one forward of any size is asked for, the smallest that takes
-            as much is the answer.
+        tells_apart: Least difference of predicted samples/s that counts, as a fraction. Among answers that differ by
+            less, the solver chooses the simplest (`Space.plainness`).
+        most_samples_per_s: Throughput of the data loader. Without an effective batch size, the smallest batch that
+            keeps up with the loader is enough.
     """
 
     def __init__(
@@ -64,14 +82,14 @@ class Solver:
         self.step_time = step_time
         self.tells_apart = tells_apart
         self.most_samples_per_s = most_samples_per_s
-        # Which split a configuration has does not change with the fit: the trials of one are trials of one split.
+        # The cached splits do not depend on the fit. So trials of one configuration are always trials of one split.
         self._unfitted = step_time
         self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._rests: dict[Configuration, tuple[int, ...]] = {}
         self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
-        """Return a solver whose model is fitted to trials as well."""
+        """Return a solver whose time model is fitted to these trials, too."""
         measured = []
         for trial in trials:
             if trial.samples_per_s is not None:
@@ -82,20 +100,20 @@ class Solver:
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return the fastest split that gives device 0 its share, under the other devices' ceilings."""
+        """Return the fastest split for this batch size and number of samples on device 0."""
         rest = configuration.batch_size - configuration.gpu0_bsz
         ceilings = self._ceilings(configuration.accumulation_steps)
         if not ceilings:
             return (configuration.batch_size,)
         if self.step_time.adds_up:
-            # One processor: no split is faster, so the even one, as far as the ceilings let it be.
+            # All devices share one CPU, so no split is faster. Use the even split, as far as the ceilings allow it.
             return (configuration.gpu0_bsz, *proportional_split(rest, tuple(max(1, c) for c in ceilings), ceilings))
         if configuration not in self._rests:
             self._rests[configuration] = self._fastest_rest(configuration)
         return (configuration.gpu0_bsz, *self._rests[configuration])
 
     def _fastest_rest(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return how the other devices share what device 0 leaves; some of them may be better left out."""
+        """Split the samples that device 0 does not take over the other devices. Some devices may get none."""
         share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
         rest = configuration.batch_size - share
         others = self._ceilings(steps)
@@ -109,14 +127,14 @@ class Solver:
         return self._in_order(found, others)
 
     def _ceilings(self, steps: int) -> tuple[int, ...]:
-        """Return the other devices' ceilings in an optimizer step of so many micro-steps."""
+        """Return the ceilings of devices 1, 2, ... in an optimizer step of this many micro-steps."""
         return self.space.region_of(steps).replica_ceilings
 
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the other devices' ceilings with some of them left out, as far as that makes a difference.
+        """Return the teams that may differ in speed.
 
-        Alike ones are left out from the first on; of more than `MOST_TEAMS`, only those whose samples cost the most by
-        themselves.
+        Among identical devices, the first ones are left out first. If there would be more than `MOST_TEAMS` teams,
+        devices are left out in the order of their cost per sample, the most expensive first.
         """
         if ceilings not in self._teams:
             self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
@@ -135,7 +153,7 @@ class Solver:
         return teams
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
-        """Return the other devices, counted without the first, by what they are to the model."""
+        """Group devices 1, 2, ... that are identical in the model. The returned indices begin with 0 for device 1."""
         time = self._unfitted
         alike: dict[object, list[int]] = {}
         for other, ceiling in enumerate(ceilings, 1):
@@ -144,13 +162,16 @@ class Solver:
         return list(alike.values())
 
     def _own_cost(self, other: int, ceiling: int) -> float:
-        """Return a device's seconds per sample at its ceiling, by itself."""
+        """Return the seconds per sample of a device that runs alone at its ceiling."""
         time, most = self._unfitted, max(1, ceiling)
         own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
         return own_s / most + time.gather_s_per_sample[other + 1]
 
     def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
-        """Let the last of alike devices have the most: it is gathered last, and computes meanwhile."""
+        """Give the last of identical devices the most samples.
+
+        It is gathered last, and computes while the others are gathered.
+        """
         ordered = list(split)
         for places in self._alike(ceilings):
             for index, samples in zip(places, sorted(split[index] for index in places), strict=True):
@@ -160,39 +181,40 @@ class Solver:
     def splits_of(
         self, configuration: Configuration, split: tuple[int, ...] | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the split of each micro-step; the last one shares what is left in proportion.
+        """Return the split of each micro-step. A shorter last micro-step is split in the same proportions.
 
         Args:
-            split: Of a full micro-step. Default: `split_of` the configuration.
+            split: Split of a full micro-step. Default: `split_of(configuration)`.
         """
         split = split or self.split_of(configuration)
         sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
         return tuple(split if size == configuration.batch_size else proportional_split(size, split) for size in sizes)
 
     def samples_per_s(self, configuration: Configuration) -> float:
-        """Predict the throughput of whole optimizer steps."""
+        """Predict the samples/s of whole optimizer steps."""
         return self.space.effective_of(configuration) / self.step_time.counted_seconds(self._counted(configuration))
 
     def _counted(self, configuration: Configuration) -> dict[tuple[int, ...], int]:
-        """Return the splits of an optimizer step, each with how many micro-steps have it."""
+        """Return the distinct splits of an optimizer step and the number of micro-steps with each."""
         split = self.split_of(configuration)
         full, rest = divmod(self.space.effective_of(configuration), configuration.batch_size)
         counted = {split: full} if full else {}
         return {**counted, proportional_split(rest, split): 1} if rest else counted
 
     def holds(self, configuration: Configuration) -> bool:
-        """Tell whether a configuration is in the space, and gives no device fewer samples than it can train on."""
+        """Return whether a configuration is in the space and gives each device enough samples to train on."""
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
         if not self.step_time.leaves_out:
-            # A device without samples in a shorter last micro-step runs one, which is enough where one is.
+            # In a short last micro-step, a device without samples runs one sample. That is enough if `least_share` is
+            # 1.
             splits = [self.split_of(configuration)] if least == 1 else list(self._counted(configuration))
             return min(map(min, splits)) >= least
         return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
 
     def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
-        """Return the fastest configuration of a batch size; None where no split of it fits."""
+        """Return the fastest configuration with this batch size, or None if no split of it fits."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         if shares is None:
             return None
@@ -207,33 +229,36 @@ class Solver:
             best = max(rates, key=lambda one: rates[one], default=None)
             return None if best is None else (rates[best], best)
 
-        found = [self._alone(batch_size, steps), _best_of(self._teams_of(ceilings), of_team)]  # alone, where they tie
+        found = [self._alone(batch_size, steps), _best_of(self._teams_of(ceilings), of_team)]  # the first wins a tie
         return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
 
     def _of_team(
         self, batch_size: int, steps: int, team: tuple[int, ...], *, with_first: bool = True
     ) -> Configuration | None:
-        """Return the configuration of a batch that ends first with some devices left out, device 0 maybe among them."""
+        """Return the fastest configuration of a batch for this team, with or without device 0."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "it was asked before"
         if not with_first and (shares[0] or not self._unfitted.host_s):
-            return None  # by itself it costs nothing to take part
+            return None  # without host time, device 0 takes part at no cost
         split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
         found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
         return found if found is not None and self.holds(found) else None
 
     def _alone(self, batch_size: int, steps: int) -> Configuration | None:
-        """Return device 0 by itself: with neither copies nor a gather to wait for, small batches may be faster so."""
+        """Return the configuration with all samples on device 0.
+
+        It needs no copies and no gather, so small batches may be faster.
+        """
         found = Configuration(batch_size, batch_size, steps)
         return found if self._unfitted.leaves_out and self.holds(found) else None
 
     def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
+        """Return the split over devices with these ceilings that finishes first, or None if none fits."""
         key = (batch_size, ceilings)
         if key not in self._splits:
             self._splits[key] = None
             floors = None
-            if not self.step_time.leaves_out:  # all devices have to take part, where the batch is enough
+            if not self.step_time.leaves_out:  # each rank needs samples, if there are enough
                 least = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
                 floors = least if sum(least) <= batch_size else None
             with contextlib.suppress(InputError):
@@ -241,7 +266,7 @@ class Solver:
         return self._splits[key]
 
     def answers(self) -> list[Configuration]:
-        """Return the best configuration for each batch size worth a look, the best by the objective first."""
+        """Return the best configuration of each batch size to try. The first one is the answer of the solver."""
         found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.holds(c)]
         rates = {c: self.samples_per_s(c) for c in found}
         for best in sorted(rates, key=lambda c: -rates[c])[:MOST_REFINED]:
@@ -259,9 +284,9 @@ class Solver:
         return [first, *(c for c in ranked if c != first)]
 
     def _refined(self, configuration: Configuration) -> Configuration:
-        """Move samples to device 0 or from it as long as the model gains.
+        """Move samples to or from device 0 as long as the predicted samples/s grow.
 
-        The fastest split by the devices' own times, where this begins, leaves out what gathering costs.
+        This search begins with the fastest split by compute times alone, which ignores the cost of the gather.
         """
         if self.step_time.adds_up:
             return configuration
@@ -277,10 +302,10 @@ class Solver:
         return configuration
 
     def first_trials(self) -> list[Configuration]:
-        """Return what to try first: the answer, its neighbours, the even split, torch's own, and two that teach.
+        """Return the configurations to try first: the answer, its neighbours, the even split, torch's split, two more.
 
-        These tell what the model has wrong about devices that take part, and about batches, which trials of the same
-        devices and of a single batch can't.
+        The last two have another team and another batch size. They show errors of the model that trials with one team
+        and one batch size can't show.
         """
         answers = self.answers()
         if not answers:
@@ -289,9 +314,9 @@ class Solver:
         count = 1 + len(self.space.region.replica_ceilings)
         near = max(1, best.gpu0_bsz // 16)
         even = even_split(best.batch_size, count)[0]
-        chunk = -(-best.batch_size // count)  # torch.chunk, by which nn.DataParallel scatters
+        chunk = -(-best.batch_size // count)  # nn.DataParallel scatters with torch.chunk
         shares = [best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk]
-        if self.step_time.adds_up:  # on one processor no share is faster than another
+        if self.step_time.adds_up:  # on one CPU all splits are equally fast
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
         tried += self._another_team(answers)
@@ -300,14 +325,17 @@ class Solver:
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
         if self.tells_apart > LEAST_DIFFERENCE and not any_steps:
-            # Measured times may be off by more than they tell apart: the plainest of all has its chance.
+            # Predictions from measured times may be wrong by more than `tells_apart`, so also try the simplest answer.
             within_reach = WITHIN_REACH * max(map(self.samples_per_s, answers))
             reachable = (c for c in answers if self.samples_per_s(c) >= within_reach)
             tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
-        """Return the one with the fewest devices within reach of the best: it tells what each device costs."""
+        """Return the configuration with the fewest devices within reach of the best.
+
+        Its trial measures the cost of adding a device.
+        """
         if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
 
@@ -324,7 +352,10 @@ class Solver:
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
     def _without_first(self, best: Configuration) -> list[Configuration]:
-        """Return the fastest that leaves device 0 to gather: how much that is in its way, no time of its own tells."""
+        """Return the fastest configuration without samples on device 0, which then only gathers.
+
+        The time that device 0 loses by computing and gathering at once does not show in its own compute times.
+        """
         if self.step_time.adds_up or not self._unfitted.host_s or not best.gpu0_bsz:
             return []
         found = []
@@ -337,7 +368,7 @@ class Solver:
         return sorted(found, key=self.samples_per_s)[-1:]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
-        """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""
+        """Return the configurations next to this one: other samples on device 0, other batch sizes, and both."""
         near = {1, max(1, configuration.gpu0_bsz // 16), max(1, configuration.batch_size // 16)}
         steps = configuration.accumulation_steps
         found = []
@@ -350,7 +381,7 @@ class Solver:
         return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.holds(c)]
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield batch sizes with their number of micro-steps: a few of each number, or a geometric grid."""
+        """Yield pairs (batch size, micro-steps) to try. Without an effective batch size, yield a geometric grid."""
         if self.space.effective_batch_sizes is None:
             for size in geometric(self.space.region.largest_batch):
                 yield size, 1
@@ -365,9 +396,11 @@ class Solver:
 def _best_of(
     teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
 ) -> _Answer | None:
-    """Return the answer of the highest samples/s, as far as the fewest devices have it.
+    """Return the answer of the smallest team that is within `TEAMS_APART` of the highest samples/s.
 
-    Of many teams, each of fewer devices, between ever closer ones.
+    Args:
+        teams: Teams in the order of their size. If there are many, the search narrows down to those around the best.
+        valued: Return the samples/s and the answer of a team, or None if no split fits.
     """
     found: dict[int, tuple[float, _Answer]] = {}
     low, high = 0, len(teams) - 1
@@ -390,11 +423,11 @@ def _best_of(
 
 
 def geometric(largest: int) -> list[int]:
-    """Return sizes from 1 to `largest`, four to each doubling."""
-    quarters = range(4 * largest.bit_length())  # each power by itself: a product of roots falls short of 65536
+    """Return batch sizes from 1 to `largest`, four for each doubling."""
+    quarters = range(4 * largest.bit_length())  # multiplying by 2 ** 0.25 would round 65536 down
     return sorted({min(largest, int(2 ** (quarter / 4))) for quarter in quarters} | {largest})
 
 
 def spread(least: int, most: int, count: int = 5) -> list[int]:
-    """Return up to so many sizes from `least` to `most`, both among them, evenly spaced."""
+    """Return up to `count` evenly spaced sizes from `least` to `most`, including both."""
     return sorted({least + (most - least) * i // (count - 1) for i in range(count)})

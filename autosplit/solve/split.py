@@ -1,7 +1,7 @@
-"""The arithmetic of splits: how many samples of a batch go on which device.
+"""Compute splits: the number of samples of a batch for each device.
 
-Pure Python on whole numbers. Every function returns a tuple with one entry per device (or per micro-batch) whose sum
-is exactly the batch that went in.
+Pure Python on whole numbers. Every function returns a tuple with one entry per device (or per micro-batch). The entries
+add up to exactly the batch that was passed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 
 
 def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
-    """Split a batch as evenly as whole samples allow: shares differ by at most 1, the larger ones first.
+    """Split a batch as evenly as possible: the numbers differ by at most 1, the larger ones first.
 
     Raises:
         InputError: `batch_size` is negative, `num_devices` is below 1, or either is not a whole number.
@@ -26,10 +26,10 @@ def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
 
 
 def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[int, ...]:
-    """Split a batch by device 0's share: it takes `gpu0_bsz` samples, the others take the rest evenly.
+    """Split a batch by device 0's number of samples: device 0 gets `gpu0_bsz`, the others split the rest evenly.
 
-    What doesn't divide evenly goes to devices 1, 2, ... one sample each. A batch below `gpu0_bsz` is all on device 0,
-    and on one device everything is on it.
+    If the rest doesn't divide evenly, devices 1, 2, ... get one more sample each. A batch of at most `gpu0_bsz` samples
+    is all on device 0. With one device, everything is on it.
 
     Raises:
         InputError: A number is negative, `num_devices` is below 1, or one of them is not a whole number.
@@ -46,12 +46,12 @@ def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[i
 def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence[int] | None = None) -> tuple[int, ...]:
     """Split a batch of any size in the proportions of `split`, by largest remainder.
 
-    A batch of `sum(split)` samples gets `split` itself. What would go above a device's ceiling goes to the devices
-    that still have room, in their own proportions. A device with no share gets samples only when ceilings leave no
-    room on any device that has one; those samples are shared out in proportion to the ceilings. Ties go to the lower
-    index, so the answer is always the same.
+    A batch of `sum(split)` samples gets `split` itself. Samples above a device's ceiling go to the devices with room,
+    in their proportions. A device whose entry is 0 gets samples only if all other devices are at their ceilings. Those
+    samples are split in proportion to the ceilings. Ties go to the lower index, so the result is deterministic.
 
     Args:
+        batch_size: Samples to split.
         split: The proportions, one whole number per device, not all 0 unless the batch is empty.
         ceilings: The most samples that each device may get; None for no limit.
 
@@ -75,17 +75,19 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
 
 
 def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
-    """Split a batch that is shorter than `split` in its proportions, shrinking no share to 1.
+    """Split a batch that is shorter than `split` in its proportions, and avoid devices with a single sample.
 
-    A BatchNorm can't train on one sample. So a single sample gets another one beside it, from whoever can spare it, or
-    moves to whoever has room. Where neither can be, it stays alone: a batch of 1, or 3 samples of a split of (2, 2).
-    Nothing is moved where a share of `split` is 1: who trains on that trains on one.
+    BatchNorm can't train on one sample. So a device with a single sample gets another one from a device with more than
+    two. If there is none, it gives its sample to a device with room. If neither is possible, it keeps the single
+    sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved, because
+    that device trains on one sample anyway.
 
     Args:
+        batch_size: Samples to split.
         split: Samples per device of a full batch, not all 0 unless the batch is empty.
 
     Raises:
-        InputError: As of `proportional_split`.
+        InputError: As in `proportional_split`.
     """
     shares = [*proportional_split(batch_size, split)]
     for alone in sorted(range(len(shares)), key=lambda index: (split[index], -index)):
@@ -101,7 +103,7 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
 
 
 def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
-    """Move what is above a device's ceiling to the devices with room, in proportion to their own sizes.
+    """Move samples above a device's ceiling to the devices with room, in proportion to their sizes.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, or the ceilings add up to less than `sizes`.
@@ -111,7 +113,7 @@ def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, ...]:
-    """Cut one optimizer step into micro-batches: full ones, then what is left, which may be fewer samples.
+    """Cut an optimizer step into micro-batches: full ones, then the remaining samples, if any.
 
     Raises:
         InputError: Either number is below 1 or not a whole number.
@@ -122,7 +124,7 @@ def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, 
 
 
 def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
-    """Count the forwards of one optimizer step: the effective batch over the batch, rounded up.
+    """Count the micro-batches of an optimizer step: the effective batch over the batch, rounded up.
 
     Raises:
         InputError: Either number is below 1 or not a whole number.
@@ -133,11 +135,12 @@ def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
 
 
 def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
-    """Return a number that a user gave, checked, whether an int of Python, numpy or torch.
+    """Check a number from the user and return it as an int. It may be an int of Python, numpy or torch.
 
     Args:
-        name: What the user calls it; the message begins with it.
-        value: A bool is a slip, not a number of samples, and a float is refused even when it is whole.
+        name: Name of the argument, for the message.
+        value: The number. A bool and a float raise, even a whole float.
+        minimum: The least number that is allowed.
 
     Raises:
         InputError: `value` is not a whole number, or is below `minimum`.
@@ -155,14 +158,14 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
 
 
 def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
-    """Share `total` in proportion to `weights`; whole quotas first, then one more to the largest remainders."""
+    """Split `total` in proportion to `weights`: rounded down first, then one more for the largest remainders."""
     weight_sum = sum(weights)
     if not total:
         return [0] * len(weights)
     quotas = [divmod(total * weight, weight_sum) for weight in weights]
     shares = [whole for whole, _ in quotas]
     left = total - sum(shares)
-    # A share of 0 has remainder 0, and there are always more positive remainders than samples left.
+    # A weight of 0 has remainder 0. There are always more positive remainders than samples left.
     by_remainder = sorted(range(len(weights)), key=lambda i: -quotas[i][1])
     for index in by_remainder[:left]:
         shares[index] += 1
@@ -170,9 +173,9 @@ def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
-    """Share `total` by `weights` under limits: fix at its limit what goes above, share the rest again, until all fit.
+    """Split `total` by `weights` under limits. Fix each number above its limit, split the rest again, and repeat.
 
-    A quota at or below a limit never rounds to above it, so whatever is fixed at its limit belongs there.
+    A quota at or below a limit never rounds up to above it. So a number that is fixed at its limit stays there.
     """
     shares = [0] * len(weights)
     open_devices = [i for i, weight in enumerate(weights) if weight]
@@ -187,7 +190,7 @@ def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[in
         left -= sum(limits[i] for i in over)
         open_devices = [i for i in open_devices if i not in over]
     if left:
-        # Everything with a share is full: only now do devices without one take samples.
+        # All devices with a weight are full. Only now do the other devices get samples.
         spare = [0 if weight else limit for weight, limit in zip(weights, limits, strict=True)]
         shares = [share + more for share, more in zip(shares, _largest_remainder(left, spare), strict=True)]
     return tuple(shares)
@@ -200,7 +203,7 @@ def _wholes(name: str, values: Sequence[int]) -> list[int]:
             code="whole-numbers-type",
         )
     numbers = list(values)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a search asks for thousands of splits, which are right
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a fast path, because a search makes thousands of splits
         numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
         raise InputError(
@@ -210,7 +213,7 @@ def _wholes(name: str, values: Sequence[int]) -> list[int]:
 
 
 def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = "as many") -> list[int]:
-    """Return one limit for each device, checked."""
+    """Return one checked limit for each device."""
     limits = _wholes(name, values)
     if len(limits) != num_devices:
         raise InputError(
@@ -222,7 +225,7 @@ def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = 
 
 
 def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str = "") -> None:
-    """Refuse a batch that is larger than all limits together."""
+    """Raise InputError if a batch is larger than the sum of all limits."""
     room = sum(limits)
     if room < batch_size:
         raise InputError(
@@ -233,7 +236,7 @@ def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str 
 
 
 def as_text(numbers: Sequence[int]) -> str:
-    """Write shares for a message, which stays one readable line for thousands of devices too."""
+    """Format numbers for a message. Long lists are cut off so that the message stays readable."""
     if len(numbers) <= 16:
         return str(tuple(numbers))
     return f"({', '.join(map(str, numbers[:16]))}, ... {len(numbers)} in all)"

@@ -1,16 +1,17 @@
-"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them.
+"""Model the time of a step: a curve for each device, the cost of transfers and waits, and a fit to measured steps.
 
-Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
+A BalancedDataParallel step has k micro-steps. Its replicas are kept from the first to the last. Device i gets ``n_i``
+samples per micro-step. The sums and maxima are over the devices that get samples::
 
     slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
 
-or, where that is more, as long as the host takes to start the forwards of R replicas in turn, and what follows::
+The host starts the forwards of the R replicas one after another. If that takes longer, the time of the step is::
 
-    k * R * host + what the last micro-step gathers and its backward + gradients' way home + update
+    k * R * host + gather and backward of the last micro-step + copies of the gradients + update
 
-Seconds of a DDP step::
+A DDP step takes::
 
-    slowest rank's k micro-steps + what its last backward does not hide of the all-reduce + update
+    slowest rank's k micro-steps + the part of the all-reduce that its last backward does not hide + update
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from msgspec import Meta
 
 @dataclass(frozen=True)
 class TimeCurve:
-    """Seconds of one micro-step on one device against its samples: the measured points, and lines between them.
+    """Seconds of a micro-step on one device by its number of samples: measured points with lines between them.
 
     Attributes:
-        points: ``(samples, seconds)``, samples ascending, at least one.
+        points: Measured ``(samples, seconds)``, at least one, in ascending order of samples.
     """
 
     points: tuple[tuple[int, float], ...]
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
-        """Make a curve of measured points; one that is faster than a smaller batch is noise, and raised to it."""
+        """Make a curve of measured points.
+
+        Raise a point that is faster than a smaller batch to the smaller batch's time.
+        """
         points: list[tuple[int, float]] = []
         for samples, seconds in sorted(measured):
             points.append((samples, max(seconds, points[-1][1]) if points else seconds))
@@ -47,28 +51,28 @@ class TimeCurve:
 
     @property
     def seconds_per_sample(self) -> float:
-        """The slope at the far end."""
+        """The slope of the last segment."""
         if len(self.points) < 2:
             return self.points[0][1] / self.points[0][0]
         (n0, t0), (n1, t1) = self.points[-2:]
         return (t1 - t0) / (n1 - n0)
 
     def __call__(self, samples: int) -> float:
-        """Return the seconds of a micro-step; none for no samples."""
+        """Return the seconds of a micro-step, which are 0 for 0 samples."""
         if samples == 0:
             return 0.0
         points = self.points
-        after = bisect.bisect_left(points, (samples,))  # what is shorter comes first, so before the point of that size
+        after = bisect.bisect_left(points, (samples,))  # a shorter tuple sorts first, so this finds the point itself
         if after == len(points):
             return points[-1][1] + self.seconds_per_sample * (samples - points[-1][0])
         if points[after][0] == samples or after == 0:
-            # Below the smallest measured size a step is bound by what does not shrink with the batch.
+            # Below the smallest measured size, costs that do not depend on the batch dominate.
             return points[after][1]
         (n0, t0), (n1, t1) = points[after - 1], points[after]
         return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
 
     def most_within(self, seconds: float, least: int, most: int) -> int:
-        """Return the most samples of a range that take no longer; `least` where no more of them do."""
+        """Return the most samples between `least` and `most` that take at most `seconds`, or `least` if none do."""
         after = bisect.bisect_right(self.points, seconds, key=operator.itemgetter(1))
         if after == len(self.points):
             slope = self.seconds_per_sample
@@ -79,7 +83,7 @@ class TimeCurve:
             (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
             guess = n0 + (seconds - t0) * (n1 - n0) / (t1 - t0)
         found = int(min(max(guess, least), most))
-        # What is rounded may be one off.
+        # Rounding may be off by one.
         while found < most and self(found + 1) <= seconds:
             found += 1
         while found > least and self(found) > seconds:
@@ -91,23 +95,25 @@ class TimeCurve:
 class StepTime:
     """The time of a BalancedDataParallel step.
 
-    A device without samples costs nothing, so that what each costs by taking part is kept apart: leaving a slow link
-    alone may be the fastest.
+    A device without samples costs nothing. The cost of each device is kept separately, because the fastest split may
+    not use a device behind a slow link.
 
     Attributes:
-        curves: For each device, its time on its share, alone.
-        copies_s: For each device, its parameters' broadcast and its gradients' way home: once a step, or in every
-            micro-step without `keeps`; they go over all links at once. The first device's is 0.
-        gather_s_per_sample: For each device, what each of its samples adds to a micro-step where several take part:
-            scatter, gather, the loss over gathered outputs. The first device's is 0.
-        update_s: The optimizer, once a step.
-        adds_up: The devices share one processor, so that their times add.
-        contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
-            share a bus, a processor or a power supply; less where copies hide behind work.
-        keeps: Replicas are kept from the first micro-step of a step to its last.
-        host_s: What the host takes to start a micro-step of one device. R replicas take turns with it.
-        lead_s: What the turns have in them of the last micro-step's backward, where the host starts that in them, too.
-        leaves_out: A device without samples costs nothing, so that some may be better left out.
+        curves: For each device, the time of its samples when it runs alone.
+        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
+            They are spent once per step, or in every micro-step if `keeps` is False. The copies use all links at once.
+            Device 0's entry is 0.
+        gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
+            scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
+        update_s: Seconds of the optimizer, once per step.
+        adds_up: Whether the devices share one CPU, so that their times add up.
+        contention: Factor on the slowest device's time when devices run at once. It is above 1 if they share a bus, a
+            CPU or a power supply, and below 1 if copies overlap with computation.
+        keeps: Whether replicas are kept from the first micro-step of a step to its last.
+        host_s: Seconds that the host takes to start one device's micro-step. It starts the devices one after another.
+        lead_s: Seconds of the host's turns that overlap with the backward of the last micro-step, because the host also
+            starts that backward.
+        leaves_out: Whether a device without samples costs nothing, so that it may be faster to leave a device out.
     """
 
     leaves_out: ClassVar[bool] = True
@@ -123,32 +129,33 @@ class StepTime:
     lead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Let devices that are alike share their curve, so that what is known of one is known of all."""
+        """Share one curve object between identical devices, so that results are cached once for all of them."""
         known: dict[TimeCurve, TimeCurve] = {}
         object.__setattr__(self, "curves", tuple(known.setdefault(curve, curve) for curve in self.curves))
 
     @classmethod
     def bare(cls, curves: tuple[TimeCurve, ...], update_s: float, *, adds_up: bool) -> StepTime:
-        """Return the time of devices that have nothing to do with each other."""
+        """Return the time model of devices without copies, gather or contention."""
         return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
-        """Return the time of an optimizer step of these micro-steps."""
+        """Predict the seconds of an optimizer step from the split of each micro-step."""
         return self.counted_seconds(Counter(tuple(split) for split in splits))
 
     def counted_seconds(self, counted: Mapping[tuple[int, ...], int]) -> float:
-        """Return the time of an optimizer step.
+        """Predict the seconds of an optimizer step.
 
         Args:
-            counted: Splits, each with how many micro-steps have it, the last micro-step's last.
+            counted: Number of micro-steps with each split. The last entry is the split of the last micro-step.
         """
         return sum(self._longest(counted)) + self.update_s
 
     def _longest(self, counted: Mapping[tuple[int, ...], int]) -> tuple[float, float, float, float]:
-        """Return copies, gathers, what contention multiplies, and what is known, along what a step waits for.
+        """Return the critical path of a step in four parts: copies, gathers, time that contention scales, other time.
 
-        The host runs ahead. Devices end a micro-step a whole one after the last, or its backward after the host has
-        started its forwards in turn, whichever is later; of alike ones it is the first that waits so, or the last.
+        The host runs ahead of the devices. A micro-step ends at the later of two moments: one whole micro-step after
+        the previous one, or one backward after the host
+        has started all forwards. Among equal micro-steps, either the first or the last waits for the host.
         """
         copies_s, started_s = self._counted_copying_s(counted), 0.0
         path = copies_s / 2, 0.0, 0.0, 0.0
@@ -165,7 +172,7 @@ class StepTime:
         return path[0] + copies_s / 2, *path[1:]
 
     def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
-        """Return the seconds that an optimizer step spends on copying parameters and gradients."""
+        """Predict the seconds that an optimizer step spends on copies of parameters and gradients."""
         return self._counted_copying_s(Counter(tuple(split) for split in splits))
 
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
@@ -179,13 +186,14 @@ class StepTime:
         measured: Sequence[tuple[Sequence[int], float]],
         further: tuple[Sequence[int], float] | None = None,
     ) -> StepTime:
-        """Fit the copies and the gather of one device to steps that it makes with the first device alone.
+        """Fit the copies and the gather of one device to steps that it runs together with device 0 only.
 
         Args:
-            measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
-                there are two, the larger last.
-            further: A split and what a further micro-step of it takes. It bounds the gather: of two first ones the
-                small one may hide its copies behind the host.
+            measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. Two pairs
+                have different samples on the device, the larger number last.
+            further: A split, and the seconds that a second micro-step with this split adds. It is an upper bound for
+                the gather. In a small first micro-step, the host's work may hide the copies, so that the slope between
+                two first micro-steps is too large.
         """
         bare, slope = self.with_costs_of(index, 0.0, 0.0), 0.0
         (few, few_s), (many, many_s) = measured[0], measured[-1]
@@ -201,33 +209,34 @@ class StepTime:
         return self.with_costs_of(index, bare.copies_of(many, many_s), slope)
 
     def copies_of(self, split: Sequence[int], seconds: float) -> float:
-        """Return the copies of a step of one micro-step, by what it took without the optimizer."""
+        """Return the copies of a step of one micro-step that took this many seconds without the optimizer."""
         free = replace(self, copies_s=(0.0,) * len(self.curves), update_s=0.0)
         by_devices = replace(free, host_s=0.0).seconds([split])
         return max(0.0, min(seconds - by_devices, 2 * (seconds - free.seconds([split]))))
 
     def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
-        """Return the same with what it costs that one device takes part."""
+        """Return this model with other costs of one device."""
         copies, gathers = list(self.copies_s), list(self.gather_s_per_sample)
         copies[index], gathers[index] = copies_s, gather_s_per_sample
         return replace(self, copies_s=tuple(copies), gather_s_per_sample=tuple(gathers))
 
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
-        """Charge what a step of one micro-step took beyond its slowest device to the copies of all others alike.
+        """Attribute the measured time beyond the slowest device to copies, with equal copies for devices 1, 2, ...
 
         Args:
-            seconds: Without the optimizer.
+            split: Split of a step of one micro-step.
+            seconds: Seconds of this step without the optimizer.
         """
         count = len(self.curves)
         return replace(self, copies_s=(0.0, *(self.copies_of(split, seconds),) * (count - 1)))
 
     def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
-        """Fit copies, gather and contention, each by one factor, to whole optimizer steps: non-negative least squares.
+        """Scale copies, gather and contention by one factor each to fit optimizer steps: non-negative least squares.
 
-        Errors count as shares of the measured time. What few steps can't tell apart stays near what it is now.
+        Errors are relative to the measured time. Factors that a few steps can't separate stay near 1.
 
         Args:
-            measured: ``(split of each micro-step, seconds)``.
+            measured: Pairs ``(split of each micro-step, seconds)``.
         """
         rows = []
         for splits, seconds in measured:
@@ -246,11 +255,11 @@ class StepTime:
         )
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float, int]:
-        """Return the gathers, what contention multiplies, what nobody is in the way of, and the turns with the host."""
+        """Return seconds of gather, seconds that contention scales, other seconds, and the number of replicas."""
         if not any(split[1:]):
             return 0.0, 0.0, self.curves[0](split[0]), 0
         pairs = list(zip(self.curves, split, strict=True))
-        if not self.adds_up:  # of many devices most are alike, and a split is timed for thousands of times
+        if not self.adds_up:  # skip identical devices: this runs thousands of times
             pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
         times = [curve(samples) for curve, samples in pairs]
         gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
@@ -260,10 +269,10 @@ class StepTime:
         return gather_s, sum(times) if self.adds_up else max(times), 0.0, replicas
 
     def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
-        """Fit what the host takes to steps of one and of two micro-steps of several devices, without the optimizer.
+        """Fit the host's time to steps of one and of two micro-steps on several devices, both without the optimizer.
 
-        Its turns are a further micro-step, where that takes longer than the devices do; else they are hidden, and no
-        longer than what the backward leaves of the first.
+        The host's turns are the time of the second micro-step if that is longer than the devices' time. Otherwise the
+        devices hide the turns. Then the turns are at most the time of the first micro-step without its backward.
         """
         _, busy_s, _, replicas = self._amounts(split)
         turns_s, first_s = twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s
@@ -274,11 +283,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class RankStepTime(StepTime):
-    """The time of a DDP step, in the same terms.
+    """The time of a DDP step, with the same attributes.
 
-    `copies_s` is what the all-reduce adds to a step, shared out over the ranks above 0: all take part in it, whoever
-    has samples. `contention` is what ranks of one machine take from each other, and nothing is gathered. A rank
-    without samples runs one that counts for nothing.
+    `copies_s` is the time that the all-reduce adds to a step, divided among ranks 1, 2, ... The all-reduce includes
+    ranks without samples. `contention` is the slowdown of ranks that run on one machine. Nothing is gathered. A rank
+    without samples runs one sample with weight 0.
     """
 
     leaves_out: ClassVar[bool] = False
@@ -291,19 +300,22 @@ class RankStepTime(StepTime):
 
 
 LEAST_CONTENTION = 0.1
-"""Where copies or the host take nearly all the time, a fit may find that computing takes none, which can't be."""
+"""Least factor of contention in a fit.
+
+If copies or the host take nearly all the time, the fit would make the compute time 0.
+"""
 
 PRIOR_WEIGHT = 0.03
-"""Number of measured steps that a parameter's earlier value counts as in a fit."""
+"""Weight of a parameter's earlier value in a fit, as a number of measured steps."""
 
 
 def _non_negative_fit(
     rows: Sequence[tuple[Sequence[float], float]], now: Sequence[float], weight: float
 ) -> list[float]:
-    """Minimise ``sum (row . x - y)^2`` over x >= 0, held near `now`: coordinate descent, which is exact in the limit.
+    """Minimise ``sum (row . x - y)^2`` over x >= 0 with a penalty on the distance from `now`, by coordinate descent.
 
     Args:
-        weight: Of staying at `now`: that of so many rows.
+        weight: Weight of the penalty, as a number of rows.
     """
     x = list(now)
     width = range(len(x))
@@ -326,13 +338,13 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step beside what the fit says of it.
+    """A measured optimizer step and its prediction by the fit.
 
     Attributes:
         split: Samples per device in a full forward.
-        accumulation_steps: Forwards of the step.
-        measured_s: What it took.
-        predicted_s: What the fit says that it takes.
+        accumulation_steps: Forwards of the optimizer step.
+        measured_s: Measured seconds of the optimizer step.
+        predicted_s: Predicted seconds of the optimizer step.
     """
 
     split: tuple[int, ...]
@@ -343,12 +355,12 @@ class Residual:
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost of a step as it was fitted: what a plan is solved from, and can be solved from again.
+    """The fitted time model. A plan is solved with it, and can be solved again.
 
     Attributes:
-        step_time: The time of a BalancedDataParallel step; its curves are DDP's, too.
-        all_reduce_s: DDP's all-reduce of the gradients alone.
-        residuals: Every trial that ran, in order, beside the fit that was made of all of them.
+        step_time: The time of a BalancedDataParallel step. A DDP step uses its curves, too.
+        all_reduce_s: Seconds of DDP's all-reduce of the gradients when nothing else runs.
+        residuals: Every trial that ran, in order, with its prediction by the final fit.
     """
 
     step_time: StepTime
@@ -356,17 +368,17 @@ class Fit:
     residuals: tuple[Residual, ...] = ()
 
     def among(self, devices: Sequence[int]) -> Fit:
-        """Return the cost where only these devices take part, each by itself; a single one has nothing to reduce."""
+        """Return the fit for DDP ranks on some of the devices. A single rank has nothing to reduce."""
         curves = tuple(self.step_time.curves[device] for device in devices)
         bare = StepTime.bare(curves, self.step_time.update_s, adds_up=self.step_time.adds_up)
         return Fit(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
 
     def rank_seconds(self, counted: Mapping[tuple[int, ...], int], least_batch: int = 1) -> float:
-        """Return the time of a DDP step.
+        """Predict the seconds of a DDP step.
 
         Args:
-            counted: Splits over the ranks, each with how many forwards have it; the last is that of the last forward.
-            least_batch: Samples that a rank runs where a forward has none for it.
+            counted: Number of forwards with each split over the ranks. The last entry is the split of the last forward.
+            least_batch: Samples that a rank runs in a forward that has none for it.
         """
         busy_s = [0.0] * len(self.step_time.curves)
         forward_s = busy_s
@@ -383,18 +395,18 @@ class Fit:
 
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a backward in its micro-step: it does twice the arithmetic of its forward."""
+"""Fraction of a micro-step's time that the backward takes. It does twice the arithmetic of the forward."""
 
 
 def overlapped_seconds(
     compute_s: Sequence[float], all_reduce_s: float, update_s: float, last_backward_s: float
 ) -> float:
-    """Return the time of a DDP step: the slowest rank, what its backward does not hide of the all-reduce, the update.
+    """Return the seconds of a DDP step: slowest rank, the part of the all-reduce that is not hidden, and update.
 
-    DDP reduces a bucket as soon as its gradients are there, so all but the first bucket's wait lies behind the
-    backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
+    DDP reduces a bucket as soon as its gradients are ready. So the backward can hide the all-reduce of all but the last
+    buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
 
     Args:
-        last_backward_s: The backward of the last micro-step, behind which the all-reduce hides.
+        last_backward_s: Seconds of the last micro-step's backward, which overlaps with the all-reduce.
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

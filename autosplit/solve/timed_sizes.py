@@ -1,8 +1,12 @@
-"""From sizes that were timed to a curve: what is noise, by its own measure, is averaged out. Pure.
+"""Make a time curve from measured batch sizes, and average out the noise. Pure.
 
-    each size's median and its error | alike devices averaged | drawn towards the line through all sizes | TimeCurve
+Each size has a median and the standard error of this median. Three steps lead to the curve:
 
-What is exact stays what it is.
+1. Average the times of identical devices.
+2. Move each noisy time towards the line through all sizes.
+3. Make a `TimeCurve` of the points.
+
+Times with an error of 0 are exact and stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +19,18 @@ from dataclasses import dataclass, replace
 from autosplit.solve.step_time import TimeCurve
 
 LEAST_LINE_ERROR = 0.01
-"""Least error of a line through the sizes that is assumed, as a share of its time."""
+"""Least error of the line through the sizes, as a fraction of its time."""
 
 MOST_ERRORS_APART = 3.0
-"""Errors by which alike devices may differ: beyond, one may be hot, or on a slower slot."""
+"""Largest difference between the times of identical devices, in standard errors.
+
+With a larger difference the times are not averaged. One device may be hot, or in a slower slot.
+"""
 
 
 @dataclass(frozen=True)
 class TimedSize:
-    """A batch size that was timed on one device: the median, and its standard error, which is 0 where it is exact."""
+    """A batch size that was timed on one device: the median, and its standard error (0 for an exact time)."""
 
     samples: int
     seconds: float
@@ -31,7 +38,7 @@ class TimedSize:
 
 
 def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> list[list[TimedSize]]:
-    """Average what devices of equal kinds took, where they differ by no more than noise; all get the same averages."""
+    """Average the times of devices of the same kind if they differ only by noise. Each of them gets the averages."""
     found = [list(sizes) for sizes in timed]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
@@ -42,7 +49,7 @@ def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> l
 
 
 def _averages(timed: Sequence[Sequence[TimedSize]]) -> list[TimedSize] | None:
-    """Return the averages of devices timed at the same sizes; None where they are not alike."""
+    """Return the averages of devices that were timed at the same sizes, or None if they differ by more than noise."""
     if len(timed) < 2 or len({tuple(size.samples for size in sizes) for sizes in timed}) > 1:
         return None
     averages = []
@@ -56,15 +63,16 @@ def _averages(timed: Sequence[Sequence[TimedSize]]) -> list[TimedSize] | None:
 
 
 def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
-    """Make a curve; each size that has an error is averaged with the line through all, by inverse variances.
+    """Make a time curve. Average each time that has an error with the line through all times, weighted by 1 / variance.
 
-    The line's own variance is what the sizes lie beside it beyond their errors, so that a curve which is none stays.
+    The variance of the line is the scatter of the times around it, less their own errors. A curve that is not linear
+    has a large scatter, so the average keeps its shape.
     """
     return TimeCurve.of([(size.samples, size.seconds) for size in _steadied(timed)])
 
 
 def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
-    told = [size for size in timed if size.error_s < size.seconds]  # the others are less than their own noise
+    told = [size for size in timed if size.error_s < size.seconds]  # the other times are smaller than their noise
     if len(told) < 3 or not any(size.error_s for size in timed):
         return timed
     line = _line(told)
@@ -83,8 +91,8 @@ def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
 
 
 def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
-    """Return fixed seconds, from 0, and seconds per sample by least squares of relative errors; None where it falls."""
-    # Of ``fixed / t + per_sample * n / t = 1``, a row for each size.
+    """Fit fixed seconds, at least 0, and seconds per sample by least squares of relative errors; None if time falls."""
+    # Each size t(n) gives the row ``fixed / t + per_sample * n / t = 1``.
     rows = [(1 / size.seconds, size.samples / size.seconds) for size in timed]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))

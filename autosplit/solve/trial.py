@@ -1,4 +1,4 @@
-"""Choose the best among the trials of a search. Pure."""
+"""Choose the best trial of a search. Pure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from msgspec import Meta
 from autosplit.solve.search_space import Configuration, Space
 
 KNEE_SHARE = 0.97
-"""Share of the best throughput that the smallest batch reaches to be the answer, with no effective batch asked for."""
+"""Fraction of the best throughput that is enough if no effective batch size is set.
+
+The smallest such batch is chosen.
+"""
 
 LEAST_DIFFERENCE = 0.001
-"""Least difference, as a share of samples/s, that an odd configuration is taken for, however exact the times are."""
+"""Least gain in samples/s that justifies a less simple configuration, as a fraction, even if times are exact."""
 
 LEAST_MEASURED_DIFFERENCE = 0.03
-"""The same for what a model predicts from measured times: three times the error of each (`timing.TARGET_ERROR`)."""
+"""`LEAST_DIFFERENCE` for predictions from measured times: three times the error of a time (`timing.TARGET_ERROR`)."""
 
 ERRORS_APART = 2.0
-"""Standard errors by which trials have to differ: one in twenty that are alike seems to."""
+"""Least difference of two trials, in standard errors. Noise alone exceeds it in one of twenty pairs."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a configuration.
+    """The result of trying a configuration.
 
     Attributes:
-        number: Its place in the search, from 0.
+        number: Position of the trial in the search, from 0.
         gpu0_bsz: Samples per forward on device 0.
         batch_size: Samples per forward.
         accumulation_steps: Forwards per optimizer step.
         split: Samples per device in a full forward.
-        samples_per_s: Throughput of whole optimizer steps; None where it failed.
-        error_share: Standard error of that, as a share of it; 0 where it is exact.
-        peak_bytes: The most each device held; empty where it was not measured.
-        failure: Why it failed, in a sentence that names the device; None where it did not.
-        failed_device: Position of the device that ran out of memory; None where none did, or nobody knows which.
+        samples_per_s: Throughput of whole optimizer steps; None if the trial failed.
+        error_share: Standard error of the throughput, as a fraction of the throughput; 0 if it is exact.
+        peak_bytes: Peak memory of each device; empty if it was not measured.
+        failure: Sentence with the reason for the failure and the device; None if the trial ran.
+        failed_device: Position of the device that ran out of memory; None if none did, or if it is unknown.
     """
 
     number: int
@@ -61,14 +64,17 @@ def configuration_of(trial: Trial) -> Configuration:
 def best_trial(
     space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None
 ) -> Trial | None:
-    """Choose the answer among trials; failed ones never count.
+    """Return the best of the trials that ran, or None if none ran.
 
-    The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones
-    (of these the smallest), then shares as the speeds say. Where no effective batch was asked for, the knee: the
-    smallest `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
+    This is the trial with the highest samples/s. If several are equally fast within their errors, choose the simplest
+    of them: the fewest micro-steps, then equal micro-steps (the smallest ones), then the highest prediction. If no
+    effective batch size is set, choose the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
-        rate: Predicts samples/s, to tell apart what noise can't. Default: each trial's own.
+        space: The search space.
+        trials: All trials of the search.
+        rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the measured
+            samples/s.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
     if not rates:
@@ -88,5 +94,5 @@ def best_trial(
 
 
 def told_apart(one: Trial, other: Trial) -> float:
-    """Return by how much two trials have to differ to be told apart, as a share of their samples/s."""
+    """Return the least relative difference in samples/s that is more than noise for these two trials."""
     return max(LEAST_DIFFERENCE, ERRORS_APART * math.hypot(one.error_share, other.error_share))

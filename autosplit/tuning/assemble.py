@@ -1,4 +1,4 @@
-"""Put a plan together from what was measured and found: values in, a value out. Nothing is run here."""
+"""Make a plan from measurements and results. Pure: nothing is run here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DDP_NOTE = Note(
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan."""
+    """The request and the workload of a plan."""
 
     wanted: Wanted
     workload: Workload
@@ -39,12 +39,15 @@ class Subject:
 
     @property
     def may_accumulate(self) -> bool:
-        """Whether an optimizer step may have several micro-steps: custom steps and losses over a batch forbid it."""
+        """Whether an optimizer step may have several micro-steps.
+
+        Custom steps and losses over a batch do not allow it.
+        """
         return self.why_single is None
 
     @property
     def why_single(self) -> str | None:
-        """Why an optimizer step can't have several micro-steps; None where it can."""
+        """Why an optimizer step can't have several micro-steps, or None if it can."""
         if self.workload.step is not None:
             return "a custom step can't be accumulated"
         if self.workload.loss_scope == "batch":
@@ -53,7 +56,7 @@ class Subject:
 
     @property
     def accumulates(self) -> bool:
-        """Whether steps of several micro-steps are looked at."""
+        """Whether to try steps of several micro-steps."""
         return self.may_accumulate and self.request.effective_batch_sizes is not None
 
 
@@ -62,8 +65,18 @@ class Answer:
     """The solution that a plan is made of.
 
     Attributes:
-        region: None where nothing was split.
-        memory: Parts of each device's peak; empty where no device's are known.
+        split: Samples per device in one forward.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        samples_per_s: Throughput of whole optimizer steps.
+        peak_bytes: Peak memory of each device.
+        ceilings: Ceiling of each device.
+        curves: Time curve of each device.
+        ddp: The answer for DistributedDataParallel.
+        even_samples_per_s: Throughput of the even split, or None.
+        region: The splits that fit; None if no batch is split.
+        fit: The fitted time model, or None.
+        memory: Parts of each device's peak; empty if they are unknown for all devices.
     """
 
     split: tuple[int, ...]
@@ -81,7 +94,7 @@ class Answer:
 
 
 def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
-    """Make the plan, with what `more` there is to say of how it was found, by the plan's names."""
+    """Make the plan. `more` has its other attributes."""
     request, workload = subject.request, subject.workload
     batch_size = sum(answer.split)
     return Plan(
@@ -146,7 +159,10 @@ def solved_ranks(
     all_reduce_s: float,
     least_batch: int,
 ) -> DdpPlan:
-    """Solve DDP's batch sizes from each device's ceiling as a rank and its times, or say why there is no answer."""
+    """Solve DDP's batch sizes from each device's ceiling and times as a rank.
+
+    If there is no answer, return the reason.
+    """
     why_not = why_no_ranks(subject, ranks, least_batch)
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
@@ -184,7 +200,8 @@ def solved_ranks(
             batch_size=samples,
             accumulation_steps=answer.accumulation_steps,
             ceiling=ceiling,
-            # The line is laid near the ceiling: below, another moment of the step may be the fullest, but no fuller.
+            # The line was fitted near the ceiling. Below, the line may be higher than the ceiling's peak, but the real
+            # peak is not.
             peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.split, strict=True))
@@ -201,7 +218,7 @@ def solved_ranks(
 def measured_ranks(
     ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
 ) -> DdpPlan:
-    """Return the answer that the search measured: ranks that stepped together, or a plain model on one device."""
+    """Return DDP's answer from the search: from steps of all ranks together, or of a plain model on one device."""
     assert best.samples_per_s is not None
     settings = tuple(
         RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
@@ -218,7 +235,7 @@ def measured_ranks(
 
 
 def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
-    """Say why a workload can't be trained by these ranks; None where it can."""
+    """Return the reason why a workload can't be trained by these ranks, or None if it can."""
     if subject.workload.loss_scope == "batch" and len(subject.request.devices) > 1:
         return (
             "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
@@ -231,7 +248,7 @@ def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int)
 
 
 def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
-    """Hold a fitted model against every trial that ran, in order."""
+    """Return the prediction of a fitted model for every trial that ran, in order."""
     residuals = []
     for trial in trials:
         if trial.samples_per_s is not None:
@@ -242,7 +259,7 @@ def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -
 
 
 def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
-    """Return DDP's answer as the plan's own: its split holds the ranks' batch sizes."""
+    """Return DDP's answer as the plan's own answer. Its split has the ranks' batch sizes."""
     assert ddp.ranks, ddp
     return Answer(
         split=tuple(rank.batch_size for rank in ddp.ranks),

@@ -1,4 +1,4 @@
-"""`measure()`: one configuration, run or simulated as a trial of `tune` is. It has no algorithm of its own."""
+"""Define `measure()`: run or simulate one configuration like a trial of `tune`. The algorithms are in other modules."""
 
 from __future__ import annotations
 
@@ -70,32 +70,38 @@ def measure(
     progress: Callable[[Progress], None] | None = None,
     **unknown: NoReturn,
 ) -> MeasuredStep:
-    """Measure an optimizer step of one configuration: its time, each device's memory, and what bounds it.
+    """Measure an optimizer step of one configuration: its time, each device's memory, and its bounds.
 
-    It is run, or on ``sim:`` simulated, as `tune` runs its trials; nothing is searched, and no plan is read or kept.
-    The workload is left as it was.
+    The step is run, or simulated for ``sim:``, like a trial of `tune`. Nothing is searched, and no plan is read or
+    stored. The workload is not changed.
 
     Args:
-        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns one; this and
-            what else describes the workload as for `tune`.
-        split: Samples per device in one forward; of one device, a number will do. Default: the sample batch, split
-            evenly.
-        accumulation_steps: Forwards per optimizer step, each of the whole split.
-        devices: As for `tune`. Default: every visible GPU; without any, the processor.
-        strategy: ``"auto"`` and ``"balanced"`` are BalancedDataParallel, ``"ddp"`` DistributedDataParallel, of which
-            the split holds the ranks' batch sizes: in one process computed from each device's own step, in a job
-            (called on every rank) run by all ranks together.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says.
-        reserve: Kept free on every device. Default: 5 % on GPUs.
-        isolate: Run real steps in a process of their own, which a crash ends instead of this one.
-        progress: Called with a `Progress` now and then.
+        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`. The
+            other arguments of the workload are as in `tune`.
+        sample_batch: As in `tune`.
+        loss_fn: As in `tune`.
+        split: Samples per device in one forward. For a single device, a number is enough. Default: the sample batch,
+            split evenly.
+        accumulation_steps: Forwards per optimizer step, each with the whole split.
+        compute_loss: As in `tune`.
+        optimizer: As in `tune`.
+        batch_dim: As in `tune`.
+        make_batch: As in `tune`.
+        devices: As in `tune`. Default: every visible GPU, or the CPU if there is none.
+        strategy: ``"auto"`` and ``"balanced"`` use BalancedDataParallel. ``"ddp"`` uses DistributedDataParallel with
+            the split as the ranks' batch sizes. In one process, its time is computed from a step of each device alone.
+            In a job (called on every rank), all ranks run the step together.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`.
+        reserve: Memory to keep free on every device. Default: 5% on GPUs.
+        isolate: Run real steps in a separate process, so that a crash does not end this process.
+        progress: Called with a `Progress` from time to time.
 
     Raises:
-        InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
-        DoesNotFitError: The configuration does not fit; the message names the device, with the bytes that it needs and
+        InputError: An argument is invalid. `DeviceError` and `WorkloadError` are subclasses.
+        DoesNotFitError: The configuration does not fit. The message names the device, with the bytes that it needs and
             has.
         UserCodeError: The workload's own code raised.
-        RankFailedError: In a job, what another rank raised.
+        RankFailedError: In a job, another rank raised.
     """
     refuse_unknown(measure, unknown)
     if strategy == "ddp":
@@ -119,7 +125,7 @@ def measure(
 def _measured(
     job: Job, source: Source, split: Any, accumulation_steps: int, *, isolate: bool, tell: Callable[[Progress], None]
 ) -> MeasuredStep:
-    """Measure as one process of a job; all of them return the same."""
+    """Measure as one process of a job. All processes return the same result."""
     with kept_rng(), ExitStack() as closing:
         built = job.peers.each_run(lambda: build(source, job.own.devices))
         closing.enter_context(untouched(built.workload))
@@ -183,18 +189,18 @@ class _Configuration:
 
     @property
     def begin(self) -> StepShape:
-        """The part of the step that holds as much as all of it."""
+        """The first part of the step, which has the same peak memory as the whole step."""
         return StepShape(self.splits[:2])
 
     def of_rank(self, index: int, num_ranks: int) -> StepShape:
-        """Return the part of a DDP step that a device of this process does."""
+        """Return the part of a DDP step that runs on a device of this process."""
         own = tuple(n if place == index else 0 for place, n in enumerate(self.split))
         return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=num_ranks)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The findings, by device in the order of all ranks."""
+    """The results, for each device in the order of the ranks."""
 
     measurement: Measurement
     capacities_bytes: tuple[int, ...]
@@ -203,11 +209,11 @@ class _Found:
     predicted: bool = False
 
 
-# What is asked
+# Checks
 
 
 def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) -> _Configuration:
-    """Read the configuration, and refuse one that no step can be made of."""
+    """Return the checked configuration. Raise if no step can be made of it."""
     devices = job.whole.devices
     if split is None:
         split = even_split(workload.sample_batch_size, len(devices))
@@ -281,7 +287,7 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
 
 
 def _copies_s(session: LoneSession, asked: _Configuration) -> float:
-    """Return what a real step of many forwards spends on copies, once: by a step of one beside a step of two."""
+    """Return the seconds of copies in a real step of many forwards, from the difference of a step of one and of two."""
     runtime = session.runtime
     if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
         return 0.0
@@ -292,7 +298,7 @@ def _copies_s(session: LoneSession, asked: _Configuration) -> float:
 
 
 def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
-    """Tell what a real step takes without one thing, by the time that each device needs for its share alone."""
+    """Yield a real step's seconds without one time cost, from the time of each device's samples alone."""
     labels = [device.label for device in session.request.devices]
     yield "update", None, measured.seconds - measured.update_s
     if session.runtime.shares_processor or len(labels) == 1:
@@ -301,7 +307,7 @@ def _real_without(session: LoneSession, asked: _Configuration, measured: Measure
         return
     try:
         curves = tuple(_alone(session.prober, index, share) for index, share in enumerate(asked.split))
-    except OutOfMemoryError:  # by itself a device may hold more than its part of a step
+    except OutOfMemoryError:  # alone, a device may need more memory than in the step
         return
     alone = StepTime.bare(curves, measured.update_s, adds_up=False)
     beside_s = max(0.0, measured.seconds - alone.seconds(asked.splits))
@@ -315,7 +321,7 @@ def _real_without(session: LoneSession, asked: _Configuration, measured: Measure
 
 def _alone(prober: Prober, index: int, share: int) -> TimeCurve:
     if share == 0:
-        return TimeCurve(((1, 1.0),))  # which is never asked for
+        return TimeCurve(((1, 1.0),))  # never evaluated
     shape = prober.forward_and_backward(index)(share)
     return TimeCurve(((share, prober.micro_seconds(shape, budget_s=POINT_BUDGET_S)),))
 
@@ -328,7 +334,7 @@ def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCu
 
 
 def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
-    """Compute a step of DDP's ranks from what each device does by itself."""
+    """Compute a step of DDP ranks from the steps of each device alone."""
     prober, count = session.prober, len(asked.split)
     session.stage = "times"
     peaks = []
@@ -369,7 +375,7 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
 
 
 def _run_together(session: JointSession, asked: _Configuration, closing: ExitStack) -> _Found:
-    """Let each rank time its own part by itself, then all run the step together."""
+    """Let each rank time its own part alone. Then run the step on all ranks together."""
     prober, peers = session.prober, session.peers
     own = asked.split[peers.rank]
     shape = StepShape(((own,),) * min(2, asked.accumulation_steps), "rank", num_ranks=peers.world_size)
@@ -378,7 +384,7 @@ def _run_together(session: JointSession, asked: _Configuration, closing: ExitSta
         try:
             prober.confirmed_peaks(shape)
             return prober.rank_seconds(0, own, budget_s=POINT_BUDGET_S)
-        except OutOfMemoryError as error:  # which all ranks raise
+        except OutOfMemoryError as error:  # all ranks raise it below
             return str(_misfit(asked.split, shape, session, error, 0))
 
     alone = peers.all_run(by_itself)
@@ -410,13 +416,13 @@ def _rank_misfit(session: JointSession, rank: int, why: str) -> DoesNotFitError:
     return DoesNotFitError(f"rank {rank}: {why}", device=label, device_index=rank)
 
 
-# What does not fit
+# Errors
 
 
 def _misfit(
     split: tuple[int, ...], shape: StepShape, session: Session, error: OutOfMemoryError, index: int | None
 ) -> DoesNotFitError:
-    """Return the error of a split that does not fit a device of this process, with what that needs and has."""
+    """Return the error for a split that does not fit on a device of this process, with needed and available bytes."""
     prober = session.prober
     if index is None or isinstance(error, StepLostError):
         return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)

@@ -1,4 +1,4 @@
-"""Where a tuning stands, for whoever draws it: in a notebook IPython's own display, on a terminal a line of stderr."""
+"""Report the progress of a tuning: in a notebook with IPython's display, on a terminal as a line on stderr."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ _SHARES = {
     "search": 0.32,
     "confirming": 0.06,
 }
-"""Each stage's share of a tuning's time, in their order.
+"""Fraction of a tuning's time for each stage, in order.
 
-Between those of a small GPT and a CNN on two processor budgets (36 s and 73 s; times 0.18 and 0.37, search 0.47 and
-0.35) and on two simulated cards (15 s; checks up to 0.57), nearer to the former, which take long.
+A small GPT and a CNN on a CPU with two budgets took 36 s and 73 s (times 0.18 and 0.37, search 0.47 and 0.35). On two
+simulated GPUs they took 15 s (checks up to 0.57). The values are between these, closer to the CPU's, because it takes
+longer.
 """
 
 _ENDS = dict(zip(_SHARES, accumulate(_SHARES.values()), strict=True))
 
 USUAL_TRIALS = 8
-"""Trials of most searches (4 to 13 in the same tunings), which may have three times as many."""
+"""Trials of a typical search (4 to 13 in the same tunings). A search may have three times as many."""
 
 SHORTEST_S = 0.1
-"""Between two drawings: each is sent to a browser."""
+"""Least seconds between two updates, because each is sent to a browser."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a tuning stands.
+    """The progress of a tuning.
 
     Attributes:
         stage: ``"building"``, ``"waiting"`` for another process, ``"tracing"``, ``"checks"``, ``"ceilings"``,
             ``"times"``, ``"search"``, ``"confirming"``, ``"lengths"`` of samples or ``"done"``.
-        message: What is being done, in a few words: ``"probing device 1 of 2: cuda:0 as primary"``.
-        fraction: Of the whole, 0 to 1, as far as it can be told; it never falls.
-        steps: Real training steps so far.
-        ooms: How many of them ran out of memory.
-        best_samples_per_s: The best trial so far.
+        message: A short description: ``"probing device 1 of 2: cuda:0 as primary"``.
+        fraction: Estimated fraction of the whole tuning, 0 to 1, which never falls.
+        steps: Number of real training steps so far.
+        ooms: Number of these steps that ran out of memory.
+        best_samples_per_s: Throughput of the best trial so far; None if there is none.
     """
 
     stage: str
@@ -61,7 +62,7 @@ class Progress:
 
     @property
     def found(self) -> str:
-        """The steps and the best so far, as far as there are any: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
+        """The steps and the best trial so far as a text: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
         parts = [f"{self.steps} step{'s' * (self.steps > 1)}"] if self.steps else []
         parts += [f"{self.ooms} OOM"] if self.ooms else []
         parts += [] if self.best_samples_per_s is None else [f"best {rate_text(self.best_samples_per_s)}"]
@@ -69,19 +70,19 @@ class Progress:
 
 
 def fraction_of(stage: str, done_share: float = 0.0) -> float:
-    """Return how much of a whole tuning is done, given the share of its stage that is, as far as it can be told."""
+    """Return the fraction of a whole tuning that is done, from the fraction of its stage."""
     if stage == "done":
         return 1.0
     return _ENDS[stage] - _SHARES[stage] * (1.0 - min(1.0, max(0.0, done_share)))
 
 
 def searched_share(num_trials: int, most_trials: int) -> float:
-    """Return how much of a search is done, which may end with any trial: half of it after half the usual ones."""
+    """Return the estimated fraction of a search that is done. A search may end after any trial."""
     return max(num_trials / most_trials, num_trials / (num_trials + USUAL_TRIALS / 2))
 
 
 def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """Report with a fraction that never falls, whatever is told of the stages."""
+    """Return a function that reports progress with a fraction that never falls."""
     furthest = 0.0
 
     def tell(part: Progress) -> None:
@@ -93,7 +94,7 @@ def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
 
 
 def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
-    """Report one tuning of several, called by a name, as its part of the whole."""
+    """Return a function that reports the progress of one of several tunings as a part of the whole."""
 
     def tell(part: Progress) -> None:
         message = f"{number + 1} of {count}, {name}: {part.message}"
@@ -104,7 +105,7 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 
 @contextlib.contextmanager
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
-    """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
+    """Yield the progress function: the given one, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
             f"progress is {progress!r}; expected what is called with a Progress; pass it, or leave it out",
@@ -112,7 +113,7 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
         )
     heard = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # one that can clear a line
+    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # the terminal can clear a line
         try:
             yield _now_and_then(_draw_line, at_once=False)
         finally:
@@ -122,10 +123,11 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
 
 
 def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Callable[[Progress], None]:
-    """Draw states, but for those that come sooner after another than `SHORTEST_S`; the first `at_once`, or not.
+    """Return a progress function that draws at most every `SHORTEST_S` seconds.
 
     Args:
-        draw: Given a state, and its counts with the time since now.
+        draw: Called with the progress, and with a text of its counts and the elapsed time.
+        at_once: Whether to draw the first report at once.
     """
     begun_s = time.monotonic()
     drawn_s = float("-inf") if at_once else begun_s
@@ -141,7 +143,7 @@ def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Ca
 
 
 def _draw_line(progress: Progress, counts: str) -> None:
-    """Write a state over the one before, on stderr."""
+    """Overwrite the line on stderr."""
     text = printable(f"{progress.fraction:4.0%}  {progress.message} ({counts})")
     with contextlib.suppress(OSError, ValueError):
         _write_line(text[: (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1])
@@ -154,8 +156,8 @@ def _write_line(text: str) -> None:
 
 
 def notebook_bar() -> Callable[[Progress], None] | None:
-    """Return what draws a bar below the running cell; None outside of a notebook."""
-    ipython = sys.modules.get("IPython")  # whoever runs a cell has loaded it
+    """Return a function that draws a bar below the running cell, or None outside of a notebook."""
+    ipython = sys.modules.get("IPython")  # a running cell has imported it
     shell = None if ipython is None else ipython.get_ipython()
     # IPython in a terminal has no kernel, and shows no HTML.
     if ipython is None or getattr(shell, "kernel", None) is None:

@@ -1,7 +1,9 @@
-"""Simulate a plan's workload on machines that differ from its own in one thing: what bounds it is what they gain by.
+"""Simulate a plan's workload on machines that differ from the plan's machine in one property.
 
-The tuning's traces serve these machines, too. The model, fitted to them, says which split to simulate next; only what
-was simulated is told.
+The gains show its bounds.
+
+The traces of the tuning are used again. The time model, fitted to the simulations, chooses the next split to simulate.
+Only simulated throughputs are reported.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.trial import Trial, configuration_of
 
 MOST_NEW = 2
-"""Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""
+"""Most new splits to simulate on a changed machine. Each may need new traces."""
 
 _COPIES = frozenset(("parameter", "buffer", "gradient"))
 _OUTPUTS = frozenset(("output", "scalar"))
@@ -43,11 +45,15 @@ _OUTPUTS = frozenset(("output", "scalar"))
 
 @dataclass(frozen=True)
 class _Machine:
-    """A machine, or what is asked of it, that differs from a plan's in one thing.
+    """A machine, or a request, that differs from the plan's in one property.
 
     Attributes:
-        device: None where none in particular is another.
-        trials: The plan's, as far as they are steps of that problem, too.
+        what: The property that differs.
+        device: The device that differs; None if it concerns no single device.
+        runtime: Simulates the machine.
+        problem: The problem on this machine.
+        trials: The plan's trials that are also steps of this problem.
+        updates: Whether the time of the optimizer counts.
     """
 
     what: Changed
@@ -61,9 +67,9 @@ class _Machine:
 def simulated_changes(
     plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
-    """Simulate what bounds a plan away, one thing at a time, and other machines that the user might choose.
+    """Simulate machines without the plan's bounds, one at a time, and other choices of devices.
 
-    None where the plan says nothing of splits, or there was no time for all of them.
+    Return None if the plan has no splits or no fit, or if the time was not enough for all machines.
     """
     problem = problem_of(plan)
     if problem is None or plan.region is None:
@@ -88,7 +94,7 @@ def simulated_changes(
 
 
 def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[Without]:
-    """Simulate one step, as it is split, on machines that lack one thing that costs time."""
+    """Simulate one step with its split on machines that lack one time cost each."""
     measured = runtime.measure(shape)
     labels = [device.label for device in runtime.devices]
 
@@ -108,7 +114,7 @@ def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[W
 def _machines(plan: PlanRecord, problem: Problem, runtime: SimulatedRuntime) -> Iterator[_Machine]:
     trials = tuple(trial for trial in plan.trials if trial.samples_per_s is not None)
     labels = [device.label for device in plan.devices]
-    if runtime.tracer.fake:  # real tensors of larger forwards might fill this machine
+    if runtime.tracer.fake:  # with real tensors, larger forwards might fill this machine
         yield from _larger(plan, problem, runtime, trials)
     for index in kinds_of(plan):
         faster = _with_specs(runtime, (index,), _faster)
@@ -136,7 +142,7 @@ def _larger(
         if _is_full(plan, index):
             yield _Machine("memory", label, _with_memory(runtime, (index,), NO_LIMIT_BYTES), relaxed, trials)
     for what, _, relaxed in sizes_relaxed(plan, problem):
-        # A step of another size is another step.
+        # Trials with another effective batch size are no steps of this problem.
         yield _Machine(what, None, runtime, relaxed, trials if what == "max_batch_size" else ())
     index = fullest_of(plan)
     if _is_full(plan, index):
@@ -167,7 +173,10 @@ def _with_specs(
 
 
 def _faster(spec: GpuSpec) -> GpuSpec:
-    """Return a card of so many times the rates; a launch is the host's, and takes what it takes."""
+    """Return a GPU with higher speed of computation and memory.
+
+    The launch time stays, because it depends on the host.
+    """
     return replace(
         spec,
         peak_flops={rate: FASTER * flops for rate, flops in spec.peak_flops.items()},
@@ -179,7 +188,7 @@ def _faster(spec: GpuSpec) -> GpuSpec:
 
 
 def _best_rate(machine: _Machine) -> float:
-    """Return the samples/s of the fastest split that was simulated on a machine; 0 where there is none."""
+    """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was."""
     solver = machine.problem.solver()
     if solver is None:
         return 0.0
@@ -197,7 +206,7 @@ def _best_rate(machine: _Machine) -> float:
 
 
 def _trial(machine: _Machine, solver: Solver, configuration: Configuration, known: Trial | None = None) -> Trial:
-    """Simulate a configuration; in the split that a trial of it had."""
+    """Simulate a configuration, with the split of its earlier trial if there is one."""
     splits = solver.splits_of(configuration, None if known is None else known.split)
     asked = configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps
     try:

@@ -1,4 +1,7 @@
-"""`tune()`: facts, measurements, fitted cost, search, plan. It composes the other modules and has no algorithm."""
+"""Define `tune()`: build, measure, fit the time model, search, and make the plan.
+
+The algorithms are in other modules.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +56,19 @@ NO_GPU_NOTE = Note(
 
 
 class ChangedTrainingWarning(UserWarning):
-    """Splitting the batch changes the training: something in the model looks at the whole batch."""
+    """Splitting the batch changes the training, because a part of the model or the loss uses the whole batch."""
 
 
 class DoubtfulTimesWarning(UserWarning):
-    """The times of a plan contradict each other: the machine was busy while it was tuned."""
+    """The times of a plan contradict each other, because the machine was busy during the tuning."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
-    """Ctrl-C while tuning.
+    """The tuning was interrupted by Ctrl-C.
 
     Attributes:
-        plan: The best so far; None where no trial had succeeded.
-        path: The profile it was saved as; None where it was not.
+        plan: The best plan so far; None if no trial had succeeded.
+        path: The profile with this plan; None if it was not saved.
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -74,7 +77,7 @@ class TuningInterrupted(KeyboardInterrupt):
         self.path = None if plan is None else plan.path
 
     def __str__(self) -> str:
-        """Say what happened."""
+        """Return the message."""
         return "tuning was interrupted"
 
 
@@ -107,75 +110,85 @@ def tune(
     progress: Callable[[Progress], None] | None = None,
     **unknown: NoReturn,
 ) -> Plan:
-    """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
+    """Find the fastest split, batch size and number of accumulation steps for a workload on the given devices.
 
-    The model, its optimizer and every random number generator are left as they were, bit for bit, also after an
-    exception or Ctrl-C: copies are trained.
+    Copies are trained. The model, its optimizer and all random number generators stay unchanged, bit for bit, even
+    after an exception or Ctrl-C.
 
     Args:
-        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`
-            (for ``sim:`` it is called under fake tensors where it makes more than 256 MiB, so that a model larger than
-            this machine can be planned; then it may be called several times).
-        sample_batch: One batch as training sees it; see `Workload`, as for all up to `make_batch`.
+        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`. For
+            ``sim:`` devices, a function that makes more than 256 MiB is called under fake tensors, possibly several
+            times. So a model larger than this machine can be planned.
+        sample_batch: One batch of training data. See `Workload` for this argument and those up to `make_batch`.
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
-        optimizer: A class, a factory or a live instance. Default: AdamW.
-        make_batch: ``make_batch(n)``; with `lengths` ``make_batch(n, length=length)``.
-        devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
-            visible GPU; without any, the processor.
-        strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
-            ``"ddp"`` gives DDP's alone, and the plan's split holds the ranks' batch sizes. In one process it is solved
-            from each device's own measurements: samples/s are predicted, and there are no trials. In a job (torchrun,
-            Slurm, or a process group that is there) call it on every rank: each measures its own device at the same
-            time, rank 0 searches, all run its trials together, and every rank gets the same plan.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says. Several, as in
-            ``("none", "bf16")``, are each tuned for, and the faster is the plan; bf16 only where the devices have it.
-        effective_batch_size: Samples per optimizer step, kept exactly; or a range, ``(256, 1024)`` or ``"256:1024"``,
-            of which the fastest is taken. Default: one forward, the smallest with 97 % of the best throughput.
+        optimizer: A class, a factory or an optimizer object. Default: AdamW.
+        batch_dim: The batch dimension. Default: 0.
+        make_batch: ``make_batch(n)``; with `lengths`, ``make_batch(n, length=length)``.
+        devices: Devices such as ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"`` or ``"sim:2xA100-40GB+1xRTX3090"``. Default:
+            every visible GPU, or the CPU if there is none.
+        strategy: ``"auto"`` and ``"balanced"`` search the split of BalancedDataParallel, and also solve the batch sizes
+            for DDP. ``"ddp"`` plans for DDP only, and the plan's split has the ranks' batch sizes. In one process,
+            DDP's plan is computed from measurements of each device alone. Its samples/s are predicted, and there are no
+            trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. Each rank
+            measures its device at the same time, rank 0 searches, all ranks run the trials together, and every rank
+            gets the same plan.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`. For several, as in
+            ``("none", "bf16")``, each is tuned, and the plan has the fastest. bf16 is left out if a device has no
+            native support.
+        effective_batch_size: Samples per optimizer step, which is kept exactly; or a range such as ``(256, 1024)`` or
+            ``"256:1024"``. The fastest size is chosen. Default: one forward per step, with the smallest batch that has
+            97% of the best throughput.
         max_batch_size: The most samples per forward.
-        reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
-        n_trials: Trials of the search, at most.
-        time_limit_s: No trial but the first begins after this long, and what that one needs is looked at in few sizes
-            from then on; a wait for another process is not counted. With `isolate`, a step that hangs is ended, too.
-        storage: An Optuna storage URL that keeps the study. Trials that were enqueued there (`gpu0_bsz`, `batch_size`,
-            `accumulation_steps`; what is left out is drawn) are made first. A plan that is remembered opens none.
-        sampler: One of Optuna's, which draws all `n_trials` in the place of autosplit's cost model, whatever plan is
-            remembered. Default: the cost model proposes, and Optuna's TPE explores where it is off.
-        isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
-            out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
-            must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
-        profile: ``"auto"`` uses a remembered plan for this kind of machine and this workload, and remembers a new one;
-            ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes. On other cards of the same kind, or with
-            another driver, one step confirms it; where less memory is free than it takes, it is solved again from its
-            fits. While another process tunes the same thing, this one waits for its plan, up to half an hour (with a
-            time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
-        name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
-        seed: Of the search.
-        lengths: The length of each sample of the data set, where they differ: a list, an array or a tensor. The sample
-            batch is taken with samples of the longest (cropped or repeated; by ``make_batch(n, length=length)`` where
-            one is given), and shorter ones are measured, too, so that `Plan.token_sampler` makes batches of like
-            length, as many samples as fit at that length.
-        checkpointing: The class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
-            transformers. It is tuned for none of them checkpointed, every second and all: the fastest is the plan,
-            whose `checkpointed` names the layers. Default: the model as it is.
-        fits: What else the plan leaves room for: ``"resume"``, a checkpoint that was loaded onto the device and is
-            still there (one that is loaded to the host takes nothing); ``"save"``, a copy of model and optimizer that
-            is saved while training goes on; ``"eval"``, evaluation: `Plan.fits` has the largest batch of each device
-            beside what a DDP rank keeps there. Several in a tuple or a text with commas. Default: nothing.
-        progress: Called with a `Progress` now and then. Default: a bar in a notebook, a line on a terminal, and nothing
-            elsewhere.
+        reserve: Memory to keep free on every device: bytes, ``"1GiB"``, or a fraction (``0.05``, ``"5%"``). Default: 5%
+            on GPUs.
+        n_trials: The most trials of the search.
+        time_limit_s: Seconds after which no further trial begins. At least one trial is made. After this time, fewer
+            sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that hangs is
+            also ended.
+        storage: An Optuna storage URL that keeps the study. Trials that are enqueued there (`gpu0_bsz`, `batch_size`,
+            `accumulation_steps`; missing values are drawn) are made first. The storage is not used if a stored plan is
+            returned.
+        sampler: An Optuna sampler that draws all `n_trials`, instead of autosplit's cost model. It ignores stored
+            plans. Default: the cost model proposes trials, and Optuna's TPE explores if the model is inaccurate.
+        isolate: Run real steps in a separate process. If a crash in a kernel, the system's out-of-memory killer or a
+            hang ends that process, this costs one step. The step counts as out of memory, and the plan gets a note. The
+            workload must be picklable, and is built again in that process. It has no effect on ``sim:`` devices.
+        profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
+            ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
+            another driver, one step confirms a stored plan. If less memory is free than the plan needs, it is solved
+            again from its fits. If another process tunes the same workload, wait for its plan for up to 30 minutes, and
+            then tune here. With a time limit, wait for up to twice that time, but at least a minute. ``"off"`` never
+            waits.
+        name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
+        seed: Random seed of the search.
+        lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
+            gets samples of the greatest length (cropped or repeated, or made by ``make_batch(n, length=length)``).
+            Shorter samples are measured, too. So `Plan.token_sampler` can make batches of similar length with as many
+            samples as fit.
+        checkpointing: Class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
+            transformers. The options are to checkpoint none, every second or all of these layers. Each is tuned, and
+            the plan has the fastest, with the names of the layers in `checkpointed`. Default: the model stays
+            unchanged.
+        fits: Tasks that must fit into memory in addition to training. ``"resume"``: a loaded checkpoint that stays on
+            the device (a checkpoint that is loaded to the host needs nothing). ``"save"``: a copy of model and
+            optimizer that is being saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
+            each device, next to the memory that a DDP rank keeps. Pass several as a tuple or a comma-separated text.
+            Default: none.
+        progress: Called with a `Progress` from time to time. Default: a bar in a notebook, a line on a terminal, and
+            nothing elsewhere.
 
     Raises:
-        InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
+        InputError: An argument is invalid. `DeviceError` and `WorkloadError` are subclasses.
         DoesNotFitError: Not even the smallest batch fits.
-        UserCodeError: The workload's own code raised on its own sample.
-        RankFailedError: In a job, what another rank raised.
-        TuningInterrupted: Ctrl-C; it carries the best plan so far.
+        UserCodeError: The workload's own code raised on its sample batch.
+        RankFailedError: In a job, another rank raised.
+        TuningInterrupted: Ctrl-C. It has the best plan so far.
 
     Warns:
-        ChangedTrainingWarning: The check found that splitting the batch changes the training; `Plan.checks` has more.
-        DoubtfulTimesWarning: The plan's times contradict each other, also where it is remembered.
-        WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
+        ChangedTrainingWarning: The check found that splitting the batch changes the training, see `Plan.checks`.
+        DoubtfulTimesWarning: The plan's times contradict each other. A stored plan warns, too.
+        WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
     refuse_unknown(tune, unknown)
     if strategy == "ddp":
@@ -211,7 +224,7 @@ def tune(
 
 
 def _warn_of(plan: Plan) -> None:
-    """Warn the caller of `tune` of times that contradict each other, and of training that splitting changes."""
+    """Warn the caller of `tune` if times contradict each other, or if splitting changes the training."""
     for note in plan.notes:
         if note.kind == TIMES_DISAGREE:
             warnings.warn(note.text, DoubtfulTimesWarning, stacklevel=3)
@@ -223,10 +236,17 @@ def _warn_of(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of `tune`, less the workload.
+    """The arguments of `tune` except the workload.
 
     Attributes:
-        ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
+        request: The checked arguments.
+        reserve: The reserve as the user passed it.
+        progress: Called with the progress.
+        isolate: Whether real steps run in a separate process.
+        job: The job of this process.
+        heard: Whether the progress is shown or passed to the user.
+        ignoring: Variants that are all tuned (precision, checkpointing). A stored plan that differs only in these is
+            not mentioned.
         waits: Seconds spent waiting for other processes so far, which the time limit does not count.
     """
 
@@ -240,7 +260,7 @@ class _Asked:
     waits: list[float] = field(default_factory=list)
 
     def tell_waiting(self, message: str) -> None:
-        """Tell of a wait by the progress that was asked for, else by a warning; it may last for minutes."""
+        """Report a wait, which may take minutes, by the user's progress function or else by a warning."""
         if not self.heard:
             warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
@@ -248,7 +268,7 @@ class _Asked:
 
 @contextmanager
 def job_for(request: Request) -> Iterator[Job]:
-    """Meet the other ranks, where DDP is to be tuned by several."""
+    """Join the other ranks if DDP is tuned by several ranks."""
     if request.strategy == "ddp":
         from autosplit.tuning.rank_group import in_a_job, joined
 
@@ -261,7 +281,7 @@ def job_for(request: Request) -> Iterator[Job]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train that is tuned for."""
+    """A variant of training to tune for."""
 
     precision: str | None
     checkpointing: Checkpointing | None
@@ -289,14 +309,14 @@ def _tuned_ways(
 
 
 def without_lengths(plan: Plan) -> Plan:
-    """Return a plan for samples of one length: the plan in a profile may have several."""
+    """Return the plan for samples of one length. A stored plan may have several."""
     return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
 
 
 def _tuned_by_length(
     lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[Note, ...]
 ) -> Plan:
-    """Tune for samples of the longest length, then measure shorter ones, which is half of the progress."""
+    """Tune for samples of the greatest length (50% of the progress), and then measure shorter ones."""
     from autosplit.extras.tuned_lengths import with_lengths  # a known exception in tests/test_layers.py
 
     def longest(part: Progress) -> None:
@@ -328,8 +348,11 @@ def _tuned_by_length(
 def _fastest_of(
     ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[Note, ...], more: int = 0
 ) -> tuple[Plan, Way]:
-    """Tune for each way to train, and take the fastest; so many `more` things have a share of the time, too."""
-    names, sources = _names_of(ways), [make(way) for way in ways]  # what can't be made is refused before any is tuned
+    """Tune each variant, and return the plan of the fastest.
+
+    The time is divided by the variants and `more` other tasks.
+    """
+    names, sources = _names_of(ways), [make(way) for way in ways]  # an invalid variant raises before any is tuned
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
     ignoring = tuple(part for part in ("precision", "checkpointing") if len({getattr(way, part) for way in ways}) > 1)
@@ -343,10 +366,10 @@ def _fastest_of(
             if not plans:
                 raise
             best = _fastest(plans if interrupted.plan is None else {**plans, name: interrupted.plan})[1]
-            # Whole for its way, as it may be, it is not what was asked for.
+            # The plan may be complete for its variant, but not all requested variants were tuned.
             partial = replace(best, complete=False).with_notes(INTERRUPTED_NOTE)
             raise TuningInterrupted(partial.kept_at(best.path)) from None
-        except DoesNotFitError as misfit:  # the others may
+        except DoesNotFitError as misfit:  # other variants may fit
             misfits.append(misfit)
             notes = (*notes, Note("variant-left-out", f"{name} is left out: {misfit}"))
     if not plans:
@@ -355,7 +378,7 @@ def _fastest_of(
 
 
 def _names_of(ways: Sequence[Way]) -> list[str]:
-    """Return what tells the ways apart."""
+    """Return names that distinguish the variants."""
     precise = len({way.precision for way in ways}) > 1
     chosen = len({way.checkpointing for way in ways}) > 1
     return [
@@ -371,7 +394,7 @@ def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
 
 
 def _chosen(plans: Mapping[str, Plan], job: Job) -> Plan:
-    """Return the fastest of the ways' plans with what each gave; its profile holds that, too."""
+    """Return the plan of the fastest variant, with the results of all variants. Its profile gets them, too."""
     name, best = _fastest(plans)
     if len(plans) < 2:
         return replace(best, ways=()).kept_at(best.path)
@@ -381,7 +404,7 @@ def _chosen(plans: Mapping[str, Plan], job: Job) -> Plan:
 
 
 def quiet(progress: Progress) -> None:
-    """Report to nobody."""
+    """Do not report progress."""
 
 
 def _tune_source(asked: _Asked, source: Source) -> Plan:
@@ -390,26 +413,26 @@ def _tune_source(asked: _Asked, source: Source) -> Plan:
             return _tuned(asked, asked.job, source)
     except TuningInterrupted:
         raise
-    except KeyboardInterrupt:  # before there was anything to keep
+    except KeyboardInterrupt:  # before there was a plan
         raise TuningInterrupted(None) from None
 
 
 @contextmanager
 def users_code_named() -> Iterator[None]:
-    """Tell what the workload's own code raises from what is ours."""
+    """Convert errors of the workload's own code to UserCodeError. Errors of autosplit pass unchanged."""
     try:
         yield
     except AutosplitError:
         raise
     except (Exception, SystemExit) as error:
-        # What the model, the loss or the optimizer raises beyond the first step, or an exit that would pass for ours.
+        # The user's code may raise after the first step, or call sys.exit(), which would look like autosplit's exit.
         if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
             raise from_user_code(error, "the workload") from error
         raise
 
 
 def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
-    """Tune as one process of a job; all of them return the same plan, and each machine remembers it."""
+    """Tune as one process of a job. All processes return the same plan, and each machine stores it."""
     peers, deadline_s = job.peers, asked.request.deadline_s
     told = asked.progress if peers.rank == 0 else quiet
     told(Progress("building", "building the model", 0.0))
@@ -426,7 +449,7 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
             wanted.key,
             "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
         )
-        # Of this run and not of the plan, which is remembered for whoever names the processor, too.
+        # This note belongs to the run, not to the plan. The stored plan may be returned for an explicit "cpu", too.
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         if found.holds:
             return found.told(wanted.nothing_run(found), *found.wait_notes, *defaulted)
@@ -445,7 +468,7 @@ def _tuned_anew(
     found: Recalled,
     defaulted: tuple[Note, ...],
 ) -> Plan:
-    """Try what is remembered again, else measure and search."""
+    """Confirm the stored plan if there is one, or else measure and search."""
     with ExitStack() as closing:
         if job.several:
             job.peers.each_run(lambda: refuse_waiting(built.workload))
@@ -454,7 +477,7 @@ def _tuned_anew(
         followed = job.peers.each_run(
             lambda: follow(built, job.own.devices, closing, isolated, described=wanted.described)
         )
-        probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
+        probing = closing.enter_context(ExitStack())  # entered later, so a borrowed model is restored last
         probing.callback(children.close)
         if found.plan is not None:
             plan, found = tried_again(wanted, found, followed, job)

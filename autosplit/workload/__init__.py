@@ -1,4 +1,4 @@
-"""Workloads, described and never run: model, batch, loss, optimizer, precision, and their fingerprint.
+"""Describe workloads without running them: model, batch, loss, optimizer, precision, and their fingerprint.
 
-May import the root and devices. Begin with `workload`.
+Modules of this package may import the package root and `devices`. Begin with `workload`.
 """

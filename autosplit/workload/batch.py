@@ -60,7 +60,7 @@ __all__ = [
 
 
 def unmarked(tree: Any) -> Any:
-    """Return a batch without `Whole` markers, as a plain module takes it. Without markers it is the same object."""
+    """Return a batch without `Whole` markers, for a plain module. Without markers, return the same object."""
     if not any(isinstance(leaf, Whole) for leaf in leaves_of(tree)):
         return tree
     return map_tensors(lambda tensor: tensor, tree)
@@ -149,13 +149,13 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
-    """Make a batch of `n` samples by repeating those of a sample batch in order.
+    """Make a batch of `n` samples by repeating the samples of a sample batch in order.
 
     Args:
         mark: Put tensors without samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
 
     Returns:
-        A batch like the given one. Tensors without samples are the same objects.
+        A batch of the same structure. Tensors without samples are the same objects.
     """
     size = batch_size_of(tree, dim)
 

@@ -1,4 +1,4 @@
-"""Choose layers of a model to checkpoint: their activations are computed again in the backward, not kept.
+"""Choose layers of a model to checkpoint. The backward computes their activations again instead of storing them.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -14,30 +14,30 @@ from torch import nn
 from autosplit.errors import WorkloadError, shown
 
 EVERY = (None, 2, 1)
-"""The ways that are tuned for: none of the layers, every second, and all. Of equal ones the first is taken."""
+"""The options to search: checkpoint no layers, every second layer, and every layer. The first wins a tie."""
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Every layer of some kinds, or every second.
+    """Checkpoints every layer, or every second layer, of the given classes.
 
     Attributes:
-        kinds: Classes, or their names; `AUTO` for the layers of transformers' models.
-        every: 1, or 2 for every second from the first on.
+        kinds: Classes of the layers, or their names; `AUTO` for the layers of transformers' models.
+        every: 1 for every layer; 2 for every second layer, beginning with the first.
     """
 
     kinds: tuple[type | str, ...]
     every: int
 
     def __str__(self) -> str:
-        """Return it in a few words, as notes and keys have it."""
+        """Return a short text for notes and keys."""
         which = "every" if self.every == 1 else "every second"
         return f"{which} {'layer' if self.kinds == (AUTO,) else self._kinds_text()} checkpointed"
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse several models, and one that has no such layer."""
+        """Raise WorkloadError if there are several models, or if the model has no such layer."""
         if len(modules) > 1:
             raise WorkloadError(
                 f"checkpointing is given for {len(modules)} models; expected one: a plan names the layers of that; "
@@ -47,7 +47,7 @@ class Checkpointing:
         self.names_in(modules[0])
 
     def names_in(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the layers' names in a model, the outermost of those that are within each other."""
+        """Return the names of the layers in a model. Of nested layers, only the outermost counts."""
         found = [*_outermost(model, self._is_one)]
         if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
             raise WorkloadError(
@@ -76,7 +76,7 @@ class Checkpointing:
 
 
 def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
-    """Read what `tune` was given: the ways of checkpointing to search; a lone None for the model as it is."""
+    """Return the checkpointing options to search for an argument of `tune`; ``(None,)`` keeps the model unchanged."""
     if value is None:
         return (None,)
     given = value.split(",") if isinstance(value, str) else value
@@ -96,7 +96,7 @@ def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
 
 
 def is_transformers_layer(module: nn.Module) -> bool:
-    """Tell whether a module is one of those that transformers checkpoints itself."""
+    """Return whether transformers itself can checkpoint this layer."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 

@@ -19,7 +19,7 @@ class CompiledTimes:
     """Published times of compiled training steps, divided by those of the same steps in eager mode.
 
     Attributes:
-        pairs: How many published pairs there are, each with the same model, GPU and batch.
+        pairs: Number of published pairs. Both steps of a pair have the same model, GPU and batch.
     """
 
     pairs: int
@@ -36,21 +36,22 @@ COMPILED_TIMES = {
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module itself is compiled: the whole, in place, or its own ``forward``."""
+    """Return whether a module itself is compiled: by ``torch.compile``, in place, or through its ``forward``."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     forward = vars(module).get("forward")
     return isinstance(_eager(module), nn.Module) or in_place or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
-    """Tell whether a module or a part of it is compiled."""
+    """Return whether a module or one of its submodules is compiled."""
     return any(is_compiled(part) for part in module.modules())
 
 
 def scripted_part(module: nn.Module) -> str | None:
-    """Say which part of a module is TorchScript, of ``torch.jit.script`` or ``torch.jit.trace``; None where none is.
+    """Return a text about the first TorchScript module inside a module, or None if there is none.
 
-    Its tensors lie in C++: no copy of it can be given others, and a deep copy's parameters can't be trained.
+    The tensors of a TorchScript module are in C++. So its copy can't get other tensors, and parameters of a deep copy
+    can't be trained.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -59,17 +60,17 @@ def scripted_part(module: nn.Module) -> str | None:
 
 
 def eager_of(module: nn.Module) -> nn.Module:
-    """Return what ``torch.compile(module)`` was given; any other module as it is."""
+    """Return the module inside ``torch.compile(module)``. Return any other module unchanged."""
     inner = _eager(module)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def with_eager_parts(module: nn.Module) -> nn.Module:
-    """Put the eager form of each compiled part in its place, in a copy of the module, which is changed."""
+    """Replace each compiled part of a copied module by its eager form, in place."""
     module = eager_of(module)
     for part in module.modules():
         if getattr(part, "_compiled_call_impl", None) is not None:
-            # torch leaves it out of a copy, which a class with a `__getstate__` of its own may not.
+            # torch drops this attribute in a copy, but a class with its own `__getstate__` may keep it.
             part._compiled_call_impl = None
         for name, child in part._modules.items():
             if child is not None:
@@ -78,7 +79,7 @@ def with_eager_parts(module: nn.Module) -> nn.Module:
 
 
 def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
-    """Compile a module as another one was."""
+    """Compile a module in the same manner as another module."""
     if not isinstance(_eager(original), nn.Module):
         module.compile()
         return module
@@ -88,7 +89,7 @@ def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def compiled_times_note(modules: Iterable[nn.Module]) -> str:
-    """Return a sentence about compiled steps of models like these, for plans whose times are those of eager steps."""
+    """Return a sentence on published times of similar compiled models, for plans with times of eager steps."""
     kind = "CNN" if _is_convolutional(list(modules)) else "transformer"
     times = COMPILED_TIMES[kind]
     return (
@@ -106,5 +107,5 @@ def _is_convolutional(modules: list[nn.Module]) -> bool:
 
 
 def _eager(module: nn.Module) -> Any:
-    # Not getattr: a compiled module hands on what it does not know to the eager one, and so may others.
+    # Not getattr: a compiled module forwards unknown attributes to the eager module, and other wrappers may, too.
     return None if isinstance(module, torch.jit.ScriptModule) else module._modules.get("_orig_mod")

@@ -1,8 +1,10 @@
-"""Describe a Python value as plain JSON that is the same in every process: for telling workloads apart.
+"""Describe a Python value as plain JSON that is the same in every process, to compare workloads.
 
-Tensors count by shape and dtype, never by their numbers; functions and classes by their compiled code and by what that
-code refers to; objects by their classes and attributes, modules by their parameters and hooks, too. What may matter is
-in it: a description that differs needlessly costs a search; one that is the same for two workloads gives a wrong plan.
+Tensors count by shape and dtype, not by values. Functions and classes count by their compiled code and the objects that
+the code uses. Objects count by class and attributes, and modules also by parameters and hooks.
+
+The description includes everything that may matter. If equal workloads get different descriptions, a search is
+repeated. If different workloads get the same description, the plan is wrong.
 """
 
 from __future__ import annotations
@@ -22,23 +24,26 @@ from typing import Any
 from autosplit.errors import is_installed
 
 _DEPTH = 16
-_VALUES = 20_000  # in all, so that a function beside a large data set is described at once
+_VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
 _ITEMS = 256  # of a container; its length counts in full
 _CHARACTERS = 1000  # of a text; its length counts in full
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
-_RECORDS = (SimpleNamespace, argparse.Namespace)  # Python's own, for what somebody puts into them
+_RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for values of the user
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def digest_of(plain: object) -> str:
-    """Return 32 hexadecimal digits for a value made of dicts, lists, numbers and texts; key order does not count."""
+    """Return 32 hexadecimal digits for a value made of dicts, lists, numbers and texts.
+
+    The order of keys does not count.
+    """
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def qualified_name(kind: Any) -> str:
-    """Return the name of a function or class: with its module where that is installed, without for the user's own.
+    """Return the name of a function or class, with its module if that is installed, but not for the user's files.
 
     A user's file is ``__main__`` when it is run and has another name when it is imported.
     """
@@ -47,7 +52,7 @@ def qualified_name(kind: Any) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Tell Python's own modules and installed packages from the user's files."""
+    """Return whether a module belongs to Python or an installed package, rather than to the user's files."""
     root = module.partition(".")[0]
     if root == "torch" or root in sys.stdlib_module_names:
         return root != "__main__"
@@ -56,10 +61,10 @@ def _is_installed(module: str) -> bool:
 
 
 def shape_of(tensor: Any) -> str | None:
-    """Return dtype and shape of a tensor or an array, such as ``"torch.float32(3, 4)"``; None for anything else."""
+    """Return the dtype and shape of a tensor or an array, such as ``"torch.float32(3, 4)"``; None for other values."""
     try:
         shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-    except RuntimeError:  # torch's lazy parameters have none yet
+    except RuntimeError:  # torch's lazy parameters have no shape yet
         return "lazy"
     if dtype is None or not isinstance(shape, tuple):
         return None
@@ -67,7 +72,7 @@ def shape_of(tensor: Any) -> str | None:
 
 
 class Describer:
-    """Describes values as plain JSON; use one for each value, since it numbers what it has seen."""
+    """Describes values as plain JSON. It numbers the objects it has seen, so use a new one for each value."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -79,7 +84,7 @@ class Describer:
         if value is None or isinstance(value, (bool, int)):
             return value
         if isinstance(value, float):
-            return repr(value)  # also of a NaN, which JSON has not
+            return repr(value)  # text, because JSON has no NaN
         if isinstance(value, (str, bytes)):
             return [len(value), repr(value[:_CHARACTERS])]
         shape = None if isinstance(value, type) else shape_of(value)
@@ -89,7 +94,7 @@ class Describer:
             return qualified_name(type(value))
         if id(value) in self._seen:
             return f"#{self._seen[id(value)][0]}"
-        self._seen[id(value)] = (len(self._seen), value)  # kept alive, so that its id is not given away
+        self._seen[id(value)] = (len(self._seen), value)  # kept alive, so that no other object gets its id
         return self._compound(value, depth + 1)
 
     def _compound(self, value: Any, depth: int) -> Any:
@@ -113,7 +118,10 @@ class Describer:
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> Any:
-        """Describe an instance by its class and attributes; a bound method by its function and its instance."""
+        """Describe an instance by its class and attributes.
+
+        Describe a bound method by its function and its instance.
+        """
         kind = type(value)
         name = qualified_name(kind)
         method = getattr(value, "__func__", None)
@@ -124,17 +132,17 @@ class Describer:
         if isinstance(value, ModuleType):
             return value.__name__
         described: list[Any] = [name]
-        if kind.__module__ == "torch":  # a dtype, a layout; of a device its kind, for its number changes nothing
+        if kind.__module__ == "torch":  # a dtype or layout; for a device only its type matters
             described.append(str(value.type) if kind.__name__ == "device" else str(value))
         described += [qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
         others = self._other_attributes(value, depth)
         return [*described, others] if others else described
 
     def _other_attributes(self, value: Any, depth: int) -> dict[str, Any]:
-        """Describe the attributes that `_plain_attributes` leaves out, as far as they are the user's to set.
+        """Describe the attributes that `_plain_attributes` leaves out, if the user can set them.
 
-        Of what a library made, that is containers of plain values under public names: the rest of it may be another in
-        each process.
+        For an object of a library, these are public attributes with containers of plain values. Its other attributes
+        may differ in each process.
         """
         others = {name: item for name, item in _attributes(value).items() if not isinstance(item, _PLAIN)}
         if _extends_library(type(value)):
@@ -157,7 +165,7 @@ class Describer:
         return [*described, {name: self.of(item, depth) for name, item in _globals_of(function).items()}]
 
     def _class(self, kind: type, depth: int) -> Any:
-        """Describe a class by the code of its own methods and of the user's classes that it inherits from."""
+        """Describe a class by the code of its methods and of the user's classes that it inherits from."""
         name = qualified_name(kind)
         if _is_installed(kind.__module__):
             return name
@@ -176,18 +184,18 @@ class Describer:
             self._seen.setdefault(id(part), (len(self._seen), part))
             line = [name, qualified_name(type(part)), self.of(type(part), depth + 1), _plain_attributes(part)]
             others = self._others_of_module(part, depth + 1)
-            if module.training and not part.training:  # frozen: otherwise all of it is trained
+            if module.training and not part.training:  # frozen by eval()
                 others["training"] = False
             lines.append([*line, others] if others else line)
-            config = getattr(part, "config", None)  # where models of the Hugging Face kind keep what they are
+            config = getattr(part, "config", None)  # the architecture of Hugging Face models
             if config is not None:
                 lines.append(_plain_attributes(config))
         return lines
 
     def _others_of_module(self, module: Any, depth: int) -> dict[str, Any]:
-        """Describe what else of a module decides on what it does: hooks, and what was put in place of its `forward`.
+        """Describe other attributes that affect a module's output: hooks, and a replaced `forward`.
 
-        Of a class of the user's all its attributes count; of a library's its `repr` and its parameters tell enough.
+        For a class of the user, all attributes count. For a library's class, its `repr` and its parameters are enough.
         """
         own, extends = not _is_installed(type(module).__module__), _extends_library(type(module))
         others: dict[str, Any] = {}
@@ -205,13 +213,13 @@ class Describer:
 
 
 def tensors_in(module: Any) -> list[Any]:
-    """Return name, dtype and shape of each parameter and buffer of a model, and whether it is trained."""
+    """Return name, dtype and shape of each parameter and buffer of a model, and whether each parameter is trained."""
     parameters = [[name, shape_of(tensor), bool(tensor.requires_grad)] for name, tensor in module.named_parameters()]
     return [*parameters, *([name, shape_of(tensor)] for name, tensor in module.named_buffers())]
 
 
 def text_of(module: Any) -> str:
-    """Return the `repr` of a model without addresses in memory; the class alone where the model's own code fails."""
+    """Return the `repr` of a model without memory addresses, or only its class if the model's `repr` raises."""
     try:
         return _ADDRESS.sub("0x", repr(module))
     except Exception:  # noqa: BLE001 (a user's extra_repr may raise anything, and a report must not fail for it)
@@ -223,16 +231,16 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _extends_library(kind: type) -> bool:
-    """Tell whether a class has a base that an installed package brings, which keeps things in private attributes."""
+    """Return whether a class has a base from an installed package, whose private attributes should be ignored."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
     return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, switches or texts.
+    """Return the attributes that are numbers, bools or texts.
 
-    Left out are `training`, which `tree` has where it counts, and what is another in each process: hashes, which
-    transformers keep, and the number that torch's compiler gives a module.
+    `training` is left out, because `tree` adds it if it matters. Values that differ in each process are left out, too:
+    hashes of transformers, and the number that torch's compiler gives a module.
     """
     describer = Describer()
     return {
@@ -243,7 +251,7 @@ def _plain_attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Tell whether a value is a container of plain values, and of such containers."""
+    """Return whether a value consists of nested containers and plain values only."""
     if value is None or isinstance(value, _PLAIN):
         return True
     if depth > _DEPTH or not isinstance(value, (tuple, list, set, frozenset, Mapping)):
@@ -254,20 +262,20 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _modules_own() -> frozenset[str]:
-    """Return the attributes that every module has for itself."""
+    """Return the names of the attributes that every `nn.Module` has."""
     from torch import nn
 
     return frozenset(vars(nn.Module()))
 
 
 def _code(code: CodeType) -> str:
-    """Return a digest of compiled code, without where it stands."""
+    """Return a digest of compiled code, without its file name and line numbers."""
     parts = [code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
     return digest_of([*parts, *(_text(constant) for constant in code.co_consts)])
 
 
 def _text(value: Any) -> str:
-    """Return what a constant of code is, or a member of a set."""
+    """Return a text for a constant of code, or for a member of a set."""
     if isinstance(value, CodeType):
         return _code(value)
     if isinstance(value, frozenset):  # its order changes from process to process
@@ -280,19 +288,19 @@ def _text(value: Any) -> str:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and the functions in it look up."""
+    """Return the names that the code and its inner functions look up."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _globals_of(function: Any) -> dict[str, Any]:
-    """Return the globals that a function, or one within it, looks up."""
+    """Return the globals that a function and its inner functions look up."""
     known = function.__globals__
     return {name: known[name] for name in sorted(_names(function.__code__)) if name in known}
 
 
 def named_by(function: Any) -> list[Any]:
-    """Return what a function's code refers to: its defaults, what it closes over, and globals where it is a user's."""
+    """Return the objects that a function uses: its defaults, its closure, and its globals if it is the user's."""
     own = () if _is_installed(str(function.__module__)) else _globals_of(function).values()
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function), *own]
 

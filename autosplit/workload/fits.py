@@ -1,4 +1,4 @@
-"""Name the things that have to fit besides a training step."""
+"""Check the names of the tasks that must fit into memory in addition to a training step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from autosplit.errors import WorkloadError
 
 COPYING = ("resume", "save")
-"""What is a copy on the device beside a training step; the roles of such ceilings are called so, too."""
+"""Tasks that keep copies on the device during a training step. They are also the roles of such ceilings."""
 
 FITS = (*COPYING, "eval")
 
 
 def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return what has to fit besides the training step, of names or a text of them, in the order of `FITS`."""
+    """Return the tasks of a sequence or a comma-separated text, in the order of `FITS`."""
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
     if wrong:

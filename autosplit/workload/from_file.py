@@ -1,4 +1,4 @@
-"""Load the workload that a spec names: ``FILE[:NAME]`` or ``package.module[:NAME]``."""
+"""Load the workload of a spec: ``FILE[:NAME]`` or ``package.module[:NAME]``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autosplit.workload.workload import Workload
 
 DEFAULT_NAME = "workload"
-"""The name that is looked for where the spec has none."""
+"""Name of the workload if the spec has none."""
 
 _EXPECTED = (
     "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
@@ -29,10 +29,10 @@ _EXPECTED = (
 
 
 class Loaded:
-    """A workload's maker by its spec, which is what travels: it is loaded where it arrives.
+    """A function that makes a workload, with its spec. Pickling sends the spec, and unpickling loads it again.
 
     Attributes:
-        spec: With the whole path, so that it holds in any folder.
+        spec: The spec with the absolute path of the file, so that it is valid in any folder.
     """
 
     def __init__(self, spec: str, value: Workload | Callable[[], Any]) -> None:
@@ -41,7 +41,7 @@ class Loaded:
         self._value = value
 
     def __call__(self) -> Workload:
-        """Return the workload, calling the function that makes it; an InputError where that returns something else."""
+        """Call the function and return its workload. Raise InputError if it returns something else."""
         from autosplit.workload.workload import Workload
 
         value = self._value if isinstance(self._value, Workload) else self._value()
@@ -75,9 +75,9 @@ def load_workload(spec: str) -> Workload | Callable[[], Workload]:
 
 
 def load_loader(spec: str) -> Any:
-    """Run the file that a spec names, ``FILE[:NAME]`` as for `load_workload`, and return its DataLoader.
+    """Run the file of a spec, ``FILE[:NAME]`` as in `load_workload`, and return its DataLoader.
 
-    The name's default is ``loader``; it is that of the DataLoader, or of a function that returns it.
+    The default name is ``loader``. The name belongs to a DataLoader, or to a function that returns one.
     """
     place, name = split_spec(spec, "loader")
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
@@ -93,7 +93,7 @@ def load_loader(spec: str) -> Any:
 
 
 def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
-    """Split ``FILE[:NAME]`` into the two; the colon of a Windows drive is part of the file."""
+    """Split ``FILE[:NAME]`` into file and name. The colon of a Windows drive belongs to the file."""
     place, colon, name = spec.rpartition(":")
     if not colon or not (name.isidentifier() or Path(place).exists()):
         return spec, default
@@ -111,7 +111,7 @@ def _is_file_spec(place: str) -> bool:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Execute a file as a module of its own."""
+    """Execute a file as a new module."""
     _check_file(path)
     resolved = path.resolve()
     digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:8]
@@ -133,7 +133,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is not a Python file, naming what lies near."""
+    """Raise InputError if the path is not a Python file, and suggest similar names."""
     if path.is_dir():
         raise InputError(
             f"{path} is a folder; {_EXPECTED}; {_nearest_files(path, path.name)}", code="workload-file-is-folder"
@@ -158,7 +158,7 @@ def _check_file(path: Path) -> None:
 
 
 def _nearest_files(folder: Path, name: str) -> str:
-    """Say which Python files of a folder have names like this one, else which it has."""
+    """List the Python files of a folder with similar names, or else some of its Python files."""
     try:
         found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     except OSError:
@@ -169,7 +169,7 @@ def _nearest_files(folder: Path, name: str) -> str:
 
 
 def _import_module(dotted: str) -> ModuleType:
-    """Import a module by name, with the current folder on the path, as ``python -m`` has it."""
+    """Import a module by name. Put the current folder on ``sys.path`` first, as ``python -m`` does."""
     _put_on_path(Path.cwd())
     importlib.invalidate_caches()
     neither = InputError(
@@ -179,7 +179,7 @@ def _import_module(dotted: str) -> ModuleType:
     package, _, within = dotted.partition(".")
     found = importlib.util.find_spec(package) if within else None
     if found is not None and found.submodule_search_locations is None:
-        raise neither  # of train.txt, say, beside a train.py, which is not to run for that
+        raise neither  # "train.txt" must not import a train.py
     try:
         with users_errors(dotted):
             return importlib.import_module(dotted)
@@ -208,7 +208,7 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     value: Any = getattr(module, name)
     if isinstance(value, Workload):
         return value
-    # A module is callable, too, but that is its forward.
+    # A module is callable, too, but a call runs its forward.
     if not callable(value) or inspect.isclass(value) or hasattr(value, "named_parameters"):
         raise InputError(
             f"{where} is of type {_type_name(value)}; expected an autosplit.Workload or a function that returns one; "
@@ -232,13 +232,13 @@ def _type_name(value: object) -> str:
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature: calling will tell
+    except (TypeError, ValueError):  # some builtins have no signature: the call will show
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """List the names of a module that could be meant: its workloads, and its own functions of no arguments."""
+    """List names that the user may have meant: workloads, and the module's functions without required arguments."""
     from autosplit.workload.workload import Workload
 
     found = []

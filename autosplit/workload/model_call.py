@@ -29,7 +29,7 @@ def call_model(model: Any, inputs: Any) -> Any:
 
 
 def loss_rule(outputs: Any) -> str:
-    """Return where the loss of outputs is: ``"loss"``, their field; ``"scalar"``, themselves; or ``"mean"``."""
+    """Return the rule for the loss of outputs: their field ``"loss"``, a ``"scalar"`` output, or the ``"mean"``."""
     if isinstance(_own_loss(outputs), Tensor):
         return "loss"
     return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
@@ -40,10 +40,10 @@ def _own_loss(outputs: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss of outputs, by `loss_rule`. A mean is over all floating-point outputs with a gradient.
+    """Return the loss of outputs, by `loss_rule`. The mean is over all floating-point outputs with a gradient.
 
     Raises:
-        WorkloadError: The outputs have neither a loss nor such an output.
+        WorkloadError: The outputs have no loss and no floating-point tensor with a gradient.
     """
     rule = loss_rule(outputs)
     if rule != "mean":
@@ -62,7 +62,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def on_device_of(outputs: Any, targets: Any) -> Any:
-    """Return the targets on the device of the outputs, without marks: the user's loss function knows none."""
+    """Move the targets to the device of the outputs, and remove `Whole` marks for the user's loss function."""
     targets = unmarked(targets)
     first, placement = next(tensors_of(outputs), None), active_placement()
     if first is not None and placement is None:
@@ -72,7 +72,7 @@ def on_device_of(outputs: Any, targets: Any) -> Any:
 
 
 def on_first_device(batch: Any, models: Models) -> Any:
-    """Return the batch on the first device of a step, without marks: the user's own code expects it there."""
+    """Move the batch to the first device of a step, and remove `Whole` marks for the user's code."""
     batch = unmarked(batch)
     if active_placement() is not None:
         return placed_on(0, batch)

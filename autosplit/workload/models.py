@@ -1,4 +1,4 @@
-"""The models and optimizers of a workload: one, or several in a sequence or mapping, settled where they are given."""
+"""Handle one model or optimizer, or several in a sequence or mapping, in the same manner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Several(Generic[T]):
-    """One thing or several, each with its name.
+    """One object or several, each with its name.
 
     Attributes:
-        given: As a user's own code has them: one, or a sequence or mapping of several.
-        items: Each of them, in order.
-        names: Nothing for one alone, otherwise its key or position.
+        given: The user's argument: one object, or a sequence or mapping of several.
+        items: The objects, in order.
+        names: The key or position of each object; an empty text for a single object.
     """
 
     given: Any
@@ -30,7 +30,7 @@ class Several(Generic[T]):
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Settle what was given."""
+        """Read the user's argument."""
         if not isinstance(given, (tuple, list, Mapping)):
             return cls(given, (given,), ("",))
         named = given.items() if isinstance(given, Mapping) else enumerate(given)
@@ -38,14 +38,14 @@ class Several(Generic[T]):
         return cls(given, items, tuple(map(str, names)))
 
     def like(self, items: tuple[Any, ...]) -> Self:
-        """Return others in the form in which these were given."""
+        """Return other objects in the same form (single, sequence or mapping) as these."""
         if isinstance(self.given, Mapping):
             return type(self)(dict(zip(self.given, items, strict=True)), items, self.names)
         made = type(self.given)(items) if isinstance(self.given, (tuple, list)) else items[0]
         return type(self)(made, items, self.names)
 
     def map(self, function: Callable[[T], Any]) -> Self:
-        """Apply a function to each."""
+        """Apply a function to each object."""
         return self.like(tuple(map(function, self.items)))
 
 
@@ -54,15 +54,15 @@ class Models(Several[nn.Module]):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Each of them, in order."""
+        """The models, in order."""
         return self.items
 
     @property
     def first_parameter(self) -> nn.Parameter | None:
-        """The parameter that tells where they are; None where there is none."""
+        """The first parameter of the models, or None. Its device is the device of the models."""
         return next((parameter for module in self.modules for parameter in module.parameters()), None)
 
     @property
     def device_type(self) -> str:
-        """The type of device of the first parameter; the processor's where there is none."""
+        """The device type of the first parameter, or "cpu" if there is none."""
         return "cpu" if self.first_parameter is None else self.first_parameter.device.type

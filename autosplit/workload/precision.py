@@ -1,4 +1,4 @@
-"""The precisions that are searched, and where they are native: bf16 runs on any device, and gains nothing on many."""
+"""Choose the precisions to search. bf16 runs on any device, but without native support it is not faster."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ BF16_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
 
 WITHOUT_BF16 = ("gfx8", "gfx900", "gfx906", "gfx10")
-"""AMD's architectures without matrix units for bfloat16, MI50 and RDNA 2 the last of them: "MI100" Instruction Set
-Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 9.0 as that of later ones is.
+"""AMD architectures without matrix units for bfloat16, up to MI50 and RDNA 2.
+
+Sources: "MI100" Instruction Set Architecture, "RDNA3" Instruction Set Architecture. PyTorch reports compute capability
+9.0 for both these and later architectures.
 """
 
 
 def precision_list(value: Any) -> tuple[str | None, ...]:
-    """Read the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``; or None."""
+    """Return the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``, or None."""
     if value is None:
         return (None,)
     names = value.split(",") if isinstance(value, str) else value
@@ -41,10 +43,10 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
 
 
 def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) -> list[str]:
-    """List the devices that have no units for bfloat16 where it is one of several precisions, by label and name.
+    """List the devices without native bfloat16, by label and name, if bf16 is one of several precisions.
 
-    One precision alone is what the user wants, native or not. The devices are this process's own: what another one
-    calls ``cuda:0`` may be another card, or none here.
+    A single precision is the user's choice, native or not. The devices must belong to this process, because ``cuda:0``
+    of another process may be another GPU.
     """
     if len(precisions) < 2 or "bf16" not in precisions:
         return []
@@ -54,7 +56,7 @@ def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) ->
 def native_ones(
     precisions: Sequence[str | None], lacking: Sequence[str]
 ) -> tuple[tuple[str | None, ...], tuple[Note, ...]]:
-    """Return the precisions that all devices run natively, and a note on the others."""
+    """Return the precisions that all devices run natively, and a note about the others."""
     if not lacking:
         return tuple(precisions), ()
     who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"
@@ -73,6 +75,6 @@ def _has_bf16(device: Device) -> bool:
     if is_accelerator(device.kind):
         question = getattr(backend(device.kind), "is_bf16_supported", None)
         return question is not None and bool(question())
-    # What a processor has is told by names that torch keeps to itself; one that went away counts as a no.
+    # PyTorch has only private functions to query a CPU's instructions. Treat a removed function as no support.
     asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(question is not None and question() for question in asked)

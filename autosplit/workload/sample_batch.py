@@ -1,7 +1,7 @@
-"""The largest of a few batches that a loader yields, drawn so that nothing of it is left behind.
+"""Return the largest of a few batches from a loader, without side effects on the loader.
 
-A batch is as large as its longest sample: a sample batch with short ones would promise batches that run out of memory
-later.
+A batch is padded to its longest sample. So a sample batch with short samples would lead to a batch size that runs out
+of memory later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
-    """Draw batches from a loader and return the one with the most elements per sample.
+    """Draw batches from a loader and return the batch with the most elements per sample.
+
+    Random states and the loader stay unchanged, and its workers are stopped. If two batches are equal, return the batch
+    with more samples.
 
     Args:
-        loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
-            with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
+        loader: A DataLoader, or another iterable of batches.
+        batches: Number of batches to draw.
+        dim: The batch dimension.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(
@@ -43,7 +47,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         for batch in itertools.islice(iterator, batches):
             size = _extent(batch, drawn, dim)
             if size > most:
-                # A copy: the tensors may lie in memory that workers share, and some loaders fill the same buffer again.
+                # Copy the tensors: they may be in memory that workers share, and some loaders reuse their buffers.
                 largest = map_tensors(lambda tensor: tensor.detach().clone(), batch, keeps_marks=True)
                 most = size
             drawn += 1
@@ -57,7 +61,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that iterating over a DataLoader would advance: its own and its samplers'."""
+    """Return the generators that iterating over a DataLoader would advance: the loader's and its samplers'."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -66,12 +70,12 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 @contextmanager
 def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    """Iterate over a loader; a DataLoader over a copy, since one with persistent workers has only one iterator."""
+    """Iterate over a loader. Copy a DataLoader first, because with persistent workers it has only one iterator."""
     if not isinstance(loader, DataLoader):
         yield iter(loader)
         return
     own = copy.copy(loader)
-    own._iterator = None  # noqa: SLF001  # where it keeps persistent workers; the user's loader keeps its own
+    own._iterator = None  # noqa: SLF001  # holds persistent workers; the user's loader keeps them
     own.pin_memory = False  # nothing is sent to a GPU here
     iterator = iter(own)
     try:
@@ -83,7 +87,7 @@ def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 
 def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
-    """Return a batch's elements per sample, and its samples."""
+    """Return the number of elements per sample of a batch, and its number of samples."""
     where = f"batch {index} of the loader"
     kind = _ragged(batch)
     if kind is not None:
@@ -104,7 +108,7 @@ def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
 
 
 def _ragged(tree: Any) -> str | None:
-    """Name what holds samples without a batch dimension of its own, if there is such a thing in a batch."""
+    """Return the kind of a part that holds samples without a batch dimension, or None if there is none."""
     if isinstance(tree, PackedSequence):
         return "PackedSequence"
     if isinstance(tree, Tensor):

@@ -125,7 +125,7 @@ def is_records(items: Any) -> bool:
 
 
 def are_similar(items: Any) -> bool:
-    """Return whether the items have the same types and numbers of dimensions, as samples of one data set have."""
+    """Return whether the items have the same types and numbers of dimensions, which samples of one data set share."""
     return len({tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(item)) for item in items}) == 1
 
 
@@ -222,7 +222,7 @@ def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[i
     for length in by_lists:
         if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
             return length
-    # A list of one tensor is a container: nobody splits a batch of one sample.
+    # A list of one tensor is a container, because a batch of one sample need not be split.
     if by_rows in by_lists or by_lists == [1]:
         return by_rows
     raise AmbiguousBatchError(
@@ -279,7 +279,9 @@ def _length(part: Any) -> int:
 
 
 def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
-    """Name the tensors that are cut although they may hold no samples: their number of rows may be an accident.
+    """Return a text about tensors that are cut although they may hold no samples.
+
+    Their number of rows may be an accident.
 
     It may be an accident if another tensor has this size in another dimension: ``(T, E)`` next to ``(n, T)`` if n is T.
     """

@@ -1,4 +1,4 @@
-"""A workload whose samples have another length: its sample batch, cropped or repeated along its sequences."""
+"""Change the length of a workload's samples, by cropping or repeating its sample batch along the sequences."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autosplit.workload.workload import Workload
 def at_length(workload: Workload, length: int) -> Workload:
     """Return the workload with samples of another length.
 
-    The length of the sample batch is the first dimension beside the batch of its first tensor with one. Every other
-    dimension of that size is cropped, or repeated, in all tensors: masks of length by length, too. Where that is not
-    what another length is, `make_batch` takes it: ``make_batch(n, length=length)``.
+    The present length is the first dimension after the batch dimension, in the first tensor that has one. Every other
+    dimension of this size is cropped or repeated in all tensors, so masks of length by length are, too. If this is
+    wrong for a workload, it can define ``make_batch(n, length=length)``.
     """
     size, dim = workload.sample_batch_size, workload.batch_dim
     if workload.make_batch is not None:
@@ -73,7 +73,7 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
 
 
 def _length_of(batch: Any, size: int, dim: int) -> int | None:
-    """Return the first tensor's length; of a mapping with `input_ids` theirs, beside which labels may come first."""
+    """Return the length of the first tensor. Prefer `input_ids`, because labels may come first in a mapping."""
     if isinstance(batch, (Mapping, UserDict)) and isinstance(batch.get("input_ids"), Tensor):
         batch = batch["input_ids"]
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))

@@ -1,6 +1,6 @@
-"""The workload: a model, a sample batch, a loss, an optimizer, a precision, and how a batch of n is made.
+"""Define the workload: a model, a sample batch, a loss, an optimizer, a precision, and a way to make batches.
 
-It only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
+A workload only describes the step. `autosplit.runtime.trainee` makes a copy of it and runs that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Each precision and the dtype of its autocast; `fp16` has a GradScaler as well."""
+"""The autocast dtype of each precision. `fp16` also uses a GradScaler."""
 
 ModelFactory = Callable[[], Any]
 MakeBatch = Callable[[int], Any]
@@ -44,42 +44,44 @@ MakeBatch = Callable[[int], Any]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A training step to be placed on devices.
+    """A training step for which autosplit finds a plan.
 
-    The model is called by the type of the batch: a tensor as ``model(x)``, a mapping as ``model(**batch)``, a
-    tuple or list as ``model(*batch)``. With `loss_fn` the batch is a pair ``(inputs, targets)`` and the loss
-    is ``loss_fn(model(inputs), targets)``. Without, the loss is the output's ``.loss``, a scalar output, or
-    (said in the plan) the mean of its floating-point tensors.
+    The type of the batch decides how the model is called: a tensor as ``model(x)``, a mapping as ``model(**batch)``, a
+    tuple or list as ``model(*batch)``. With `loss_fn` the batch is a pair ``(inputs, targets)`` and the loss is
+    ``loss_fn(model(inputs), targets)``. Without it, the loss is the output's ``.loss``, or a scalar output, or the mean
+    of its floating-point tensors. The plan has a note if the mean is used.
 
     Args:
-        model: A module; a function that returns one (for ``sim:`` it is built without its memory); or, with
-            `step`, several in a tuple, list or mapping. It is never changed: a copy of it runs.
-        sample_batch: One batch as training sees it; batches of other sizes repeat its samples.
-        loss_fn: ``loss_fn(outputs, targets) -> Tensor``, of one number.
-        compute_loss: ``compute_loss(model, batch) -> Tensor``, in place of all the rules above. It gets the
-            batch on the first device.
-        step: ``step(models, optimizers, batch) -> None``, in place of the whole optimizer step, for several
-            models and optimizers; such a step can't be accumulated.
-        optimizer: A class (``torch.optim.AdamW``), a factory that is given the trainable parameters, or a live
-            instance, which is never stepped: a twin of it is. With `step` a sequence or mapping of them,
-            one per model, whose trainable parameters each is given. Default: AdamW, said in the plan.
+        model: A module; a function that returns a module; or, with `step`, several modules in a tuple, list or mapping.
+            For ``sim:`` devices the function builds the model without memory. The model is never changed, because a
+            copy of it runs.
+        sample_batch: One batch of training data. Batches of other sizes repeat its samples.
+        loss_fn: ``loss_fn(outputs, targets) -> Tensor`` with one element.
+        compute_loss: ``compute_loss(model, batch) -> Tensor``, which replaces all the rules above. The batch is on the
+            first device.
+        step: ``step(models, optimizers, batch) -> None``, which replaces the whole optimizer step, for several models
+            and optimizers. Such a step can't accumulate gradients.
+        optimizer: A class (``torch.optim.AdamW``), a factory that is called with the trainable parameters, or an
+            optimizer object. The object is never stepped, because a copy of it is. With `step`, pass a sequence or
+            mapping with one for each model. Default: AdamW, with a note in the plan.
         precision: ``"none"`` (the default), ``"bf16"`` or ``"fp16"``.
-        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the samples of a batch.
-        loss_scope: ``"sample"`` where each sample's loss stands alone; ``"batch"`` where it depends on the
-            whole batch (contrastive losses), which forbids accumulation.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch.
+        loss_scope: ``"sample"`` if each sample's loss is independent of the other samples; ``"batch"`` if it depends on
+            the whole batch (contrastive losses), which rules out accumulation.
         batch_dim: The batch dimension of every tensor that holds samples.
         make_batch: ``make_batch(n) -> batch``, if repeating samples is not enough, or if the batch has no dimension
             that all its tensors share: lists of images, graphs, packed sequences. If nothing is cut (one device, or
             DDP), no tensor of its batches needs a batch dimension.
-        evaluate: ``evaluate(model, batch) -> Any``, run in evaluation mode without gradients where ``"eval"`` is to
-            fit: a call of `generate`, or a metric. It gets the batch on the first device. Default: the model's
+        evaluate: ``evaluate(model, batch) -> Any``, such as a call of `generate` or a metric. It runs in evaluation
+            mode without gradients if `fits` has ``"eval"``. The batch is on the first device. Default: the model's
             forward, or `compute_loss`.
-        fits: What else has to fit, as `tune` has it: ``"resume"``, ``"save"``, ``"eval"``. Default: nothing.
-        checkpointing: Which of the model's layers are checkpointed, as `tune` tries it. Default: as the model is.
-        assumed: Sentences for the plan's notes, on what was taken for granted in describing it.
+        fits: Tasks that must fit into memory in addition to training, as in `tune`: ``"resume"``, ``"save"``,
+            ``"eval"``. Default: none.
+        checkpointing: The layers that are checkpointed, for `tune` to try. Default: the model stays unchanged.
+        assumed: Sentences about assumptions of this description, for the plan's notes.
 
     Raises:
-        WorkloadError: Arguments from which no training step can be made.
+        WorkloadError: The arguments do not describe a training step.
     """
 
     model: nn.Module | ModelFactory | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -99,7 +101,7 @@ class Workload:
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
     models: Models | None = field(init=False, repr=False)
-    """The model, or each of several; None where a function makes it."""
+    """The model, or the models; None if a function makes them."""
     sample_batch_size: int = field(init=False, repr=False)
     """Samples in the sample batch."""
     _made: MadeBatches | None = field(init=False, repr=False, default=None)
@@ -186,26 +188,27 @@ class Workload:
         batch_dim: int = 0,
         **options: Any,
     ) -> Workload:
-        """Describe a training step whose sample batch is the largest of those that a loader yields.
+        """Describe a training step whose sample batch is the largest of several batches from a loader.
 
-        Where the samples differ in length, a batch is padded to its longest one, and memory follows that. The batch
-        with the most elements per sample becomes the sample batch, so that a ceiling holds for batches as long as
-        that one::
+        If samples differ in length, a batch is padded to its longest sample, which determines its memory. So the batch
+        with the most elements per sample becomes the sample batch. The plan holds for batches up to this length::
 
             workload = Workload.from_loader(loader, model=model, loss_fn=loss_fn, batches=200)
             plan = autosplit.tune(workload)
 
-        Nothing is left of the drawing: random states, the loader's own generator and an iterator over it that is in
-        use are as they were, and workers are ended. (A mere iterator has its batches taken out.)
+        Drawing batches has no side effects: random states, the loader's generator and any iterator in use stay
+        unchanged, and workers are stopped. Only a plain iterator loses the batches that are drawn.
 
         Args:
-            loader: A DataLoader, or anything else that yields batches as training sees them, endless or not.
-            batches: How many batches to draw; default 32. More of them find longer samples.
+            loader: A DataLoader, or another iterable of training batches, endless or not.
+            model: As in `Workload`.
+            batches: Number of batches to draw; default 32. With more batches, longer samples are found.
+            batch_dim: As in `Workload`.
             **options: The other arguments of `Workload`.
 
         Raises:
-            WorkloadError: No sample was drawn, or batches without a batch size: lists of samples of different
-                lengths, a PackedSequence, a nested tensor.
+            WorkloadError: No sample was drawn, or a batch has no batch size: it is a list of samples of different
+                lengths, a PackedSequence, or a nested tensor.
         """
         return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
 
@@ -246,23 +249,23 @@ class Workload:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The model, or each of several; none where a function makes it."""
+        """The model, or the models; empty if a function makes them."""
         return () if self.models is None else self.models.modules
 
     @property
     def optimizers(self) -> Several[Any]:
-        """The class, factory or live optimizer that each is made from."""
+        """The optimizer argument of each model: a class, a factory or an optimizer object."""
         default = torch.optim.AdamW if self.step is None else ()
         return Several.of(default if self.optimizer is None else self.optimizer)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Which of `fits` are copies on the device beside a training step."""
+        """The tasks of `fits` that keep copies on the device during a training step."""
         return tuple(name for name in self.fits if name in COPYING)
 
     @property
     def sample_text(self) -> str:
-        """Describe the step on the sample batch for an error, with the batch dimension, which may be wrong."""
+        """Return a text about the sample batch for errors. It has the batch dimension, which may be wrong."""
         counted = counted_text(self.sample_batch_size, "sample")
         if self.make_batch is None:
             counted += f" along dimension {self.batch_dim}"
@@ -270,7 +273,7 @@ class Workload:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of `precision`'s autocast; None for none."""
+        """The autocast dtype of `precision`, or None."""
         return PRECISIONS[self.precision or "none"]
 
     def batch(self, n: int) -> Any:
@@ -302,7 +305,7 @@ class Workload:
         return batch
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context that a forward and its loss run in."""
+        """Return the autocast context for a forward and its loss."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.autocast_dtype)
@@ -311,7 +314,7 @@ class Workload:
         """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
 
         Raises:
-            WorkloadError: There is nothing to take a loss of, or it is not one number, or depends on no trainable
+            WorkloadError: There is no loss, it does not have exactly one element, or it does not depend on a trainable
                 parameter.
         """
         try:
@@ -373,7 +376,10 @@ class Workload:
             raise
 
     def _refuse_unlike_arguments(self) -> None:
-        """Refuse a batch of more or fewer parts than the model takes: the targets are among them, mostly."""
+        """Raise WorkloadError if the model takes another number of inputs than the batch has.
+
+        Usually it includes the targets.
+        """
         if not isinstance(self.model, nn.Module) or not isinstance(self.sample_batch, (tuple, list)):
             return
         name, count = type(self.model).__name__, len(self.sample_batch)
@@ -391,7 +397,7 @@ class Workload:
 
     @property
     def called_with(self) -> Literal["tensor", "arguments", "keywords"]:
-        """How the model takes its inputs, see `call_model`."""
+        """How the model is called with its inputs, see `call_model`."""
         inputs = self.sample_batch if self.loss_fn is None else self.sample_batch[0]
         if isinstance(inputs, (Mapping, UserDict)):
             return "keywords"
@@ -399,11 +405,11 @@ class Workload:
 
     @property
     def takes_loss_itself(self) -> bool:
-        """Whether the loss comes from the outputs by the rules of the class, no function being given."""
+        """Whether the loss is taken from the outputs by the rules of the class, because no function was given."""
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:
-        """Return a note for each thing that was assumed because it was not given."""
+        """Return a note for each assumption that was made because an argument is missing."""
         notes = [Note("assumed", text) for text in self.assumed]
         if self.takes_loss_itself and loss_rule(outputs) == "mean":
             text = "no loss given: the mean of the model's floating-point outputs is used; pass loss_fn="
@@ -415,7 +421,7 @@ class Workload:
 
 
 def _refuse_arguments_of(model: type) -> None:
-    """Refuse a class in place of a model where a call without arguments would not make one."""
+    """Raise WorkloadError if `model` is a class that needs arguments."""
     try:
         inspect.signature(model).bind()
     except TypeError as error:

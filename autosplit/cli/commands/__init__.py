@@ -1,1 +1,1 @@
-"""The commands' bodies, a module for each: what `cli` parses runs here, prints its answer and returns the exit code."""
+"""Run the commands, with one module for each. A command prints its answer and returns the exit code."""

@@ -1,4 +1,4 @@
-"""``autosplit compare``: the same workload on several machines, side by side."""
+"""Run ``autosplit compare``: tune a workload for several machines and compare the plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autosplit.text import counted_text, printable, rate_text, size_text
 EXIT_MISFIT = 3
 
 NARROW = 100
-"""Columns below which a machine's plan stands under its name."""
+"""Width in columns below which a machine's plan is printed under its name."""
 
 
 def compare(
@@ -34,7 +34,7 @@ def compare(
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
-    """Tune for one machine after the other, and print them in one table; the time limit is for all of them together."""
+    """Tune for each machine in turn, and print one table. The time limit applies to all machines together."""
     from autosplit.extras import compare as comparing
     from autosplit.extras.workload_spec import workload_of_spec
 
@@ -73,7 +73,7 @@ def compare(
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
+    """Print a table of machines with their plans and costs, followed by notes on the accuracy."""
     predicted = [machine.predicted for machine in comparison.machines]
     if any(predicted):
         which = "predicted" if all(predicted) else "predicted where it says so"
@@ -114,7 +114,10 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
 
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
-    """Say ``(12, 24) = 36`` and ``3 steps``, the split with its batch and the accumulation steps; or what is short."""
+    """Return a machine's plan as texts: split, batch and accumulation steps, or what does not fit.
+
+    For example ``(12, 24) = 36`` and ``3 steps``.
+    """
     plan, misfit = machine.plan, machine.misfit
     if plan is not None:
         batch = f"batch {plan.batch_size}"
@@ -130,13 +133,13 @@ def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> li
 
 
 def _runs_text(split: Sequence[int]) -> str:
-    """Write a split with its runs counted: ``12, 7x35``."""
+    """Format a split with its runs counted: ``12, 7x35``."""
     runs = [(share, len(list(alike))) for share, alike in itertools.groupby(split)]
     return ", ".join(f"{count}x{share}" if count > 2 else ", ".join([f"{share}"] * count) for share, count in runs)
 
 
 def _money_text(amount: float | None) -> str:
-    """Write money of no particular currency: two decimals, or three digits of little."""
+    """Format money without a currency: two decimals, or three significant digits below 1."""
     if amount is None:
         return "-"
     return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.3g}"

@@ -1,4 +1,4 @@
-"""``autosplit devices``: the GPUs with their load."""
+"""Run ``autosplit devices``: print the GPUs with their load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autosplit.devices.inventory import DeviceReport
 
 
 def devices(manner: Manner) -> int:
-    """Print what there is to tune for."""
+    """Print the devices that can be used."""
     from autosplit.devices.catalog import GPUS_VARIABLE, gpu_catalog
     from autosplit.devices.inventory import survey_devices
 
-    # Both libraries talk while they start; the table is alone on stdout.
+    # NVML and torch may print while they start. Keep stdout for the table.
     with stdout_kept_clean():
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]
@@ -30,7 +30,7 @@ def devices(manner: Manner) -> int:
 
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
-    """Print a table of GPUs with their load, and the notes; without any GPU, a line that names ``cpu`` and ``sim:``."""
+    """Print a table of GPUs with their load, and the notes. Without a GPU, suggest ``cpu`` and ``sim:``."""
     if devices:
         print_plain(_table(devices), console)
     else:

@@ -1,4 +1,4 @@
-"""``autosplit doctor``: whether autosplit works on this machine, how fast it is, and what to mend."""
+"""Run ``autosplit doctor``: diagnose this machine, measure its speed, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autosplit.text import rate_text, size_text
 
 
 def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None) -> int:
-    """Examine this machine, print what was found, and `save` the rates of its cards to a file where one is named."""
+    """Diagnose this machine, and print the results. If `save` is a file, write the speed of its GPUs to it."""
     from autosplit.devices.examination import cards_toml
     from autosplit.extras.doctor import examine
 
@@ -40,7 +40,7 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
 
 
 def _print(found: Examination, console: Console) -> None:
-    """Print a machine's examination."""
+    """Print a machine's diagnosis."""
     build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
     print_plain(pairs_table([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
     print_plain(_card_table(found), console)
@@ -86,7 +86,7 @@ def _card_table(found: Examination) -> Table:
 
 
 def _product_table(found: Examination) -> Table:
-    """Make the table of matrix products; one that holds the cards' other figures, too, is wider than 80 columns."""
+    """Return the table of matrix products. Together with the other figures, it would be wider than 80 columns."""
     dtypes = tuple(dict.fromkeys(dtype for card in found.cards for dtype in card.tflops))
     table = plain_table("TFLOP/s", *dtypes, figures=dtypes)
     for card in found.cards:

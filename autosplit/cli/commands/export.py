@@ -1,4 +1,4 @@
-"""``autosplit export``: a plan as another tool's settings."""
+"""Run ``autosplit export``: convert a plan to another tool's settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def export(
 
 
 def _checked(to: str | None, output: str | None, *, force: bool) -> str:
-    """Refuse bad flags before a plan is looked for, and return the format."""
+    """Raise InputError for invalid flags before a plan is searched. Return the format."""
     from autosplit.plan.export import FORMATS
 
     if to not in FORMATS:

@@ -1,4 +1,4 @@
-"""``autosplit launch``: a training script by torchrun, with a plan."""
+"""Run ``autosplit launch``: start a training script with a plan by torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.errors import InputError
 
 
 def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
-    """Become torchrun; or print its command, as a line for a shell or as JSON."""
+    """Replace this process by torchrun, or print its command as a shell command line or as JSON."""
     from autosplit.cli.torchrun_job import launch_of
 
     found = launch_of(None if plan is None else str(plan_file(plan)), arguments)
@@ -29,7 +29,7 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     if script is not None and not Path(script).exists():
         raise InputError(f"{script} does not exist; expected a training script; check the path", code="script-missing")
     note(f"plan: {found.told}", manner)
-    with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with a script
+    with suppress(OSError, UnicodeDecodeError):  # torchrun reports errors of the script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
             said = "unless a module of it calls autosplit.ddp.setup(), each process trains a model of its own"
             note(f"{script} does not name autosplit: {said} on every sample", manner)

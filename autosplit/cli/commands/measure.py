@@ -1,4 +1,4 @@
-"""``autosplit measure``: an optimizer step of one configuration, run or simulated, and shown."""
+"""Run ``autosplit measure``: run or simulate an optimizer step of one configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "un
 
 
 def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
-    """Measure a configuration, and print what was found."""
+    """Measure a configuration, and print the results."""
     end_with_parent()
     check_before_running(keywords, None)
     together, keywords = as_rank(keywords)
@@ -60,7 +60,7 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
 
 
 def _print(found: MeasuredStep, console: Console) -> None:
-    """Print a step: each device's memory and what it is of, the time, what bounds it, and the notes."""
+    """Print a step: each device's memory and its parts, the time, the bounds, and the notes."""
     if found.simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_memory_table(found), console)
@@ -80,10 +80,10 @@ def _print(found: MeasuredStep, console: Console) -> None:
 
 
 def _memory_table(found: MeasuredStep) -> Table:
-    """Return a row for each device, with the parts of its memory, the largest first."""
+    """Return a table with a row for each device, with the parts of its memory, the largest first."""
     share = ("share",) if len(found.split) > 1 else ()
     table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
-    table.columns[-2].no_wrap = True  # what it is made of gives way
+    table.columns[-2].no_wrap = True  # the last column wraps instead
     for index, label in enumerate(found.devices):
         parts, name = found.memory[index], short_name(found.device_names[index])
         sizes = [] if parts is None else [(getattr(parts, f"{part}_bytes"), part) for part in _PARTS]

@@ -1,4 +1,4 @@
-"""``autosplit probe``: how many samples each device holds."""
+"""Run ``autosplit probe``: find the largest batch of each device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def probe(
     plot: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Find ceilings, and print what was found, also where something kept it from all of them."""
+    """Find ceilings, and print them. If the search does not finish, print the ceilings found so far."""
     from autosplit.tuning.tune import NO_GPU_NOTE
 
     roles = tuple(dict.fromkeys(role or ["rank"]))
@@ -65,7 +65,7 @@ def probe(
         notes = tuple(dict.fromkeys(map(str, [*no_gpu, *(note for one in ceilings for note in one.notes)])))
         answer = answer_of({"simulated": simulated, "ceilings": ceilings, "notes": notes}, Ceilings)
         print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
-        if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
+        if plot is not None:  # last, because it may fail
             _plot(ceilings, plot)
     if interrupted:
         return EXIT_INTERRUPTED
@@ -73,7 +73,7 @@ def probe(
 
 
 def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | None) -> None:
-    """Refuse bad flags before the user's file runs, which may take long."""
+    """Raise InputError for invalid flags before the user's file is run, which may take long."""
     for role in roles:
         if role not in get_args(Role):
             raise InputError(
@@ -100,7 +100,7 @@ def _find_ceilings(
     isolate: bool | None = None,
     **keywords: Any,
 ) -> None:
-    """Add the ceiling of each device in each role to `ceilings`, 0 where nothing fits, and why to `misfits`."""
+    """Append the ceiling of each device in each role to `ceilings` (0 if nothing fits), and the reason to `misfits`."""
     from autosplit.devices.spec import parse_devices
     from autosplit.extras.workload_spec import workload_of_spec
     from autosplit.oom import DoesNotFitError
@@ -117,10 +117,10 @@ def _find_ceilings(
         message = f"probing {done + 1} of {len(pairs)}: {device.label} as {role}"
         steps, ooms = sum(ceiling.steps for ceiling in ceilings), sum(ceiling.ooms for ceiling in ceilings)
         tell(Progress("ceilings", message, done / len(pairs), steps, ooms))
-        # Cards that are not there are alike to the byte.
+        # Simulated GPUs of the same kind have exactly equal ceilings.
         alike = (replace(device, index=0) if device.kind == "sim" else device, role)
         if alike not in known:
-            # Each gets its part of what is left of the time.
+            # Divide the remaining time equally.
             left_s = None if ends_s is None else max(0.001, (ends_s - time.monotonic()) / (len(pairs) - done))
             try:
                 with users_errors(spec):
@@ -133,7 +133,7 @@ def _find_ceilings(
 
 
 def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
-    """Print a table of ceilings: what limits them, what they hold, and how they were found."""
+    """Print a table of ceilings: their limits, their memory, and how they were found."""
     if simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)
@@ -167,7 +167,7 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """Refuse a plot that can't be drawn, for want of matplotlib or by its suffix, before what takes long."""
+    """Raise InputError before a long search if a plot can't be drawn, for lack of matplotlib or by its suffix."""
     check_drawing("--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -185,8 +185,8 @@ def _check_plot(path: str) -> None:
 
 
 def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
-    """Draw bytes against batch for each ceiling above 0: its line, what was looked at, what ran, and the capacity."""
-    from matplotlib.figure import Figure  # without pyplot: no window, and no state shared with the user's own plots
+    """Draw memory by batch size for each ceiling above 0: its line, its points, and the capacity."""
+    from matplotlib.figure import Figure  # without pyplot, which shares state with user code
 
     found = [ceiling for ceiling in ceilings if ceiling.batch_size]
     columns = min(3, max(1, len(found)))

@@ -1,4 +1,4 @@
-"""``autosplit profiles``: what is remembered, where, and forgetting it."""
+"""Run ``autosplit profiles``: list profiles, print their paths, and remove them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 LEAST_FOR_NOTES = 30
-"""Columns in which a long note is still legible; with fewer there is no table."""
+"""Least width for a column of notes, in columns. Narrower terminals get lists instead of a table."""
 
 _UNITS = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (365.0, "d"))
 _EVERYWHERE = ("key", "model", "devices", "plan", "age")
-"""Columns that stand there whether anything is in them or not."""
+"""Columns that are always shown, even if they are empty."""
 
 
 def list_profiles(manner: Manner) -> int:
-    """Print what is remembered."""
+    """Print all profiles."""
     found, folder = tuple(map(profile_at, profile_paths())), profiles_folder()
     if manner.as_json:
         from autosplit.cli.json_types import Profiles
@@ -42,7 +42,7 @@ def list_profiles(manner: Manner) -> int:
 
 
 def show_path(manner: Manner, *, key: str | None = None) -> int:
-    """Print the cache's folder, which may not exist yet, or the file of a profile."""
+    """Print the folder of the cache, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
     if manner.as_json:
         from autosplit.cli.json_types import Place
@@ -56,7 +56,10 @@ def show_path(manner: Manner, *, key: str | None = None) -> int:
 def remove_profiles(
     manner: Manner, *, keys: Sequence[str] = (), everything: bool = False, confirmed: bool = False
 ) -> int:
-    """Remove profiles by the beginnings of their keys, or all, and say which; none is removed unless all are found."""
+    """Remove profiles by the first digits of their keys, or all, and print their paths.
+
+    All keys must be found first.
+    """
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
         raise InputError(
@@ -89,7 +92,7 @@ def remove_profiles(
 
 
 def _confirm(count: int, folder: Path) -> None:
-    """Ask before everything is removed; raise InputError where there is nobody to ask, or the answer is no."""
+    """Ask before all profiles are removed. Raise InputError if there is no terminal, or if the answer is no."""
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(
@@ -105,7 +108,7 @@ def _confirm(count: int, folder: Path) -> None:
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
-    """Print the profiles and their folder; without any, a line says so."""
+    """Print the profiles and their folder, or a line that there are none."""
     from rich.text import Text
 
     if not found:
@@ -119,13 +122,13 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
     for row in rows:
         add_row(table, *(row[name] for name in shown))
     least = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
-    least["notes"] = min(least.get("notes", 0), LEAST_FOR_NOTES)  # only notes may be broken
+    least["notes"] = min(least.get("notes", 0), LEAST_FOR_NOTES)  # only notes may wrap
     needed = sum(3 + least[name] for name in shown)
     print_plain(table if needed <= console.width else _blocks(rows), console)
 
 
 def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
-    """Put the columns below each other."""
+    """Print each profile as a list instead of a table row."""
     from rich.console import Group
     from rich.text import Text
 
@@ -137,7 +140,7 @@ def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
 
 
 def _cells(profile: Profile) -> dict[str, str]:
-    """Return what each column says of a profile; nothing where there is nothing to say."""
+    """Return the cells of a profile by column. Missing values are empty."""
     read = profile.problem is None
     notes = [] if profile.problem is None else [f"can't be read: {profile.problem}"]
     notes += ["simulated"] if profile.simulated else []
@@ -155,7 +158,7 @@ def _cells(profile: Profile) -> dict[str, str]:
 
 
 def _model_text(profile: Profile) -> str:
-    """Write a model's class without its module: ``Linear, 16 parameters``."""
+    """Return a model's class without its module: ``Linear, 16 parameters``."""
     if profile.model is None:
         return ""
     names = ", ".join(name.rpartition(".")[2] for name in profile.model.split(", "))
@@ -163,7 +166,7 @@ def _model_text(profile: Profile) -> str:
 
 
 def _amount(count: int) -> str:
-    """Write a number; a large one by its first digits: ``7.25 billion``."""
+    """Format a number. Large ones get four digits: ``7.25 billion``."""
     for size, name in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.4g} {name}"
@@ -171,7 +174,7 @@ def _amount(count: int) -> str:
 
 
 def _devices_text(profile: Profile) -> str:
-    """Count neighbours that are alike: ``2x sim RTX3090``."""
+    """Return the devices, with equal neighbours counted: ``2x sim RTX3090``."""
     pairs = zip(profile.devices, profile.device_names, strict=True)
     kinds = itertools.groupby((label.partition(":")[0], short_name(name)) for label, name in pairs)
     texts = []
@@ -190,7 +193,7 @@ def _plan_text(profile: Profile) -> str:
 
 
 def _age_text(age_s: float) -> str:
-    """Write an age in one unit: ``3 h``; below a minute ``now``."""
+    """Format an age in one unit: ``3 h``; below a minute ``now``."""
     if age_s < 60:
         return "now"
     amount = age_s

@@ -1,4 +1,4 @@
-"""``autosplit report``: a plan as one page."""
+"""Run ``autosplit report``: write a plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.errors import InputError
 
 
 def report(manner: Manner, *, which: str | None = None, output: str = "report.html", force: bool = False) -> int:
-    """Write a plan's page."""
+    """Write a plan's page to a file or to stdout."""
     from autosplit.extras.report_page import check_page, page_of, write_page
 
     to_stdout = output == "-"

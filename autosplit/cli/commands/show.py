@@ -1,4 +1,4 @@
-"""``autosplit show``: a plan that was saved or remembered."""
+"""Run ``autosplit show``: print a saved plan or a profile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autosplit.profiles.store import read_profile
 
 
 def show(manner: Manner, *, which: str | None = None) -> int:
-    """Print the plan of a file or of a key's beginning; without either the newest profile's."""
+    """Print the plan of a file or a key. Without either, print the newest profile."""
     _print(*named_or_newest(which, manner), manner)
     return 0
 
 
 def show_profile(manner: Manner, *, key: str | None = None) -> int:
-    """Print a remembered plan; None for the newest."""
+    """Print a profile by its key, or the newest for None."""
     if key is None:
         return show(manner)
     path = profile_path(key)
@@ -30,7 +30,7 @@ def show_profile(manner: Manner, *, key: str | None = None) -> int:
 def _print(path: Path, plan: Plan, manner: Manner) -> None:
     from autosplit.cli.pasted_code import Origin
 
-    if manner.as_json:  # it is made to be shared
+    if manner.as_json:  # JSON may be shared
         plan = shareable(plan)
     origin = Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path), shown_by=shown_by(path))
     print_plan(plan, origin, manner)

@@ -1,4 +1,4 @@
-"""``autosplit tune``: the plan of a workload, found or remembered, shown and saved."""
+"""Run ``autosplit tune``: tune a workload or read its profile, print the plan and save it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tune(
     output: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Tune a workload, print its plan, and save it where that was asked for."""
+    """Tune a workload, print its plan, and save it if an output was given."""
     end_with_parent()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
@@ -54,7 +54,7 @@ def tune(
         from autosplit.cli.torchrun_job import run_together
 
         asked = {**keywords, **model_options, **({} if output is None else {"output": output})}
-        with stop_like_ctrl_c():  # torchrun replaces it while the ranks run
+        with stop_like_ctrl_c():  # torchrun has its own handlers while the ranks run
             return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
     with progress(manner) as tell, stop_like_ctrl_c():
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
@@ -67,11 +67,11 @@ def tune(
         return 0 if interrupted is None else EXIT_INTERRUPTED
     unkept = next((one for one in plan.notes if one.kind == NOT_SAVED), None)
     if unkept is not None:
-        note(f"warning: {unkept}", manner)  # whoever pipes the answer away does not see its notes
+        note(f"warning: {unkept}", manner)  # stdout may be a pipe, so its notes may not be seen
     saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
-        if Path.cwd() != folder:  # the workload's code went elsewhere
+        if Path.cwd() != folder:  # the workload's code changed the folder
             output = str(folder / output)
         try:
             plan.save(output)
@@ -84,12 +84,12 @@ def tune(
         failed(said, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, workload, keywords, model_options, saved), manner)
     if unsaved is not None:
-        raise unsaved  # only now: what took so long to find has been shown
+        raise unsaved  # raise only after the plan was printed
     return 0 if interrupted is None else EXIT_INTERRUPTED
 
 
 def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
-    """Return the one device spec that a plan is for as a keyword; several machines are another command's."""
+    """Return the devices as a keyword argument. Several machines are for `autosplit compare`."""
     if len(devices) > 1:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
@@ -101,7 +101,7 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
 
 
 def _fit_to(spec: str | None) -> Callable[[Plan], Plan]:
-    """Return the function that fits a plan to the DataLoader in a file, which is loaded and checked now."""
+    """Return a function that fits a plan to the DataLoader of a file. The DataLoader is loaded and checked now."""
     if spec is None:
         return lambda plan: plan
     from autosplit.extras.loader_bound import fit_to_loader
@@ -146,8 +146,8 @@ def _origin(
     model_options: Mapping[str, Any],
     saved: str | None,
 ) -> Origin:
-    """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    if "storage" in keywords:  # these lines are shown, and copied
+    """Return how to get this plan again: from its file, or by the same call, which reads the profile."""
+    if "storage" in keywords:  # these lines are printed and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
