@@ -91,8 +91,7 @@ class Tracer:
         fake: Trace fake tensors. Otherwise trace real tensors on the CPU.
         like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
         device: The device of the fake tensors. Torch dispatches that device's operators.
-        kernels: The GPU that fake CPU tensors imitate: its operators run, and its kernels' inner memory is counted.
-            None runs an A100's operators and counts no inner memory.
+        kernels: The GPU that fake CPU tensors imitate, with its inner memory. None imitates an A100 without it.
         values: Records values that steps of real tensors read, or replays them in steps of fake tensors.
 
     Attributes:
