@@ -71,7 +71,6 @@ def backend(kind: str) -> Any:
 @contextmanager
 def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None]:
     """Limit a device's allocator temporarily to `most_bytes` or the user's own limit, whichever is smaller."""
-    """Let the allocator of a device of a back end hold no more than this, or than the user's own limit, for a while."""
     own = _own_share(module, device)
     share = most_bytes / module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(min(own, share), device)

@@ -66,7 +66,7 @@ check_private_names()
 
 
 def private(owner: object, name: str) -> Any:
-    """Return a private attribute that only instances have; raise RuntimeError if this torch gives them none."""
+    """Return a private attribute of an instance. Raise RuntimeError if this torch does not have it."""
     if not hasattr(owner, name):
         raise RuntimeError(_unknown(f"{type(owner).__name__}.{name}"))
     return getattr(owner, name)
@@ -103,7 +103,7 @@ def default_device() -> torch.device:
     """Return the device of tensors that are made without one.
 
     torch 2.6 and 2.7 do not report the device of `with torch.device(...)`. torch 2.6 to 2.8 raise AttributeError after
-    `set_default_device(None)`. There a new tensor shows its device.
+    `set_default_device(None)`. In these versions, return the device of a new tensor.
     """
     if torch.__version__ >= "2.8":
         with suppress(AttributeError):
@@ -173,7 +173,7 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 
 def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Group dense tensors of one dtype and device into lists of at most `most_bytes`; a larger tensor is alone."""
+    """Group dense tensors of one dtype and device into lists of at most `most_bytes`. A larger tensor is alone."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -237,7 +237,7 @@ NN_FUNCTIONS: Any = getattr(torch._C, "_nn", nn.functional)
 
 
 def has_autocast(name: str) -> bool:
-    """Return whether CUDA's autocast has a rule for an operator; torch < 2.13 has none for `rms_norm`."""
+    """Return whether CUDA's autocast has a rule for an operator. torch < 2.13 has none for `rms_norm`."""
     asks = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
     if asks is None:
         return torch.__version__ >= "2.13"

@@ -63,8 +63,6 @@ class DeviceReport:
 class _Gpu:
     """A GPU while its data from CUDA and from NVML are merged."""
 
-    """A GPU while the two views of it, CUDA's and NVML's, are put together."""
-
     name: str
     notes: list[str]
     logical_index: int | None = None

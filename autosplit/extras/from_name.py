@@ -322,7 +322,7 @@ def _build_of_transformers(
     dtype = config.dtype or torch.float32
     assumed: tuple[str, ...] = ()
     if dtype is torch.float16:
-        dtype = torch.bfloat16  # the same size; optimizers diverge if they update float16 weights
+        dtype = torch.bfloat16  # has the same size, and optimizers diverge with float16 weights
         assumed = (f"{path.name} says float16: its weights are planned as bfloat16, of as many bytes, which train",)
     elif dtype is not torch.float32:
         assumed = (

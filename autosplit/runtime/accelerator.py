@@ -367,7 +367,7 @@ def block_of(step_s: float, budget_s: float) -> int:
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
-    """Find the device of an out-of-memory error. autosplit's error has a field; CUDA's message contains "GPU 1"."""
+    """Find the device of an out-of-memory error. autosplit's error has a field. CUDA's message contains "GPU 1"."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]
         return names.index(error.device) if error.device in names else None

@@ -13,8 +13,8 @@ splits] in `op_calls`). So one trace for each variant of a step predicts every b
 
 The model is compared with a traced small step and, above the odd sizes, with the largest step that the caller requests.
 Some steps have no trace model: another kernel or branch runs at another size, or a batch of 1 skips a contiguous copy.
-Such a step is traced at each requested size. If tracing needs real tensors and their memory, its peak is a line through
-the peaks of two traced steps.
+Such a step is traced at each requested size. A step of real tensors is traced only twice, because it needs real memory.
+If its two traces have different ops, each peak is predicted by a line through the two peaks.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class AffineTraces:
         """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
 
         A device runs a batch of 1 in a split as it does alone. If both models give the same peak and time for a batch
-        of 1, no step over several devices is traced for the copies that it skips. The peak is then off by at most 10
-        KiB per GiB (tests/runtime/test_affine_traces.py).
+        of 1, no step over several devices is traced for the copies that it skips. In tests, the peak is then off by
+        at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
         law, own = self._ones_of(shape)
         if law is None or own is None:
@@ -151,7 +151,7 @@ class AffineTraces:
         return self._ones[evaluates] or alike
 
     def _times_one(self, shape: StepShape) -> bool:
-        """Return whether the trace model predicts the time of a batch of 1 to within 1% on any GPU."""
+        """Return whether the trace model predicts the work of a batch of 1 to within 1%: ops, operations and bytes."""
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._ones_timed:
             law, own = self._ones_of(shape)
@@ -228,7 +228,7 @@ class AffineTraces:
                 law.straighten()
 
     def _likes_of(self, unit: StepShape) -> dict[Way, StepShape]:
-        """Return the step kinds that one trace covers, by variant. A plain one-device step covers all variants."""
+        """Return the step kinds that one trace covers, by variant. One-device training covers all variants."""
         if len(unit.splits[0]) > 1 or unit.arrangement == "eval" or self.tracer.workload.step is not None:
             return {"plain": unit}
         plain = replace(unit, arrangement="balanced", num_ranks=1, accumulates=False)

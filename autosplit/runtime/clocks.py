@@ -74,7 +74,7 @@ class Clocks:
         self._host_s[device] -= load.host_s
 
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Send bytes over a link. Broadcasts and reduces overlap with compute; other copies wait for both devices."""
+        """Send bytes over a link. Broadcasts and reduces overlap with compute. Other copies wait for both devices."""
         ends = [device for device in (source, destination) if device != HOST]
         is_free = purpose in self.free
         if purpose in _TOGETHER and len(ends) == 2:

@@ -136,8 +136,6 @@ def _flash_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) ->
 class _Tile:
     """The queries and keys of a thread block, and whether it keeps the gradients of keys in registers."""
 
-    """The queries and keys of a block of threads, and whether it keeps the gradients of keys in registers."""
-
     queries: int
     keys: int
     in_registers: bool

@@ -84,7 +84,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         split_inner: Inner dimension above which a product with few tiles is also split along it (split-K).
         winograd: Speed-up of Winograd's algorithm for convolutions larger than 1x1 on CUDA cores.
         group_channels: Channels per group above which a grouped convolution reaches its full rate.
-        group_exponent: Exponent of the loss with fewer channels per group.
+        group_exponent: With fewer channels per group, the rate falls with this power of their number.
         long_row: Slowdown of softmax for rows that do not fit in a warp's registers, because it reads them again. The
             median of five GPUs' kernels at github.com/sitar-lab/NeuSight.
         fitted: The data that the rates were fitted to.

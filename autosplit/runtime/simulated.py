@@ -85,8 +85,8 @@ class SimulatedRuntime:
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
         """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
-        A step without an optimizer (a replica's part) returns only the time, because a lone device may exceed its
-        memory.
+        For a step without an optimizer (a replica's part), only the time is returned. A device that runs alone may hold
+        more than it holds as a replica.
 
         Raises:
             OutOfMemoryError: A GPU would exceed its capacity. The error names it.
@@ -140,7 +140,7 @@ def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = (
 
 
 def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return the back ends of attention that were traced for each device; empty if its kernels are not known."""
+    """Return the traced attention back ends of each device. A device with unknown kernels has none."""
     shape = StepShape(((1,) * len(devices),))
     tracers = [one.tracer if isinstance(one, AffineTraces) else one for one in _tracers_of(tracer, shape, devices)]
     return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]

@@ -392,7 +392,7 @@ def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
-    """Make a tracer for a model on an accelerator. There, real steps decide what fits; traces give starting points.
+    """Make a tracer for a model on an accelerator. There, real steps decide what fits. Traces give starting points.
 
     Fake tensors are on the accelerator, so that torch runs its operators. If that fails, they are on the CPU. If the
     model can't be traced with fake tensors at all, nothing is traced.

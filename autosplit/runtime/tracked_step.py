@@ -32,7 +32,7 @@ MOST_TO_SETTLE = 4
 def wrapper_for(
     workload: Workload, split: tuple[int, ...], devices: Sequence[torch.device] = (CPU,)
 ) -> Callable[[nn.Module], BalancedDataParallel]:
-    """Return a function that wraps a model so that its batch is split over devices. One device can serve all splits."""
+    """Return a function that wraps a model so that its batch is split over devices. A single device gets all parts."""
 
     def wrapped(module: nn.Module) -> BalancedDataParallel:
         examine_no_more(module)

@@ -76,7 +76,7 @@ class Trainee:
             return resize(sample, n, workload.batch_dim, mark=True)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
-        """Let `make_batch` make fake tensors. If it needs values of tensors, make fakes of its real tensors."""
+        """Make a fake batch with `make_batch`. If it needs values of tensors, make fakes of its real tensors."""
         try:
             with mode:
                 return map_tensors(lambda tensor: tensor.to(self.device), self.workload.made_batch(n))
@@ -170,7 +170,7 @@ class Trainee:
                 workload.step(models.given, self.optimizers.given, on_first_device(batches[0], models))
             mark("update")
         else:
-            # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
+            # `loss` stays alive until the next micro-step, like the variable of a training loop.
             accumulation = Accumulation()
             total = num_samples or sum(sizes)
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
@@ -246,7 +246,7 @@ class Trainee:
         """Run one forward in evaluation mode without gradients, and return its outputs.
 
         Raises:
-                WorkloadError: The workload has a custom `step`, so its forward is unknown.
+            WorkloadError: The workload has a custom `step`, so its forward is unknown.
         """
         if self.workload.step is not None:
             raise WorkloadError(
