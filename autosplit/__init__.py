@@ -55,7 +55,7 @@ _HOMES = {
 __all__ = ["__version__", "ddp", *_HOMES]
 
 
-if not TYPE_CHECKING:  # a checker would take any name, misspelt ones too, for an Any
+if not TYPE_CHECKING:  # type checkers would accept any name, even a misspelt name, as Any
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

@@ -60,7 +60,7 @@ def parse_devices(
             installed torch was not built for, a count or budget of 0, several kinds, or over 1024 devices.
 
     Warns:
-        DeviceWarning: The spec selects every GPU, and one that does not report its memory is left out.
+        DeviceWarning: The spec selects every GPU. A GPU that does not report its memory is left out.
     """
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         found = accelerator_at()._replace(ask_memory=ask_memory)
@@ -265,4 +265,4 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
 
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "mtia")
-"""Known accelerator kinds. If a spec names an absent kind, the error can say so."""
+"""Known accelerator kinds. If a spec names an absent kind, the error can report that."""

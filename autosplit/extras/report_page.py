@@ -169,7 +169,7 @@ def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield every setting of the plan in the form in which a user types it."""
+    """Yield every setting of the plan as a user types it."""
     several = len(plan.devices) > 1
     if several:
         yield "split", tuple_text(plan.split)

@@ -61,7 +61,7 @@ def with_lengths(
     """Add measurements for samples of different lengths to a plan, and save them in its profile.
 
     Args:
-        lengths: The length of each sample. If a profile has measurements for these lengths, it is returned.
+        lengths: The length of each sample. Lengths that the plan's profile contains already are not measured again.
     """
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
     digests = job.peers.gathered(digest)

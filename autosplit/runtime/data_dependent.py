@@ -44,7 +44,7 @@ class DataDependent:
         values: Records or replays the values that steps read.
 
     Attributes:
-        bounded: Operators for which the upper bound was used. An ordered set, as the keys of a dict.
+        bounded: Operators that used the upper bound. An ordered set, as the keys of a dict.
     """
 
     def __init__(self, values: SampleValues | None = None) -> None:
@@ -78,7 +78,7 @@ class DataDependent:
         return outputs
 
     def as_error(self) -> Exception:
-        """Return the exception for a trace in which an upper bound is not allowed."""
+        """Return the exception for a trace that may not use an upper bound."""
         return NotImplementedError(f"the number of rows that {_listed(self.bounded)} returns depends on values")
 
     def notes(self) -> tuple[Note, ...]:

@@ -37,7 +37,7 @@ LEAST_BYTES = 2**20
 """Group results of a `sum` that can never exceed this size are left out."""
 
 NO_LIMITS = (0.0, math.inf)
-"""The limits of a block that always exists, with a size proportional to the batch."""
+"""The limits of a block that always exists, with no limit of its size."""
 
 _GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
 _GPUS |= {100: (148, 2048), 120: (188, 1536)}

@@ -1,6 +1,6 @@
 """Track every storage that a training step allocates, charge it to its device, and raise when the device is full.
 
-The tracker sees ops as they are dispatched, below autograd. Tensors that a backward pass saves or recomputes are
+The tracker sees dispatched ops, below autograd. Tensors that a backward pass saves or recomputes are
 therefore counted exactly while they live. The rules:
 
 * Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is host
@@ -135,7 +135,7 @@ class Arrivals:
         self._detached: int | None = None
 
     def parameter_of(self, func: Any) -> Tensor | None:
-        """Return the parameter to which the running op adds a first gradient, or None for any other op."""
+        """Return the parameter that gets its first gradient from the running op, or None for any other op."""
         node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
         found: Tensor | None = None
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":

@@ -110,7 +110,7 @@ class SimulatedRuntime:
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
     def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
-        """Correct the first micro-step. It was traced as one that adds to earlier gradients, but there are none yet."""
+        """Correct the first micro-step. Its trace adds to earlier gradients, but there are none yet."""
         added = Work.of(0, self.tracer.accumulation_costs())
         for device in _active(shape.splits[0]):
             clocks.take_back(device, added)
