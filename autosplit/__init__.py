@@ -1,4 +1,4 @@
-"""How much of the batch goes on which GPU, how big may it be, and how many accumulation steps?"""
+"""Find the fastest batch size, per-GPU split and gradient-accumulation steps for training PyTorch models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name lives. Nothing is imported before it is asked for: `--help` and a remembered plan
-# must not wait for torch.
+# The module of each public name. Names are imported lazily, so `--help` and a saved plan do not load torch.
 _HOMES = {
     "AutosplitError": "errors",
     "BalancedDataParallel": "parallel.balanced",
@@ -56,7 +55,7 @@ _HOMES = {
 __all__ = ["__version__", "ddp", *_HOMES]
 
 
-if not TYPE_CHECKING:  # a checker would take any name, misspelt ones too, for an Any
+if not TYPE_CHECKING:  # type checkers would accept any name, even a misspelt name, as Any
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

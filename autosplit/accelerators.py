@@ -1,9 +1,8 @@
-"""Accelerators: every kind of device that torch computes on beside the processor, by one road.
+"""Access every kind of torch accelerator through one interface.
 
 torch gives each back end a module with functions of the same names (``torch.cuda``, ``torch.xpu``, ``torch.npu``, and
-that of any other that registers itself as PrivateUse1); `backend` returns it. What CUDA alone has (NVML,
-architectures, peer copies that arrive as zeros) stands behind ``kind == "cuda"``. Importing this module does not load
-torch.
+the module of any back end registered as PrivateUse1). `backend` returns it. Code for CUDA only (NVML, architectures,
+the check of peer copies) is behind ``kind == "cuda"``. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
-"""The kinds of devices whose memory is this machine's own, or none."""
+"""Kinds of devices that use this machine's memory, or none."""
 
 
 def is_accelerator(kind: str) -> bool:
-    """Tell whether a kind of device is an accelerator's: it has memory of its own, kernels run late, and it can fail.
+    """Return whether a device kind is an accelerator: it has its own memory and runs kernels asynchronously.
 
     Args:
-        kind: That of a `Device`, or the type of a ``torch.device``.
+        kind: The kind of a `Device`, or the type of a ``torch.device``.
     """
     return kind not in PROCESSORS
 
 
 def accelerator_kind() -> str | None:
-    """Return the kind of accelerator that this process sees, in torch's word (``"cuda"``, ``"xpu"``); None without."""
+    """Return torch's name of the accelerator that this process sees (``"cuda"``, ``"xpu"``), or None."""
     import torch
 
     from autosplit.torch_versions import available_accelerator
@@ -47,9 +46,9 @@ def accelerator_kind() -> str | None:
 
 
 def accelerator_in_use() -> Any:
-    """Return the back end of the accelerator that this process has begun to use; None where it uses none.
+    """Return the back end of an accelerator that this process already uses, or None.
 
-    It begins nothing itself: to ask whether a GPU is there would be enough to forbid CUDA to forked processes.
+    This must not initialise anything. Even asking whether a GPU is available would disable CUDA in forked processes.
     """
     import torch
 
@@ -63,7 +62,7 @@ def accelerator_in_use() -> Any:
 
 
 def backend(kind: str) -> Any:
-    """Return the module of a back end, with the functions that ``torch.cuda`` has for memory, devices and streams."""
+    """Return the module of a back end, with ``torch.cuda``'s functions for memory, devices and streams."""
     import torch
 
     return _mps(torch.mps) if kind == "mps" else torch.get_device_module(kind)
@@ -71,7 +70,7 @@ def backend(kind: str) -> Any:
 
 @contextmanager
 def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None]:
-    """Let the allocator of a device of a back end hold no more than this, or than the user's own limit, for a while."""
+    """Limit a device's allocator temporarily to `most_bytes` or the user's own limit, whichever is smaller."""
     own = _own_share(module, device)
     share = most_bytes / module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(min(own, share), device)
@@ -82,17 +81,17 @@ def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None
 
 
 def own_limit_bytes(module: Any, device: torch.device) -> int:
-    """Return what the user lets the allocator of a device of a back end hold; without a limit, all of it."""
+    """Return the user's own limit for a device's allocator, or its whole memory without a limit."""
     return int(_own_share(module, device) * module.get_device_properties(device).total_memory)
 
 
 def _own_share(module: Any, device: torch.device) -> float:
-    # CUDA's other allocator (cudaMallocAsync) has no limit until it is set one, and then tells a share far above all.
+    # Before a limit is set, CUDA's cudaMallocAsync allocator reports a fraction far above 1.
     return min(1.0, float(module.get_per_process_memory_fraction(device)))
 
 
 def checked_module(module: Any) -> nn.Module:
-    """Return a module; raise InputError of anything else."""
+    """Return a module unchanged, or raise InputError if it is not a module."""
     if isinstance(module, type) or not hasattr(module, "named_parameters"):
         raise InputError(
             f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for, of several each by "
@@ -104,13 +103,13 @@ def checked_module(module: Any) -> nn.Module:
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to where it is trained, and return it.
+    """Move a module to its training device, and return it.
 
-    A few back ends give it new parameters, and so does torch where it is told to (`torch.__future__`).
+    A few back ends replace its parameters, as torch does if configured in `torch.__future__`.
 
     Raises:
-        InputError: It is no module; or it has new parameters, and something holds the old ones, which an optimizer
-            would train.
+        InputError: It is not a module. Or its parameters were replaced while something, such as an optimizer, still
+            holds the old ones.
     """
     before = dict(checked_module(module).named_parameters())
     module.to(device)
@@ -131,10 +130,10 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _mps(mps: Any) -> Any:
-    """Return Metal's module under the names of the other back ends: one device, whose pool keeps what it had.
+    """Return Metal's module with the function names of the other back ends: one device with a caching pool.
 
-    Its allocator knows no peak. What it holds of the driver falls only when its cache is emptied, so after a step that
-    began with an empty cache it is the peak.
+    Its allocator reports no peak. The memory that it holds shrinks only when its cache is emptied. So after a step that
+    began with an empty cache, this memory is the peak.
     """
     reserved, total = mps.driver_allocated_memory, mps.recommended_max_memory
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Errors that autosplit raises: each message says the value, what was expected, and what to do next."""
+"""Define autosplit's errors. Each message gives the value, the expected value and the next step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 class AutosplitError(Exception):
-    """The base of every error that autosplit raises on purpose.
+    """Base class of all errors that autosplit raises on purpose.
 
     Args:
-        message: The value, what was expected, and the next step.
-        code: A name for the kind of error. Default: the class's own.
+        message: The value, the expected value and the next step.
+        code: A name for the kind of error. The default is the class's own.
 
     Attributes:
         code: A stable name for the kind of error, such as ``"batch-empty"``. docs/errors.md lists all codes.
-        exit_code: What the command line exits with (2 bad input, 3 does not fit, 5 the user's own code raised).
+        exit_code: Exit code of the command line (2 bad input, 3 does not fit, 5 the user's own code raised).
     """
 
     code = "error"
@@ -33,19 +33,19 @@ class AutosplitError(Exception):
 
 
 class InputError(AutosplitError, ValueError):
-    """An argument that cannot be used: a batch below 1, a negative reserve, a missing file."""
+    """An invalid argument: a batch below 1, a negative reserve, a missing file."""
 
 
 class ArgumentError(InputError, TypeError):
-    """A keyword that a function does not have. The message names the keyword that was meant."""
+    """A keyword that a function does not have. The message suggests the closest keyword."""
 
 
 class DeviceError(InputError, RuntimeError):
-    """A device that is unknown, absent, or unfit for what was asked of it; a RuntimeError, as nn.DataParallel's are."""
+    """A device that is unknown, absent or unsuitable. It is a RuntimeError, like nn.DataParallel's device errors."""
 
 
 class WorkloadError(InputError):
-    """A model, batch, loss or optimizer from which no training step can be made."""
+    """A model, batch, loss or optimizer that cannot make a training step."""
 
 
 class PlanError(InputError):
@@ -53,15 +53,15 @@ class PlanError(InputError):
 
 
 class ProfileError(PlanError):
-    """A profile that is stale, foreign, truncated or of an unknown version; it is named and ignored."""
+    """A profile that is stale, from another setup, truncated or of an unknown version. It is reported and ignored."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be written, is cut short, or is of another model."""
+    """A checkpoint that cannot be written, is truncated, or belongs to another model."""
 
 
 class UserCodeError(AutosplitError):
-    """The user's own code raised; `__cause__` is what it raised.
+    """The user's own code raised. `__cause__` is the original exception.
 
     Attributes:
         frames: The user's own frames, innermost last, as ``"file:line in function: source"``.
@@ -76,12 +76,12 @@ class UserCodeError(AutosplitError):
 
 
 class RankFailedError(AutosplitError):
-    """Another rank of the job failed, so this one stops; `__cause__` is what it met with when it was told, if anything.
+    """Another rank of the job failed, so this rank stops. `__cause__` is the exception that this rank raised, if any.
 
     Attributes:
-        rank: Which one failed; None where that is not known.
-        cause: What of, on one line: an exception's type and message, or how it ended.
-        frames: The user's own frames on that rank, where it was the user's code and they are known.
+        rank: The failed rank, or None if unknown.
+        cause: The reason on one line: an exception's type and message, or how the process ended.
+        frames: The user's own frames on that rank, if the user's code failed and the frames are known.
     """
 
     code = "rank-failed"
@@ -103,24 +103,24 @@ class RankFailedError(AutosplitError):
 
 
 def shown(value: object) -> str:
-    """Quote what somebody wrote for a message, on one line however much it was."""
+    """Quote a user's value for a message, on one short line."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
 OWN_FOLDER = str(Path(__file__).parent)
-"""The package's folder: frames in it are not the user's."""
+"""The package's folder. Frames in it are not the user's."""
 
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def is_installed(path: str) -> bool:
-    """Tell whether a file is Python's own or an installed package's, of this environment or of one that it sees."""
+    """Return whether a file belongs to Python or to an installed package, in any environment."""
     return path.startswith(_FOREIGN_FOLDERS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
-    """Pick the user's own frames from a traceback: neither ours, nor an installed library's, nor Python's.
+    """Pick the user's own frames from a traceback. Frames of autosplit, installed packages and Python are left out.
 
     Returns:
         ``"file:line in function: source"`` for each, innermost last.
@@ -136,19 +136,19 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
 
 
 def first_line(error: BaseException) -> str:
-    """Cut an error's message to its first line; without one, its class has to do."""
+    """Return the first line of an error's message, or its class name without a message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message; that of its cause, if it wraps the user's code."""
+    """Return an exception's type and the first line of its message. For a UserCodeError, use its cause."""
     told = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
     return f"{type(told).__name__}: {first_line(told)}" if str(told).strip() else type(told).__name__
 
 
 def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from; with `contexts` what merely was being handled meanwhile, too."""
+    """Yield an exception and its causes. With `contexts`, include exceptions that were being handled."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -158,7 +158,7 @@ def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseE
 
 
 def advise(error: BaseException, advice: str) -> None:
-    """Add to what somebody else's code raised what to do about it, for its traceback and for `from_user_code`."""
+    """Attach advice to an exception of the user's code, for its traceback and for `from_user_code`."""
     if not hasattr(error, "autosplit_advice"):
         error.autosplit_advice = advice  # type: ignore[attr-defined]
         if hasattr(error, "add_note"):  # since Python 3.11
@@ -169,7 +169,7 @@ _ABSENT_DEVICE = ("not compiled with CUDA", "No CUDA GPUs are available", "Found
 
 
 def _absent_device_advice(error: BaseException) -> str:
-    """Return which call needs a GPU that is not there; empty for other errors."""
+    """Return advice about a call that needs an absent GPU, or an empty text for other errors."""
     if not any(text in str(error) for text in _ABSENT_DEVICE):
         return ""
     frames = user_frames(error.__traceback__)
@@ -181,33 +181,33 @@ def _absent_device_advice(error: BaseException) -> str:
 
 
 def _layer_text(trace: TracebackType | None) -> str:
-    """Name the innermost layer or loss that a traceback passes: torch's own have no frame of a user's."""
+    """Name the innermost layer or loss in a traceback. torch's layers have no frames in the user's code."""
     layers: list[Any] = []
     while trace is not None:
         layer = trace.tb_frame.f_locals.get("self")
-        if hasattr(type(layer), "named_modules"):  # without torch, which need not be loaded here
+        if hasattr(type(layer), "named_modules"):  # detects modules without importing torch
             layers.append(layer)
         trace = trace.tb_next
     if not layers:
         return ""
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
-    name = f"{name}.".removeprefix("module.").rstrip(".")  # of a wrapper, which is not the user's
+    name = f"{name}.".removeprefix("module.").rstrip(".")  # remove the name of a wrapper, which is not the user's
     kind = type(layers[-1])
     if not name and not kind.__module__.startswith("torch."):
-        return ""  # the user's own model has a frame
+        return ""  # the user's own model has a frame already
     return f" (in {f'layer {name}, ' if name else ''}a {kind.__name__})"
 
 
 @contextmanager
 def users_errors(what: str) -> Iterator[None]:
-    """Turn what the user's own code raises into an error with their own frames; ours pass as they are."""
+    """Turn an exception of the user's code into an error with the user's frames. autosplit's errors pass unchanged."""
     try:
         yield
     except AutosplitError:
         raise
     except SyntaxError as error:
         wrapped = from_user_code(error, what)
-        # The compiler has no frame in the file that it could not read.
+        # The compiler has no frame in a file that it cannot parse.
         at = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
         raise UserCodeError(str(wrapped), (*wrapped.frames, at)) from error
     except (Exception, SystemExit) as error:

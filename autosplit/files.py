@@ -1,4 +1,4 @@
-"""Files: read with a bound, replaced whole or not at all, and moved out of the way."""
+"""Read files up to a size limit, replace them atomically, and rename them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from autosplit.text import size_text
 
 OWNER_ONLY = 0o600
-"""The mode of a file that concerns nobody else."""
+"""Mode of a file that only its owner may read."""
 
 READ_BY_ALL = 0o666
-"""The mode of a file that is made to be handed on, less what the process's mask takes away."""
+"""Mode of a file that others may read, before the process's umask is applied."""
 
 
 class LargeFileError(OSError):
-    """A file is larger than whatever we write."""
+    """A file is larger than any file that autosplit writes."""
 
 
 class IrregularFileError(OSError):
@@ -30,8 +30,8 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
     Raises:
         LargeFileError: It has more than `most_bytes`.
-        IrregularFileError: It is not a regular file: a pipe would block, and /dev/zero never ends.
-        OSError: It can't be read, or does not exist.
+        IrregularFileError: It is not a regular file. A pipe would block, and /dev/zero never ends.
+        OSError: It cannot be read, or does not exist.
     """
     with open(path, "rb", opener=_open_regular) as file:
         content = file.read(most_bytes + 1)
@@ -41,7 +41,7 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe waits for a writer
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # otherwise opening a pipe waits for a writer
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
@@ -65,10 +65,10 @@ def _kind_of(mode: int) -> str:
 
 
 def what_stands_at(path: str | os.PathLike[str]) -> str | None:
-    """Name what is in the place of a file that is to be written, where that is not one that may be replaced."""
+    """Describe what exists at a path that autosplit wants to write, or return None if the path can be replaced."""
     try:
         mode = os.lstat(path).st_mode
-    except (OSError, ValueError):  # writing it will say what is wrong with it
+    except (OSError, ValueError):  # writing the file will raise the error
         return None
     if stat.S_ISREG(mode):
         return None
@@ -76,14 +76,14 @@ def what_stands_at(path: str | os.PathLike[str]) -> str | None:
 
 
 def replace_file(path: Path, text: str, *, mode: int) -> None:
-    """Write a file by atomic replacement: a reader sees the old one or the new one.
+    """Replace a file atomically. A reader sees either the old or the new file.
 
     Args:
-        path: Its folder has to be there.
-        mode: Less what the process's mask takes away.
+        path: Its folder must exist.
+        mode: File mode before the process's umask is applied.
 
     Raises:
-        OSError: It can't be written.
+        OSError: It cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -95,10 +95,10 @@ def replace_file(path: Path, text: str, *, mode: int) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, with those above it that are missing; one that is there stays.
+    """Make a folder and its missing parents with access for the owner only. An existing folder is unchanged.
 
     Raises:
-        OSError: It can't be made.
+        OSError: It cannot be made.
     """
     if not path.parent.exists():
         make_private_folder(path.parent)
@@ -106,9 +106,9 @@ def make_private_folder(path: Path) -> None:
 
 
 def moved_aside(path: Path, suffix: str) -> Path:
-    """Give a file another suffix; a file of that name is replaced.
+    """Change the suffix of a file. An existing file of the new name is replaced.
 
     Raises:
-        OSError: It can't be moved.
+        OSError: It cannot be moved.
     """
     return path.replace(path.with_suffix(suffix))

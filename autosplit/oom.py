@@ -1,6 +1,6 @@
-"""Tell out-of-memory errors: one class of our own, and one predicate for everybody else's.
+"""Detect out-of-memory errors: autosplit's own class, and a predicate for errors of other libraries.
 
-A kernel that can't take so large a tensor is no lack of memory: that has a predicate of its own.
+A kernel that cannot process such a large tensor does not lack memory. A separate predicate detects it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autosplit.text import size_text
 
 
 class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
-    """A device ran out of memory; `except torch.OutOfMemoryError` catches it, as it catches CUDA's.
+    """A device ran out of memory. `except torch.OutOfMemoryError` catches this error, too.
 
     Attributes:
-        device: Which device, in the words of the device spec (``"cpu:1"``, ``"cuda:0"``), or None where unknown.
-        device_index: Its position among the devices of the step, or None where unknown.
-        requested_bytes: What was asked for when it failed; 0 where unknown.
-        live_bytes: What was held just before; 0 where unknown.
-        capacity_bytes: What the device may hold; 0 where unknown.
+        device: The device, as in a device spec (``"cpu:1"``, ``"cuda:0"``), or None if unknown.
+        device_index: Its position among the devices of the step, or None if unknown.
+        requested_bytes: Size of the failed request, or 0 if unknown.
+        live_bytes: Bytes held before the request, or 0 if unknown.
+        capacity_bytes: Memory limit of the device, or 0 if unknown.
     """
 
     code = "out-of-memory"
@@ -49,7 +49,7 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
 
 
 class DoesNotFitError(OutOfMemoryError):
-    """The workload does not fit at the smallest batch that it can run; the message has the bytes."""
+    """The workload does not fit at its smallest possible batch size. The message contains the bytes."""
 
     code = "does-not-fit"
 
@@ -58,16 +58,16 @@ def _any_of(*patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(patterns))
 
 
-# Whole messages, each with its source, are in tests/test_oom.py. Paths are torch's unless they say otherwise.
+# Complete messages and their sources are in tests/test_oom.py. Paths are torch's unless noted otherwise.
 _OOM = _any_of(
-    # The caching allocators of CUDA, HIP, XPU and those that follow them (c10/cuda/CUDACachingAllocator.cpp). Their
-    # class tells enough, until the text comes back in another one: from a compiled graph, or a worker's traceback.
+    # The caching allocators of CUDA, HIP, XPU and similar back ends (c10/cuda/CUDACachingAllocator.cpp). Their class is
+    # enough, unless another exception repeats the text: from a compiled graph, or a worker's traceback.
     r"out of memory\. Tried to allocate",
     r"out of memory\. Allocation was preemptively rejected",
     r"would exceed allowed memory\. \(out of memory\)",  # c10/cuda/CUDAMallocAsyncAllocator.cpp
-    # CUDA's asks NVML who holds the memory, to say it in the message; where NVML fails, this is the message.
+    # CUDA's allocator asks NVML which processes hold memory, for its message. If NVML fails, this is the message.
     r"NVML_SUCCESS == .* INTERNAL ASSERT FAILED at .*CUDACachingAllocator\.cpp",
-    # The CUDA runtime and the driver: what torch, Triton and NCCL allocate past the allocator, pinned host memory too.
+    # The CUDA runtime and driver: torch, Triton and NCCL also allocate without the allocator, as for pinned memory.
     r"(?:CUDA|HIP)(?: driver)? error: out of memory",
     r"cuda runtime error \(2\) ?: out of memory",
     r"Triton Error \[(?:CUDA|HIP)\]: .*out of memory",
@@ -76,11 +76,11 @@ _OOM = _any_of(
     r"MPS backend out of memory",  # aten/src/ATen/mps/MPSAllocator.mm
     r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY",  # Level Zero, below XPU
     # c10/core/impl/alloc_cpu.cpp: Linux, then Windows and Android. "alloc_cpu() seems to have been called with
-    # negative number" is its word for an overflow, and none of these.
+    # negative number" reports an overflow, so it is not listed here.
     r"DefaultCPUAllocator: can't allocate memory",
     r"DefaultCPUAllocator: not enough memory",
-    r"std::bad_alloc",  # C++, whatever allocated
-    # NVIDIA's and AMD's libraries when a handle or a workspace can't be had.
+    r"std::bad_alloc",  # any C++ code
+    # NVIDIA's and AMD's libraries if they cannot allocate a handle or a workspace.
     r"(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
     r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
     r"OOM trying to allocate workspace for cublaslt",  # aten/src/ATen/cuda/CUDABlas.cpp
@@ -88,26 +88,26 @@ _OOM = _any_of(
     r"MAGMA error: cannot allocate memory on (?:CPU host|GPU device)",  # aten/src/ATen/native/cuda/linalg
 )
 
-# What libraries say when they lack memory, and for other reasons: a card they have no kernel for, a broken driver.
-# These reasons stop the smallest step as well, so a step that did run tells them apart.
+# Messages with several possible causes: too little memory, a GPU without a kernel, a broken driver. The other causes
+# also stop the smallest step. So after a smaller step has run, these messages mean too little memory.
 _PERHAPS_OOM = _any_of(
-    # torch tries cuDNN's engines in turn and drops their errors, OutOfMemoryError among them
+    # torch tries cuDNN's engines in turn and drops their errors, including OutOfMemoryError
     # (aten/src/ATen/native/cudnn/Conv_v8.cpp, Conv_v7.cpp).
     r"[Uu]nable to find an engine to execute this computation",
     r"Unable to find a valid cuDNN algorithm",
-    # A handle needs memory that the caching allocator may hold. Out-of-bounds indexing says so, too, and again when
-    # the caches are emptied.
+    # A handle needs memory that the caching allocator may hold. Out-of-bounds indexing gives the same message, and
+    # gives it again after the caches are emptied.
     r"(?:CUBLAS|HIPBLAS)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cublas|hipblas)(?:Lt)?Create\(",
     r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create\(",
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
     r"CUFFT_INTERNAL_ERROR",
     r"UR_RESULT_ERROR_OUT_OF_RESOURCES|PI_ERROR_OUT_OF_RESOURCES",
-    # torch/csrc/cuda/nccl.cpp: the communicators of one process's GPUs take memory past the allocator.
+    # torch/csrc/cuda/nccl.cpp: communicators of one process's GPUs allocate memory outside the allocator.
     r"NCCL Error 1: unhandled cuda error",
 )
 
 _KERNEL_LIMIT = _any_of(
-    # 2^31 elements, in the words of each kernel that counts them with 32 bits.
+    # 2^31 elements, in the messages of kernels that count them with 32 bits.
     r"must fit into 32-bit index math",
     r"Expected canUse32BitIndexMath\(",
     r"(?:more|less|larger) than INT_MAX",
@@ -117,44 +117,44 @@ _KERNEL_LIMIT = _any_of(
     r"at::cuda::blas::\S+ argument \w+ must be .* and less than",
     r"(?:Input|Output|Padded input) tensor is too large\.",
     r"\.stride\(\d+\) overflows",  # the memory-efficient attention
-    # The grid of a launch, 65,535 blocks in two of its dimensions.
+    # The grid of a launch has at most 65,535 blocks in two of its dimensions.
     r"(?:CUDA|HIP|cuda runtime) error(?: \(9\))? ?: invalid configuration argument",
     r"Can't schedule too many blocks on CUDA device",
-    # One buffer may be no larger than Metal allows, however much memory is free.
+    # Metal limits the size of one buffer, even if more memory is free.
     r"(?:^|RuntimeError: )Invalid buffer size: ",
 )
 
 
 def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
-    """Tell whether an exception means that a device ran out of memory.
+    """Return whether an exception means that a device ran out of memory.
 
-    What it was explicitly raised from counts, so that an error that wraps one (`UserCodeError`) is one. It is torch's
-    own class, a MemoryError, or a RuntimeError with a text of the tables above, unless a kernel's failure has left a
-    device unusable.
+    Its explicit causes count too, so a `UserCodeError` around an out-of-memory error matches. The exception is torch's
+    class, a MemoryError, or a RuntimeError with a text of the tables above. After a kernel failure that left a device
+    unusable, no exception matches.
 
     Args:
-        smaller_ran: Whether a smaller step of the same model ran on the device. Libraries have messages that mean
-            either too little memory or that the model can't run there at all; default: it ran, they mean memory.
+        smaller_ran: Whether a smaller step of the same model ran on the device. Some messages mean either too little
+            memory or that the model cannot run there at all. By default they mean too little memory.
     """
     return any(_says_oom(link, smaller_ran=smaller_ran) for link in causes_of(error))
 
 
 def is_kernel_limit(error: BaseException) -> bool:
-    """Tell whether an exception means that a kernel can't take so large a tensor, however much memory is free.
+    """Return whether an exception means that a kernel cannot process such a large tensor, even with free memory.
 
-    It, or what it was explicitly raised from, is a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid,
-    or the size of one buffer.
+    The exception or an explicit cause is a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid, or the
+    size of one buffer.
     """
     return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in causes_of(error))
 
 
 def scarcity() -> str:
-    """Say what keeps memory of this process's accelerators from it: fragments, or other processes.
+    """Describe why accelerator memory is unavailable to this process: fragmentation, or other processes.
 
-    Asked while an out-of-memory error is handled: the allocator has given back by then whatever block was whole.
+    Call this while an out-of-memory error is handled. By then the allocator has released all blocks that were free.
 
     Returns:
-        The facts of the first device that something is kept of, and what to do; empty where nothing is.
+        The facts and advice for the first affected device, or an empty text if there is none.
     """
     accelerator = accelerator_in_use()
     for index in range(0 if accelerator is None else accelerator.device_count()):
@@ -185,10 +185,10 @@ def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
 
 
 def _is_broken(accelerator: Any) -> bool:
-    """Tell whether a device fails at whatever it is asked: a kernel did (a label out of range, an illegal access).
+    """Return whether a device fails at every call after a kernel failed (label out of range, illegal access).
 
-    A library that can't make its handle after that says that it lacks memory. Only devices that hold memory are asked:
-    the others would get a context by it.
+    A library that cannot make its handle then reports too little memory. Only devices with allocated memory are
+    checked, because the check would create a context on the others.
     """
     if accelerator is None:
         return False

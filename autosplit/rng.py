@@ -1,4 +1,4 @@
-"""The random number generators of this process: put back to where they were, or held at an end of their range."""
+"""Restore this process's random number generators, or replace random decisions by extreme values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from autosplit.accelerators import accelerator_in_use
 
 HIGHEST, LOWEST = 1 - 2**-24, 0.0
-"""The ends of what `torch.rand` draws in float32."""
+"""The largest and smallest numbers that `torch.rand` draws in float32."""
 
 MOST_DRAWS = 1000
-"""Draws of a step after which they are left as they are: somebody may wait for one that he likes."""
+"""Draws of a step before random numbers are used again. A loop may redraw until it gets a number that it accepts."""
 
 
 class ExtremeDraws:
-    """The numbers that a model draws to decide by, all of them the highest, or all the lowest there is.
+    """The numbers that decide a model's path: always the highest or always the lowest possible number.
 
-    A model that leaves out layers at random holds the most when it leaves out none: with which end of the range that
-    is, only a step at each tells.
+    A model that skips layers at random needs the most memory when it skips none. Only a step with each number shows
+    whether the highest or the lowest number skips none.
 
     Attributes:
-        number: The end that is drawn.
-        count: Draws of the last step.
+        number: The current number.
+        count: Number of draws in the last step.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class ExtremeDraws:
         self.count = 0
 
     def turn(self) -> None:
-        """Draw the other end from now on."""
+        """Switch to the other extreme number."""
         self.number = LOWEST if self.number == HIGHEST else HIGHEST
 
     def draw(self) -> float | None:
-        """Return the number; None where so many were drawn that it is left to chance again."""
+        """Return the number, or None after too many draws in this step. The caller then draws at random."""
         self.count += 1
         return self.number if self.count <= MOST_DRAWS else None
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Begin a step, in which Python's `random.random` draws it, too."""
+        """Begin a step. Python's `random.random` returns the number too."""
         self.count, by_chance = 0, random.random
 
         def draw() -> float:
@@ -60,10 +60,10 @@ class ExtremeDraws:
 
 
 class RngState:
-    """The state of every random number generator: Python's, NumPy's if loaded, torch's, the accelerator's.
+    """The state of all random number generators: Python's, NumPy's if loaded, torch's and the accelerator's.
 
     Args:
-        generators: Others, too.
+        generators: Additional generators.
     """
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
@@ -75,7 +75,7 @@ class RngState:
         self._devices = [] if self._accelerator is None else _states_of(self._accelerator)
 
     def put_back(self) -> None:
-        """Put the generators back to where they were."""
+        """Restore the generators' states."""
         random.setstate(self._python)
         if self._numpy_random is not None:
             self._numpy_random.set_state(self._numpy)
@@ -87,10 +87,10 @@ class RngState:
 
 @contextmanager
 def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Put every random number generator back to where it was, see `RngState`.
+    """Restore every random number generator afterwards. See `RngState`.
 
     Args:
-        generators: Others to be put back, too.
+        generators: Additional generators to restore.
     """
     state = RngState(generators)
     try:
@@ -100,7 +100,7 @@ def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
 
 
 def _states_of(accelerator: Any) -> list[tuple[Any, ...]]:
-    """Return the state of each device's generator, and which device it is; Metal's functions take none."""
+    """Return the state and the index of each device's generator. Metal's functions take no index."""
     if accelerator.device_count() == 1:
         return [(accelerator.get_rng_state(),)]
     return [(accelerator.get_rng_state(index), index) for index in range(accelerator.device_count())]

@@ -1,8 +1,7 @@
-"""Text for people: harmless, short, in units.
+"""Format text for people: safe, short and with units.
 
-Device names, notes, file names and what a user's code raises come from files and machines that nobody vouches for. An
-escape sequence in one could rewrite a terminal, a bidirectional override shows a text as another one, a URL may hold a
-password.
+Device names, notes, file names and messages of the user's code are untrusted. An escape sequence could rewrite the
+terminal, a bidirectional override could disguise text, and a URL could contain a password.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fractions import Fraction
 from autosplit.errors import InputError, shown
 
 LONGEST = 4000
-"""Characters of one text that are shown; of a longer one the middle is left out."""
+"""Most characters of one text that are shown. The middle of a longer text is left out."""
 
 _TAIL = 500
 _GAP = "..."
@@ -28,15 +27,15 @@ _SECRET_OPTION = re.compile(
 
 
 def printable(text: object, *, longest: int | None = LONGEST) -> str:
-    r"""Make a text harmless: one line, of characters that only show themselves.
+    r"""Make a text safe to print: one line of printable characters.
 
-    Control characters (of C0 and C1, so that no escape sequence is left), line ends, bidirectional and other invisible
-    format characters, lone surrogates and odd blanks are written as Python would write them: ``\x1b``, ``\u202e``.
-    Marks of rich stay: what draws uses `rich.text.Text`, in which brackets are brackets.
+    Control characters (C0 and C1, so no escape sequence remains), line ends, bidirectional and other invisible format
+    characters, lone surrogates and unusual spaces are escaped as in Python: ``\x1b``, ``\u202e``. Rich markup is
+    unchanged, because callers use `rich.text.Text`, which does not interpret brackets.
 
     Args:
-        text: Anything; its `str` is shown.
-        longest: Characters shown at most; None for all.
+        text: Any object. Its `str` is shown.
+        longest: Most characters to show, or None for all.
     """
     whole = str(text) if longest is None else shortened(str(text), longest)
     return whole if whole.isprintable() else "".join(map(_shown_as, whole))
@@ -52,12 +51,12 @@ def shortened(text: str, longest: int) -> str:
 
 
 def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str = " ") -> str:
-    """List the first of some texts, and count the rest; a single one is named, which takes no more room.
+    """List the first few texts and count the rest. A single remaining text is listed, because its count is as long.
 
     Args:
-        most: So many are listed, or one more.
-        separator: Between two of them.
-        last: Before ``and 3 more``.
+        most: Number of texts to list.
+        separator: Text between two items.
+        last: Text before ``and 3 more``.
     """
     shown = texts if len(texts) <= most + 1 else texts[:most]
     more = len(texts) - len(shown)
@@ -69,9 +68,9 @@ def _shown_as(character: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    r"""Return the same JSON without a character that a terminal would act on: each is written as ``\uXXXX``.
+    r"""Escape the characters of a JSON text that a terminal would interpret, as ``\uXXXX``.
 
-    Such characters can only stand inside strings; line ends between values stay.
+    They occur only inside strings. Line ends between values are unchanged.
     """
     if text.replace("\n", "").isprintable():
         return text
@@ -81,7 +80,7 @@ def printable_json(text: str) -> str:
 
 
 def ascii_json(text: str) -> str:
-    r"""Return the same JSON in ASCII: every other character, which can only stand inside strings, is ``\uXXXX``."""
+    r"""Escape the characters of a JSON text that are not ASCII, as ``\uXXXX``. They occur only inside strings."""
     return "".join(character if character.isascii() else _json_escape(character) for character in text)
 
 
@@ -91,9 +90,9 @@ def _json_escape(character: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Mask the passwords of URLs: after the user's name, and in options such as ``?password=``.
+    """Mask the passwords of URLs: after the user name, and in options such as ``?password=``.
 
-    Of a text that is very long the middle is left out, as it is not shown.
+    The middle of a very long text is left out, because it is not shown.
     """
     text = shortened(text, LONGEST)
     return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub(r"://\1:***@", text))
@@ -113,19 +112,19 @@ _UNIT_BYTES = {
     "gb": 10**9,
     "tb": 10**12,
 }
-# Bounded lengths: int() refuses thousands of digits with an error of its own.
+# Limit the number of digits, because int() raises its own error for thousands of digits.
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """Read whole bytes, rounded down, from a size such as ``"1.5GiB"``.
+    """Parse a size such as ``"1.5GiB"`` into whole bytes, rounded down.
 
     Args:
-        text: A number of zero or more, with decimals or without, then B, KiB, MiB, GiB, TiB, KB, MB, GB or TB in any
-            case. A number alone is bytes.
+        text: A number of 0 or more, optionally with decimals, then B, KiB, MiB, GiB, TiB, KB, MB, GB or TB in any case.
+            A number without a unit is bytes.
 
     Raises:
-        InputError: If it is not such a size.
+        InputError: It is not such a size.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -138,41 +137,41 @@ def parse_bytes(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """Write bytes, of either sign, in at most four digits of the largest unit that they fill.
+    """Format bytes, positive or negative, with at most four digits of the largest suitable unit.
 
-    As in ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``; beyond 10,000 TiB with as many digits as it takes.
+    Examples: ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``. Above 10,000 TiB there are more digits.
     """
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= factor:
             value = nbytes / factor
-            # Past four digits, `g` would write an exponent.
+            # `g` writes an exponent for more than four digits.
             return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
     return f"{nbytes} B"
 
 
 def counted_text(n: int, noun: str) -> str:
-    """Write a number of things: ``1 step``, ``2 steps``."""
+    """Format a count with its noun: ``1 step``, ``2 steps``."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def tuple_text(numbers: Sequence[int]) -> str:
-    """Write a split: ``(4, 6, 6)``."""
+    """Format a split: ``(4, 6, 6)``."""
     return f"({', '.join(map(str, numbers))})"
 
 
 def ms_text(seconds: float) -> str:
-    """Write a duration: in whole milliseconds, or three digits of what is over before that."""
+    """Format seconds as milliseconds: two decimals below 10 ms, one below 1,000 ms, and none above."""
     ms = seconds * 1000
     return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
 def rate_text(samples_per_s: float) -> str:
-    """Write a throughput: whole samples, or three digits of a slow one."""
+    """Format a throughput: whole samples per second, or three digits below 100."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str:
-    """Say which of a loader and the devices a run waits for."""
+    """Return a text that names the bottleneck of a run: the loader or the devices."""
     slower = "loader bounds" if loader_samples_per_s < devices_samples_per_s else "devices bound"
     return f"the {slower} the run"
 
@@ -181,16 +180,16 @@ def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str
 
 _KEPT = "\n\t"
 _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co")
-"""Unicode categories that draw nothing, or turn what stands around them: controls, marks of direction, halves."""
+"""Unicode categories without a visible character: control and format characters, surrogates, unassigned."""
 
 
 def visible(text: str) -> str:
-    """Return a text with a mark in the place of what can't be seen: control characters, marks of direction."""
+    """Replace invisible characters, such as control and bidirectional characters, by a mark."""
     return "".join("�" if unicodedata.category(c) in _INVISIBLE and c not in _KEPT else c for c in text)
 
 
 def escaped(text: str) -> str:
-    """Return a text for HTML, within an element or an attribute's quotes."""
+    """Escape a text for HTML, in an element or a quoted attribute."""
     return html.escape(visible(text), quote=True)
 
 
@@ -201,16 +200,16 @@ def table_html(
     rows: Iterable[Sequence[str]],
     remarks: Iterable[str] = (),
 ) -> str:
-    """Return a table with a heading and facts above it, in the colours of the page that it is put into.
+    """Return an HTML table with a heading and facts above it. It uses the colours of the surrounding page.
 
     Args:
-        facts: What there is to say by name.
+        facts: Pairs of a name and a value.
         columns: Headings of the table.
-        rows: Its cells.
-        remarks: A line each, below.
+        rows: Cells of the table.
+        remarks: Lines below the table.
     """
     left = ' style="text-align:left"'
-    # Nothing of colours but what the page has: it may be light or dark.
+    # Set no colours, because the page may be light or dark.
     head = "".join(f'<th scope="col"{left}>{escaped(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td{left}>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
     told = "".join(

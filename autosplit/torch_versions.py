@@ -66,7 +66,7 @@ check_private_names()
 
 
 def private(owner: object, name: str) -> Any:
-    """Return a private attribute that only instances have; raise RuntimeError if this torch gives them none."""
+    """Return a private attribute of an instance. Raise RuntimeError if this torch does not have it."""
     if not hasattr(owner, name):
         raise RuntimeError(_unknown(f"{type(owner).__name__}.{name}"))
     return getattr(owner, name)
@@ -103,7 +103,7 @@ def default_device() -> torch.device:
     """Return the device of tensors that are made without one.
 
     torch 2.6 and 2.7 do not report the device of `with torch.device(...)`. torch 2.6 to 2.8 raise AttributeError after
-    `set_default_device(None)`. There a new tensor shows its device.
+    `set_default_device(None)`. In these versions, return the device of a new tensor.
     """
     if torch.__version__ >= "2.8":
         with suppress(AttributeError):
@@ -117,7 +117,7 @@ _WILL_RUN = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 def knows_nodes_to_run() -> bool:
-    """Return whether `will_run` can answer. Without it, replicas are not kept from one micro-step to the next."""
+    """Return whether `will_run` works. If it does not, replicas do not persist from one micro-step to the next."""
     return _WILL_RUN is not None
 
 
@@ -136,9 +136,9 @@ def will_run(node: Any) -> bool:
 
 
 def run_early(node: Any) -> None:
-    """Let a backward run this node as soon as its gradient is complete. Otherwise nodes that are newer run first.
+    """Make a backward run this node as soon as its gradient is complete. By default newer nodes run first.
 
-    A torch without the function keeps the order, so that gradients which wait for this node take memory.
+    Without torch's function the order is unchanged, and gradients that wait for this node take memory.
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(2**62)  # torch runs the node with the largest number first
@@ -157,10 +157,10 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set tensors' version counters, which autograd compares to detect changes in place.
+    """Set tensors' version counters, which autograd compares to detect in-place changes.
 
-    torch >= 2.8 takes tuples, torch 2.6 and 2.7 one tensor at a time. Without the function the counters stay as they
-    are, and a backward of a graph that was recorded earlier raises torch's error about an in-place change.
+    torch >= 2.8 takes tuples, torch 2.6 and 2.7 one tensor at a time. Without the function the counters are unchanged.
+    A backward of a graph that was recorded earlier then raises torch's error about an in-place change.
     """
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is None or not tensors:
@@ -173,7 +173,7 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 
 def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Group dense tensors of one dtype and device into lists of at most `most_bytes`; a larger tensor is alone."""
+    """Group dense tensors of one dtype and device into lists of at most `most_bytes`. A larger tensor is alone."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -225,7 +225,7 @@ NORMS: tuple[type[nn.Module], ...] = (
 
 
 def aten_ops(names: str) -> frozenset[Any]:
-    """Return torch's operators of these names, less those that this torch does not have."""
+    """Return torch's operators of these names. Names that this torch does not have are left out."""
     return frozenset(getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name))
 
 
@@ -233,11 +233,11 @@ def aten_ops(names: str) -> frozenset[Any]:
 
 
 NN_FUNCTIONS: Any = getattr(torch._C, "_nn", nn.functional)
-"""The functions that `torch.nn.functional` calls: those that are written in C++."""
+"""The C++ functions that `torch.nn.functional` calls."""
 
 
 def has_autocast(name: str) -> bool:
-    """Return whether CUDA's autocast has a rule for an operator; torch < 2.13 has none for `rms_norm`."""
+    """Return whether CUDA's autocast has a rule for an operator. torch < 2.13 has none for `rms_norm`."""
     asks = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
     if asks is None:
         return torch.__version__ >= "2.13"
@@ -246,12 +246,12 @@ def has_autocast(name: str) -> bool:
 
 @dataclass(frozen=True)
 class CudnnAttention:
-    """When this torch runs attention by cuDNN.
+    """Rules of a torch version for running attention with cuDNN.
 
     Attributes:
         is_preferred: torch tries cuDNN first on compute capability 9 and 10.
-        takes_any_dropout: Otherwise only multiples of 1/16.
-        head_size: The largest on compute capability 9.0.
+        takes_any_dropout: If False, dropout must be a multiple of 1/16.
+        head_size: The largest head size on compute capability 9.0.
     """
 
     is_preferred: bool
@@ -260,9 +260,9 @@ class CudnnAttention:
 
 
 def cudnn_attention_rules(version: str = torch.__version__) -> CudnnAttention:
-    """Return when a version of torch runs attention by cuDNN (native/transformers/cuda/sdp_utils.cpp).
+    """Return a torch version's rules for attention with cuDNN (native/transformers/cuda/sdp_utils.cpp).
 
-    benchmarks/results/kernels/attention.json has the choices of torch that these rules follow.
+    The rules reproduce torch's choices in benchmarks/results/kernels/attention.json.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     return CudnnAttention((major, minor) >= (2, 11), (major, minor) < (2, 12), 256)
@@ -284,7 +284,7 @@ def cublas_workspace_bytes(capability: int) -> int:
 
 
 def cublaslt_workspace_bytes() -> int:
-    """Return the bytes of a workspace of cuBLASLt's own; torch >= 2.12 lets it use that of cuBLAS."""
+    """Return the bytes of cuBLASLt's separate workspace. In torch >= 2.12 it uses cuBLAS's workspace."""
     return 0 if torch.__version__ >= "2.12" else 2**20
 
 
@@ -317,7 +317,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def reset_fsdp(root: Any) -> None:
-    """Discard what an exception in a forward or a backward left in FSDP2; do nothing if `root` is not the root module.
+    """Clear the state that an exception left in FSDP2. Do nothing if `root` is not the root module.
 
     torch 2.13 has `reset_iter_state` for this. On torch 2.6 to 2.11 this function does the same: it waits for
     unfinished collectives, reshards all parameters and clears FSDP2's records of the step.

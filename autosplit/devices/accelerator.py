@@ -1,4 +1,4 @@
-"""Find the accelerators that are here: their memory, their UUIDs, and whether torch has code for them."""
+"""Find accelerators, and read their memory, their UUIDs and whether torch has kernels for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autosplit.errors import DeviceError, first_line
 
 
 class DeviceWarning(UserWarning):
-    """A device that is there is not used."""
+    """Warning that an existing device is not used."""
 
 
 class Found(NamedTuple):
-    """A kind of accelerator as torch has it: its module, or why there is none."""
+    """Torch's module for a kind of accelerator, or the reason why there is none."""
 
     module: Any
     kind: str
@@ -29,13 +29,13 @@ class Found(NamedTuple):
 
 
 def accelerator_at(kind: str | None = None) -> Found:
-    """Return a kind of accelerator, None for the one that torch sees. Tests put fakes in its place."""
+    """Return an accelerator kind, by default the kind that torch detects. Tests replace it by fakes."""
     try:
-        import torch  # here, for accelerators alone: `sim:` and `cpu` specs must not wait for it
+        import torch  # only for accelerators: parsing `sim:` and `cpu` specs must not wait for torch
     except ImportError as error:
         return Found(None, kind or "cuda", f"torch cannot be imported: {error}")
     with warnings.catch_warnings():
-        # torch warns where a driver is too old or broken; what it then answers says enough.
+        # torch warns if the driver is too old or broken. Its return value is enough here.
         warnings.simplefilter("ignore")
         here = accelerator_kind()
     if here is not None and kind in {None, here}:
@@ -49,9 +49,9 @@ def accelerator_at(kind: str | None = None) -> Found:
 
 
 def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) -> tuple[Device, ...]:
-    """Return the devices of some indices.
+    """Return the devices at the given indices.
 
-    Where all are meant, one that does not answer (another process has it for itself, it has failed) is left out.
+    If all devices are selected, a device that fails or that another process uses exclusively is left out.
     """
     if found.kind == "cuda":
         _refuse_several_mig(found.module, indices)
@@ -74,18 +74,18 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 
 
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
-    """Return the device of one index, with what is free now or already held by this process's allocator."""
+    """Return the device at an index. Its capacity is memory that is free or held by this process's allocator."""
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
     free_bytes: int | None
     if not found.ask_memory:
         free_bytes = total_bytes
     elif getattr(properties, "is_integrated", 0):
-        # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
+        # The GPU uses host memory. The driver does not count memory that the system could reclaim.
         free_bytes = available_host_bytes()
     else:
         free_bytes = None if is_mig(str(properties.name)) else free_bytes_by_nvml(nvml, uuid)
-        if free_bytes is None:  # this makes a context, which takes some of what it tells
+        if free_bytes is None:  # creates a context, which uses some of the reported memory
             free_bytes = int(found.module.mem_get_info(index)[0])
     return Device(
         kind=found.kind,
@@ -98,7 +98,7 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
 
 
 def device_uuid(properties: Any) -> str | None:
-    """Return an accelerator's UUID, CUDA's in NVML's spelling (torch leaves the prefix out); None if unknown."""
+    """Return an accelerator's UUID, or None. torch omits the prefix of CUDA's UUIDs, so it is added as in NVML."""
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return None
@@ -106,24 +106,24 @@ def device_uuid(properties: Any) -> str | None:
 
 
 class Visible(NamedTuple):
-    """An accelerator that this process sees, at its place in torch's order."""
+    """An accelerator that this process sees, at its position in torch's order."""
 
     name: str
     uuid: str | None
 
 
 def visible_devices(kind: str) -> tuple[Visible, ...]:
-    """List the accelerators of a kind that this process sees, without a context on any."""
+    """List the accelerators of a kind that this process sees, without creating a context."""
     module = accelerator_at(kind).module
     found = [] if module is None else [module.get_device_properties(index) for index in range(module.device_count())]
     return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
 
 
 def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
-    """Return the index at which each device of a plan stands now; None where it is not here.
+    """Return the current index of each device of a plan, or None if the device is missing.
 
-    One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
-    is here, on a twin of the machine, they are those of the same names in the same order.
+    Devices are identified by UUID. So another CUDA_VISIBLE_DEVICES does not move a device's batch to another GPU. If
+    no UUID matches, as on an identical machine, devices are matched by name in the same order.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)
@@ -144,7 +144,7 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
 
 
 def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
-    """Refuse a card without kernels in this torch, with what would do, before its first operation fails."""
+    """Raise if this torch has no kernels for a GPU, and name an alternative, before its first operation fails."""
     problems = {index: why_unsupported(cuda, index) for index in visible}
     bad = [index for index in indices if problems[index] is not None]
     if bad:
@@ -155,7 +155,7 @@ def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int
 
 
 def why_unsupported(cuda: Any, index: int) -> str | None:
-    """Say why the installed torch has no kernels for a card, with the build to use; None where it has them."""
+    """Return why the installed torch has no kernels for a GPU and which build has them, or None if it has them."""
     major, minor = cuda.get_device_capability(index)
     return _missing_arch((int(major), int(minor)), cuda.get_arch_list())
 
@@ -163,8 +163,9 @@ def why_unsupported(cuda: Any, index: int) -> str | None:
 def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
     """Compare a compute capability with the architectures that torch was built for.
 
-    Machine code (``sm_86``) runs on its own major version from its minor version up, with the suffix ``a`` on that very
-    one; PTX (``compute_90``) is compiled for anything newer. An empty or foreign list (``gfx90a``) tells nothing.
+    Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a`` it
+    runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or one
+    without CUDA architectures (``gfx90a``) is accepted.
     """
     arches = [match for arch in built_for if (match := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch))]
     if not arches or any(_arch_runs(match, capability) for match in arches):
@@ -186,7 +187,7 @@ def _arch_runs(arch: re.Match[str], capability: tuple[int, int]) -> bool:
 
 
 def _build_for(capability: tuple[int, int]) -> str:
-    """Return the build of torch with kernels for a card, by pytorch's CUDA support matrix (pytorch#172352, #190385)."""
+    """Name a torch build with kernels for a GPU. See pytorch's CUDA support matrix (pytorch#172352, #190385)."""
     if capability < (5, 0):
         return f"a torch built from source for sm_{capability[0]}{capability[1]}, no current wheel has it"
     if capability < (7, 5):

@@ -1,7 +1,7 @@
-"""The catalogue of GPUs: the cards that ``sim:`` specs know, and finding one by a name that somebody wrote.
+"""Load the catalogue of GPUs for ``sim:`` specs, and find a GPU by any spelling of its name.
 
-The figures are in ``gpus.toml``, each row with its source. A file of the same form, or what ``autosplit doctor --json``
-printed, named by AUTOSPLIT_GPUS, adds cards or replaces them; it is read as hostile input.
+The figures are in ``gpus.toml``, each row with its source. AUTOSPLIT_GPUS may name a file of the same format, or the
+output of ``autosplit doctor --json``, to add or replace GPUs. That file is untrusted input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ else:
     import tomli as tomllib
 
 GPUS_VARIABLE = "AUTOSPLIT_GPUS"
-"""The environment variable that names a file with cards of the user's own."""
+"""The environment variable with the path of the user's own GPU file."""
 
 SIMULATED_ERRORS = (
     (
@@ -44,7 +44,7 @@ SIMULATED_ERRORS = (
         "in 39 cases"
     ),
 )
-"""How far the figures of simulated cards are off, by benchmarks/results/published.json and ceilings.json there."""
+"""Errors of predictions for simulated GPUs, from benchmarks/results/published.json and ceilings.json there."""
 
 _MOST_BYTES = 2**20
 
@@ -57,7 +57,7 @@ _Share = Annotated[float, Meta(ge=1e-3, le=2)]
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A card as the file has it; the header of ``gpus.toml`` says what each figure is."""
+    """A GPU as a row of the file. The header of ``gpus.toml`` explains each value."""
 
     memory_gib: Annotated[float, Meta(ge=1e-6, le=2**20)]
     tflops: dict[_Rate, Annotated[float, Meta(ge=1e-6, le=1e9)]]
@@ -80,7 +80,7 @@ class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of a file of cards."""
+    """The rows of a GPU file."""
 
     cards: dict[_Name, _Row] = {}
     links: dict[str, _Positive] = {}
@@ -89,29 +89,29 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A card of the catalogue: published figures, a row of ``gpus.toml``; or what was measured of one.
+    """A GPU of the catalogue with published rates (a row of ``gpus.toml``) or measured rates.
 
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
         memory_bytes: Nominal memory.
-        context_bytes: What CUDA's context takes of it.
-        fragmented: Share of the rest that workspaces and gaps between tensors take.
-        peak_flops: Dense peak by dtype name, in FLOP/s: ``float32`` (without tensor cores), ``float16`` and ``float64``
-            always, ``tf32`` and ``bfloat16`` only where the hardware has them.
-        memory_bytes_per_s: Bandwidth of the card's memory.
-        link_bytes_per_s: Bandwidth to its peers in one direction, over its usual link.
-        launch_s: What one operation costs before its kernel does any work.
+        context_bytes: Memory that the CUDA context uses.
+        fragmented: Fraction of the rest that workspaces and gaps between tensors use.
+        peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
+            ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
+        memory_bytes_per_s: Bandwidth of the GPU's memory.
+        link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
+        launch_s: Time to launch an operation before its kernel starts work.
         compute_capability: ``"8.6"``.
-        multiprocessors: None where unknown: then no product leaves some of them idle.
-        sustained: Share of a peak that long products reach, by dtype.
-        memory_power: Power of kernels that only move memory, as a share of the limit that slows products; 1 if no
-            limit does.
-        driver_names: Other names under which the driver reports the card (``"NVIDIA H100 80GB HBM3"``).
+        multiprocessors: None if unknown. Products are then assumed to use all of them.
+        sustained: Fraction of a peak that long products reach, by dtype.
+        memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
+            slow products.
+        driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
     """
 
     name: str
     memory_bytes: int
-    # A dict has no hash; the name says enough.
+    # A dict has no hash. The name identifies the GPU.
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float
     link_bytes_per_s: float
@@ -127,26 +127,26 @@ class GpuSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that tensors may take of a whole card."""
+        """Memory that tensors can use on a whole GPU."""
         return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
-        """Return what products of a dtype reach, in FLOP/s; what the card has no units for runs as float32."""
+        """Return the rate of products of a dtype, in FLOP/s. A dtype without hardware support runs as float32."""
         own = rate if rate in self.peak_flops else "float32"
         return self.peak_flops[own] * self.sustained_share(rate)
 
     def sustained_share(self, rate: str) -> float:
-        """Return the share of their peak that products of a dtype reach, see `sustained_flops`."""
+        """Return the fraction of their peak that products of a dtype reach. See `sustained_flops`."""
         return self.sustained.get(rate if rate in self.peak_flops else "float32", 1.0)
 
     @property
     def rates(self) -> str:
-        """Where the figures are from: ``"published"``, or on what they were measured."""
+        """Source of the rates: ``"published"``, or the device that they were measured on."""
         return self.source if self.source.startswith("measured ") else "published"
 
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
-    """Return the cards that ``sim:`` knows by name, in the order of the file; read once."""
+    """Return the GPUs that ``sim:`` specs can name, in the order of the file. The file is read once."""
     return _catalog_with(os.environ.get(GPUS_VARIABLE) or None)
 
 
@@ -158,12 +158,12 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         return _specs(table, table)
     try:
         text = read_bounded(path, _MOST_BYTES).decode("utf-8")
-        if text.lstrip().startswith("{"):  # what doctor printed
+        if text.lstrip().startswith("{"):  # output of `autosplit doctor --json`
             given = msgspec.convert(cards_table(msgspec.json.decode(text, type=Examination)), type=_Table)
         else:
             given = _table_of(text)
         others = _specs(given, table)
-    # Of what TOML may hold (dates, numbers of thousands of digits), some fails outside the parser's own error.
+    # Some valid TOML (dates, numbers with thousands of digits) raises other errors than the parser's own.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
@@ -181,11 +181,11 @@ def _table_of(text: str) -> _Table:
 
 
 def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
-    """Make the cards of a file; its links and defaults come before the known ones."""
+    """Make the GPUs of a file. Its links and defaults take precedence over the known ones."""
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has some"
     links = {**known.links, **table.links}
-    sustained = defaults.sustained if table is known else {}  # a user's figures may be measured ones
+    sustained = defaults.sustained if table is known else {}  # a user's rates may be measured, so already sustained
     specs = {}
     for name, row in table.cards.items():
         missing = {"float32", "float16", "float64"} - row.tflops.keys()
@@ -215,13 +215,13 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
 
 
 def _normal(name: str) -> str:
-    """Return a card's name as it is compared: no case, spaces, '-' or '_', no brand in front."""
+    """Normalise a GPU's name for comparison: lower case, without spaces, '-', '_' and leading brand."""
     plain = re.sub(r"[\s_-]", "", name).lower()
     return re.sub(r"^(nvidia)?(geforce|tesla)?", "", plain)
 
 
 def catalog_names_near(name: str) -> tuple[str, ...]:
-    """Return at most five names of the catalogue that are near to a name, the nearest first."""
+    """Return at most five catalogue names similar to a name, the most similar first."""
     wanted = _normal(name)
     by_normal = {_normal(known): known for known in gpu_catalog()}
     holding = [known for normal, known in by_normal.items() if len(wanted) > 1 and wanted in normal]
@@ -230,15 +230,15 @@ def catalog_names_near(name: str) -> tuple[str, ...]:
 
 
 def mentions_card(text: str) -> bool:
-    """Tell whether the name of a card is somewhere in a text, in any spelling."""
+    """Return whether a text contains the name of a GPU, in any spelling."""
     return any(_normal(name) in _normal(text) for name in gpu_catalog())
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a card, by its name or by the driver's. Case, spaces, '-', '_' and the brand do not matter.
+    """Return the row of a GPU by its own or the driver's name. Case, spaces, '-', '_' and the brand do not matter.
 
     Raises:
-        DeviceError: No row or more than one has this name.
+        DeviceError: No row or more than one row has this name.
     """
     wanted = _normal(name)
     for known, spec in gpu_catalog().items():

@@ -1,7 +1,8 @@
-"""Devices: what there is to run on, and what is kept free of it.
+"""Describe a device, its capacity and its memory reserve.
 
-Accelerators under torch's own names (``cuda``, ``xpu``, ``npu``, ``mps``, ...), ``cpu`` (this machine's processor, with
-or without enforced budgets) and ``sim`` (cards of the catalogue). Importing this module loads neither torch nor NVML.
+Devices are accelerators under torch's names (``cuda``, ``xpu``, ``npu``, ``mps``, ...), ``cpu`` (this machine's CPU,
+with or without a memory budget) and ``sim`` (GPUs of the catalogue). Importing this module loads neither torch nor
+NVML.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from autosplit.errors import InputError, shown
 from autosplit.text import parse_bytes, size_text
 
 MAX_DEVICES = 1024
-"""More devices than this are a typing error, not a machine."""
+"""Most devices of a spec. A larger count is a typing error."""
 
 _ACCELERATOR_RESERVE = 0.05
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device that a plan is made for.
+    """One device of a plan.
 
     Attributes:
-        kind: Where its steps run: ``"cpu"``, ``"sim"``, or torch's name of an accelerator (``"cuda"``, ``"xpu"``).
+        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator (``"cuda"``, ``"xpu"``).
         index: Its position among the devices for ``cpu`` and ``sim``, its logical index for an accelerator.
         name: ``"NVIDIA GeForce RTX 3090"``, ``"RTX3090"`` (simulated) or ``"cpu"``.
-        capacity_bytes: What may be planned with, before the reserve. An accelerator: the memory that is free or held by
-            this process's allocator; ``sim``: the card's memory, or what ``@`` lowers it to; ``cpu``: the budget, or
-            80 % of the available memory.
-        budgeted: Whether the capacity is enforced exactly, as it is for ``sim`` and ``cpu:SIZE``.
-        spec: The catalogue's row; ``sim`` only.
-        uuid: ``"GPU-..."``; accelerators only, None where unknown.
-        driver: The driver's version; ``cuda`` only, None where unknown.
+        capacity_bytes: Memory for planning, before the reserve. For an accelerator: memory that is free or held by this
+            process's allocator. For ``sim``: the GPU's memory, or the size after ``@``. For ``cpu``: the budget, or 80%
+            of the available memory.
+        budgeted: Whether the capacity is enforced exactly, as for ``sim`` and ``cpu:SIZE``.
+        spec: The catalogue's row. Only for ``sim``.
+        uuid: ``"GPU-..."``. Only for accelerators, None if unknown.
+        driver: The driver's version. Only for ``cuda``, None if unknown.
     """
 
     kind: str
@@ -50,16 +51,16 @@ class Device:
 
     @property
     def label(self) -> str:
-        """The device in the words of a report: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``; without a budget ``"cpu"``."""
+        """The device's name in reports: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``, or ``"cpu"`` without a budget."""
         return "cpu" if self.kind == "cpu" and not self.budgeted else f"{self.kind}:{self.index}"
 
 
 LEAST_RESERVE_BYTES = 1024
-"""Fewer are a number whose unit was forgotten."""
+"""Smallest reserve. A smaller number is probably a size without its unit."""
 
 
 def parse_reserve(value: str | float | None) -> int | float | None:
-    """Read what is kept free on a device: an int of bytes, a float share of its capacity, None for the default."""
+    """Parse a device's memory reserve: an int of bytes, a float fraction of its capacity, or None for the default."""
     if value is None:
         return None
     reserve = _reserve_in(value) if isinstance(value, str) else value
@@ -80,7 +81,7 @@ def parse_reserve(value: str | float | None) -> int | float | None:
 
 
 def _reserve_in(text: str) -> int | float | None:
-    """Return the bytes or the share that a text says; None where it says neither."""
+    """Parse a size or a fraction. Return None if the text is neither."""
     if percent := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip()):
         return float(Fraction(percent[1]) / 100)
     if re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):
@@ -92,7 +93,7 @@ def _reserve_in(text: str) -> int | float | None:
 
 
 def reserve_bytes(reserve: str | float | None, device: Device) -> int:
-    """Return the bytes kept free on a device, rounded up; by default 5 % on accelerators, none elsewhere."""
+    """Return the bytes to keep free on a device, rounded up. The default is 5% on accelerators and 0 elsewhere."""
     wanted = parse_reserve(reserve)
     if wanted is None:
         wanted = _ACCELERATOR_RESERVE if is_accelerator(device.kind) else 0

@@ -1,6 +1,6 @@
-"""The findings of a machine's examination, and its cards in the form of the catalogue.
+"""Store the results of `autosplit doctor`, and convert its GPUs to rows of the catalogue.
 
-Nothing in it tells whose machine it is: no UUIDs, addresses, paths or processes.
+The results contain nothing that identifies the machine: no UUIDs, addresses, paths or processes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autosplit.errors import DeviceError
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """A problem of the machine, with a fix.
 
     Attributes:
-        problem: What it is.
-        cure: What to do.
+        problem: The problem.
+        cure: How to fix it.
     """
 
     problem: str
@@ -29,23 +29,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Card:
-    """A device, and what it reaches.
+    """A device and its measured rates.
 
     Attributes:
         device: ``"cuda:0"``.
-        name: What its maker calls it.
-        memory_bytes: What it has.
-        free_bytes: What of it nobody holds; None where that is unknown.
-        used_by_others_bytes: What other processes hold; None where that is unknown.
-        compute_capability: ``"9.0"``; None of what is no CUDA device.
-        compute_mode: ``"default"``, ``"exclusive process"``, ...; None where NVML does not tell.
-        catalogue: The row of the catalogue of that name; None where there is none.
-        tflops: Of matrix products, by dtype, in 10^12 operations per second; ``"tf32"`` where the card has it.
-        tflops_of_catalogue: The same, as parts of the catalogue's; empty without a row.
-        memory_gb_per_s: Bytes read and written within its memory, in 10^9 per second.
-        memory_of_catalogue: The same, as a part of the catalogue's; None without a row.
-        launch_s: What an operation costs the host.
-        usual_link_gb_per_s: Of the catalogue: 10^9 bytes per second to a card beside it; None without a row.
+        name: The vendor's name for it.
+        memory_bytes: Total memory.
+        free_bytes: Free memory, or None if unknown.
+        used_by_others_bytes: Memory that other processes hold, or None if unknown.
+        compute_capability: ``"9.0"``, or None for a device other than CUDA.
+        compute_mode: ``"default"``, ``"exclusive process"``, ..., or None if NVML does not report it.
+        catalogue: The catalogue row with this name, or None.
+        tflops: Rate of matrix products by dtype, in 10^12 operations per second. ``"tf32"`` only if supported.
+        tflops_of_catalogue: The same as fractions of the catalogue's rates. Empty without a row.
+        memory_gb_per_s: Bytes read and written in its memory, in 10^9 per second.
+        memory_of_catalogue: The same as a fraction of the catalogue's rate. None without a row.
+        launch_s: Host time per operation.
+        usual_link_gb_per_s: The catalogue's rate to a neighbouring GPU, in 10^9 bytes per second. None without a row.
     """
 
     device: str
@@ -66,12 +66,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Copy:
-    """A way from one card to another.
+    """A copy from one GPU to another.
 
     Attributes:
-        source: Where from.
-        destination: Where to.
-        arrives: What is sent arrives as it was.
+        source: The sending GPU.
+        destination: The receiving GPU.
+        arrives: Whether the data arrives unchanged.
         gb_per_s: 10^9 bytes per second.
     """
 
@@ -83,14 +83,14 @@ class Copy:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks of a job met.
+    """The result of an all-reduce between the ranks of a job.
 
     Attributes:
-        backend: Torch's for these devices: ``"nccl"``, ``"gloo"``.
-        ranks: How many there were.
-        gb_per_s: 10^9 bytes of gradients added up over the ranks per second; None where they did not meet.
-        failure: Why they did not; None where they did.
-        cure: What to do about it.
+        backend: Torch's backend for these devices: ``"nccl"``, ``"gloo"``.
+        ranks: Number of ranks.
+        gb_per_s: 10^9 bytes of gradients reduced per second, or None if the all-reduce failed.
+        failure: The reason of the failure, or None.
+        cure: How to fix it.
     """
 
     backend: str
@@ -102,17 +102,17 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Training:
-    """A small model, tuned here and trained by the plan.
+    """A small model, tuned on this machine and trained with the plan.
 
     Attributes:
         devices: The device spec.
         split: Samples per device.
-        accumulation_steps: Forwards per optimizer step.
-        predicted_samples_per_s: By the plan.
-        measured_samples_per_s: By training with it.
-        predicted_bytes: By the plan, the peak of each device.
-        measured_bytes: While training with it.
-        took_s: To tune.
+        accumulation_steps: Micro-steps per optimizer step.
+        predicted_samples_per_s: Throughput that the plan predicts.
+        measured_samples_per_s: Throughput of training with the plan.
+        predicted_bytes: Peak of each device that the plan predicts.
+        measured_bytes: Peak of each device during training.
+        took_s: Tuning time.
     """
 
     devices: str
@@ -127,20 +127,20 @@ class Training:
 
 @dataclass(frozen=True)
 class Examination:
-    """A machine, as far as autosplit stands on it.
+    """Results of `autosplit doctor` for a machine.
 
     Attributes:
-        torch: Its version.
-        cuda: The CUDA that it was built for; None without.
-        driver: The version of NVIDIA's driver; None where NVML does not tell.
-        kind: What computes here, in torch's word: ``"cuda"``, ``"xpu"``, ``"cpu"``.
-        cards: Its devices that can be used.
-        copies: Every way between two of them.
-        collective: How ranks of a job meet; None with fewer than two devices.
-        training: A small model; None where it could not be tuned.
-        problems: What is wrong, with its cure; empty where all is well.
-        notes: What else there is to say.
-        took_s: All of it.
+        torch: Torch's version.
+        cuda: The CUDA version that torch was built for, or None.
+        driver: The version of NVIDIA's driver, or None if NVML does not report it.
+        kind: Torch's name for the devices: ``"cuda"``, ``"xpu"``, ``"cpu"``.
+        cards: The usable devices.
+        copies: Copies between all pairs of devices, in both directions.
+        collective: An all-reduce between the devices, or None with fewer than two.
+        training: A small tuned model, or None if it could not be tuned.
+        problems: Problems and how to fix them. Empty if there are none.
+        notes: Other remarks.
+        took_s: Total time.
     """
 
     torch: str
@@ -157,10 +157,10 @@ class Examination:
 
 
 def cards_table(examination: Examination) -> dict[str, Any]:
-    """Return the machine's cards with the rates that were measured, as ``autosplit/devices/gpus.toml`` has cards.
+    """Return the machine's GPUs with their measured rates, in the format of ``autosplit/devices/gpus.toml``.
 
-    A card alone has no link to measure: its catalogue row's is taken, without one that of PCI Express 4.0. Products
-    that a card has not run as float32.
+    A single GPU has no link to measure. It gets the link of its catalogue row, or PCI Express 4.0 without a row. Data
+    types that a GPU does not support run as float32.
     """
     if not is_accelerator(examination.kind):
         raise DeviceError(

@@ -1,4 +1,4 @@
-"""The memory of this machine that a process may still take."""
+"""Read how much of this machine's memory a process may still use."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import re
 from pathlib import Path
 
-# Where neither /proc nor sysconf says how much memory there is (Windows): small, to be safe; `cpu:SIZE` overrides it.
+# Used if neither /proc nor sysconf reports the memory (Windows). Small to be safe. `cpu:SIZE` overrides it.
 _UNKNOWN_HOST_BYTES = 4 * 2**30
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may still take: the kernel's figure, bounded by the process's cgroups."""
+    """Return the bytes that this process may still use: the kernel's figure, limited by the process's cgroups."""
     free_bytes = _cgroup_bytes(root)
     if match := re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
         free_bytes.append(int(match[1]) * 1024)
@@ -19,7 +19,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """Return the bytes that each memory cgroup from the process's own up to the root has left, of either version."""
+    """Return the free bytes of each memory cgroup (v1 or v2), from the process's own up to the root."""
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -37,7 +37,7 @@ def _cgroup_bytes(root: Path) -> list[int]:
 
 
 def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
-    """Return a cgroup's limit less its use, without page cache that the kernel would drop; None without a limit."""
+    """Return a cgroup's limit minus its use without reclaimable page cache, or None without a limit."""
     limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
     used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
     if not limit.isdigit() or not used.isdigit():
@@ -49,7 +49,7 @@ def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
 
 
 def _sysconf_bytes() -> int:
-    """Return memory where there is no /proc: free pages, else half of all pages, else a cautious constant."""
+    """Return available memory without /proc: free pages, or half of all pages, or a cautious constant."""
     for name, share in (("SC_AVPHYS_PAGES", 1.0), ("SC_PHYS_PAGES", 0.5)):
         try:
             pages = os.sysconf(name)
@@ -62,7 +62,7 @@ def _sysconf_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, empty where there is none."""
+    """Return a file's text, or an empty text if there is no file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

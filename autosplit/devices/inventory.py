@@ -1,6 +1,7 @@
-"""The survey: every GPU of the machine with its load, as ``autosplit devices`` shows it.
+"""List every GPU of the machine with its current use, for ``autosplit devices``.
 
-CUDA's GPUs are matched with NVML's by UUID, else by PCI address. No failure of either raises: each ends as a note.
+CUDA's GPUs are matched with NVML's by UUID or else by PCI address. Failures of CUDA or NVML do not raise. They become
+notes.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from autosplit.errors import first_line
 _T = TypeVar("_T")
 
 
-# What NVML says of a whole card, and CUDA of a slice of one.
+# NVML reports these for a whole GPU, and CUDA for a MIG slice of it.
 _MEASURED = ("total_bytes", "free_bytes", "used_bytes", "own_bytes", "utilization_percent")
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One GPU as ``autosplit devices`` shows it; a figure that nobody could tell is None.
+    """One GPU as ``autosplit devices`` shows it. Unknown values are None.
 
     Attributes:
-        logical_index: Its number in torch (``cuda:N``); None for a GPU that this process doesn't see.
-        physical_index: Its number in NVML and nvidia-smi; None where NVML doesn't know it.
+        logical_index: Its number in torch (``cuda:N``), or None if this process cannot see the GPU.
+        physical_index: Its number in NVML and nvidia-smi, or None if NVML does not list it.
         name: Its product name.
-        total_bytes: Its memory.
-        free_bytes: What of it nobody holds.
-        used_by_others_bytes: What other processes hold.
-        utilization_percent: Share of the last moment in which a kernel ran.
+        total_bytes: Total memory.
+        free_bytes: Free memory.
+        used_by_others_bytes: Memory that other processes hold.
+        utilization_percent: Percentage of the last sampling period in which a kernel ran.
         temperature_c: Temperature in degrees Celsius.
         power_w: Power draw in watts.
         uuid: ``"GPU-..."``.
         visible: Whether this process can use it.
-        notes: What is special about it, and which figures could not be had.
-        kind: Torch's name of such devices: ``"cuda"``, ``"xpu"``.
+        notes: Special properties, and values that could not be read.
+        kind: Torch's name for the device type: ``"cuda"``, ``"xpu"``.
     """
 
     logical_index: int | None
@@ -60,7 +61,7 @@ class DeviceReport:
 
 @dataclass
 class _Gpu:
-    """A GPU while the two views of it, CUDA's and NVML's, are put together."""
+    """A GPU while its data from CUDA and from NVML are merged."""
 
     name: str
     notes: list[str]
@@ -79,11 +80,11 @@ class _Gpu:
 
 
 def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
-    """Survey every GPU of the machine, whether this process sees it or not.
+    """List every GPU of the machine, including GPUs that this process cannot see.
 
     Returns:
-        The GPUs, those that this process sees first and in CUDA's order; and notes on the whole (no driver, no NVML,
-        how ``CUDA_VISIBLE_DEVICES`` maps). Neither CUDA's nor NVML's failures raise: they are among the notes.
+        The GPUs, first the visible ones in CUDA's order; and notes about the machine (no driver, no NVML, the mapping
+        of ``CUDA_VISIBLE_DEVICES``). Failures of CUDA and NVML do not raise. They are in the notes.
     """
     notes: list[str] = []
     found = accelerator_at()
@@ -106,7 +107,7 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
 
 
 def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
-    """Return the GPUs as torch sees them."""
+    """Return the GPUs that torch sees."""
     gpus, cuda = [], found.module
     for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
@@ -129,7 +130,7 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 
 
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
-    """Return one GPU with all that NVML tells of it."""
+    """Return one GPU with all data that NVML reports."""
     notes: list[str] = []
     name = _ask(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
@@ -145,7 +146,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
         notes, "temperature", lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
     )
     gpu.power_w = _ask(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-    # A card that has no MIG says "not supported": nothing to note.
+    # A GPU without MIG answers "not supported", which needs no note.
     mig = _ask([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0]:
         gpu.mig = True
@@ -154,7 +155,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """Return the bytes that this process holds by NVML; None where it lists no such process, or no figures."""
+    """Return the bytes that NVML reports for this process, or None if it lists no such process or no sizes."""
     processes = _ask(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None
@@ -165,10 +166,10 @@ def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
 
 
 def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
-    """Return CUDA's view of a GPU with what NVML knows of the same one."""
+    """Merge NVML's data into CUDA's view of a GPU."""
     known = _same_gpu(gpu, physical)
     if known is not None:
-        # A slice has the memory that CUDA says; NVML's figures are the whole card's.
+        # For a MIG slice, use CUDA's memory size. NVML reports the whole GPU.
         for name in ("physical_index", "temperature_c", "power_w", *(() if gpu.mig else _MEASURED)):
             if getattr(known, name) is not None:
                 setattr(gpu, name, getattr(known, name))
@@ -176,7 +177,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
         gpu.notes.extend(known.notes)
     index = gpu.logical_index
     if gpu.free_bytes is None:
-        # Unified memory and slices: NVML has no figures, CUDA has. This makes a context, so it is asked only here.
+        # NVML has no values for unified memory and slices, but CUDA has. This creates a context, so do it only here.
         memory = _ask(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
         if memory is not None:
             gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])
@@ -187,7 +188,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
 
 
 def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
-    """Return NVML's view of a CUDA GPU: by UUID, else by PCI address; never by index, the two orders differ."""
+    """Find a CUDA GPU in NVML's list by UUID, then by PCI address. Indices do not match, since the orders differ."""
     for attribute in ("uuid", "pci"):
         value = getattr(gpu, attribute)
         matches = [other for other in physical if value is not None and getattr(other, attribute) == value]
@@ -206,9 +207,9 @@ def _report(gpu: _Gpu, kind: str) -> DeviceReport:
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
-    """Say how ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
+    """Return notes on how ``CUDA_VISIBLE_DEVICES`` and CUDA's order map CUDA's numbers to NVML's."""
     if any(report.kind != "cuda" for report in reports):
-        return []  # its like of other back ends has no numbers of a driver's to map to
+        return []  # other back ends have no driver numbers to map to
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [report for report in reports if report.visible]
     setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}"
@@ -229,16 +230,16 @@ def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) ->
 
 
 def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
-    """Ask for one figure; where that fails, note what is unknown and go on."""
+    """Call a function that reads one value. If it fails, add a note and return None."""
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 (a figure that nobody can tell must not hide the others)
+    except Exception as error:  # noqa: BLE001 (one unreadable value must not hide the others)
         notes.append(f"{what} unknown: {first_line(error)}")
         return None
 
 
 def _pynvml_distribution_note() -> str | None:
-    """Note the old separate distribution `pynvml`, which hides or shadows `nvidia-ml-py`; torch warns of it."""
+    """Return a note if the separate, older distribution `pynvml` is installed. It shadows `nvidia-ml-py`."""
     try:
         version = importlib.metadata.version("pynvml")
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The check that copies between this machine's GPUs arrive.
+"""Check that copies between this machine's GPUs arrive unchanged.
 
-On some machines a direct copy from one GPU to another reports success and leaves zeros, or whatever was there
-before: training then goes wrong without an error. So a known tensor is sent each way once and read on the host.
+On some machines a direct copy from one GPU to another reports success but leaves zeros or old values. Training then
+goes wrong without an error. So a known tensor is sent once in each direction and compared on the host.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from torch import Tensor
 from autosplit.errors import DeviceError
 
 _HOST = torch.device("cpu")
-_NUM_VALUES = 2**16  # 256 KiB: some links lose small copies, some large ones; this is neither
+_NUM_VALUES = 2**16  # 256 KiB: some links lose small copies and some lose large ones
 
 _sound: set[tuple[torch.device, torch.device]] = set()
-"""The ways, source and destination, that were found sound in this process."""
+"""Pairs of source and destination that passed the check in this process."""
 _num_sent = 0
-"""The known tensors sent so far: no two are alike."""
+"""Number of known tensors sent so far. Each tensor has different values."""
 _lock = threading.Lock()
 
 
 def check_links(devices: Sequence[torch.device]) -> None:
-    """Make sure that tensors arrive whole between the first device and each of the others.
+    """Check that tensors arrive unchanged between the first device and each other device.
 
-    Each way is checked once in a process; one that was found broken is checked again. CPU devices, and one GPU named
-    several times, have nothing to check.
+    Each direction is checked once per process, and again after a failure. CPU devices and repeated GPUs are skipped.
     """
     gpus = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
     with _lock:
@@ -49,7 +48,7 @@ def _check_way(source: torch.device, destination: torch.device) -> None:
 
 
 def _known_values() -> Tensor:
-    """Return values of which none was sent before: after a copy that does nothing, earlier ones would look right."""
+    """Return values that were not sent before. If a copy does nothing, old values cannot pass the check."""
     global _num_sent  # noqa: PLW0603  # guarded by the lock, as all of this module's state is
     first = 1 + _num_sent % 2**14 * _NUM_VALUES  # within int32, and never 0
     _num_sent += 1
@@ -57,7 +56,7 @@ def _known_values() -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, as torch does it for a module's parameters."""
+    """Copy a tensor to a device as torch copies a module's parameters."""
     return tensor.to(device)
 
 
@@ -70,8 +69,8 @@ def _broken(source: torch.device, destination: torch.device, sent: Tensor, arriv
             f"with {int(wrong.sum())} of {sent.numel()} values wrong "
             f"({int(arrived[index])} for {int(sent[index])} at index {index})"
         )
-    # NCCL_P2P_DISABLE is what people find first; it does nothing for torch's own copies (nccl-tests #117). The IOMMU is
-    # what it most often was (pytorch #84803), a driver the next (pytorch #119638).
+    # Web searches suggest NCCL_P2P_DISABLE, but it does not affect torch's own copies (nccl-tests #117). The usual
+    # cause is the IOMMU (pytorch #84803), then the driver (pytorch #119638).
     return (
         f"a known tensor copied from {source} to {destination} arrived {what}; expected it as it was sent: direct "
         "copies between these GPUs are broken; turn off the IOMMU in the BIOS, or boot Linux with iommu=pt, or install "

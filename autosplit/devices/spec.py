@@ -1,4 +1,4 @@
-"""Read the devices that a spec names: ``cuda:0,2``, ``cpu:2GiB``, ``sim:2xA100-40GB``."""
+"""Parse device specs: ``cuda:0,2``, ``cpu:2GiB``, ``sim:2xA100-40GB``."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 
 
 
 def list_devices() -> tuple[Device, ...]:
-    """List the accelerators that this process sees, in torch's order; without any, the processor.
+    """List the accelerators that this process sees, in torch's order, or the CPU if there are none.
 
     Raises:
-        DeviceError: If none of them can be asked for its memory.
+        DeviceError: No accelerator reports its memory.
 
     Warns:
-        DeviceWarning: One can't be asked for its memory, and is left out.
+        DeviceWarning: An accelerator does not report its memory and is left out.
     """
     return parse_devices()
 
@@ -42,25 +42,25 @@ def parse_devices(
     *,
     ask_memory: bool = True,
 ) -> tuple[Device, ...]:
-    """Read a device spec.
+    """Parse a device spec.
 
     Args:
-        spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` and the like for any accelerator of torch's,
-            ``"cpu"``, ``"cpu:2GiB,cpu:1GiB"`` (budgets that are enforced), ``"sim:2xA100-40GB+1xRTX3090"``,
-            ``"sim:3xRTX3090@10GiB"`` (lowered memory), a `Device`, a ``torch.device``, or a sequence of these; all of
-            one kind. None and ``"auto"`` are every visible accelerator, without any the processor.
-        ask_memory: False takes all of an accelerator's memory for its capacity: to ask how much of it is free makes a
-            context there, where NVML does not tell, which a process that does not compute there should not have.
+        spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` (any accelerator type of torch), ``"cpu"``,
+            ``"cpu:2GiB,cpu:1GiB"`` (enforced budgets), ``"sim:2xA100-40GB+1xRTX3090"``, ``"sim:3xRTX3090@10GiB"``
+            (reduced memory), a `Device`, a ``torch.device``, or a sequence of these. All must have one kind. None and
+            ``"auto"`` select every visible accelerator, or the CPU if there are none.
+        ask_memory: If False, use an accelerator's total memory as its capacity. If NVML is missing, reading the free
+            memory creates a context, which a process that does not compute there should avoid.
 
     Returns:
-        The devices in the order of the spec. Those of ``cpu`` and ``sim`` are numbered by position.
+        The devices in the order of the spec. Devices of ``cpu`` and ``sim`` are numbered by position.
 
     Raises:
-        DeviceError: If the spec can't be read, or names an unknown card, an absent GPU, one GPU twice, a GPU that the
-            installed torch was not built for, a count or a budget of 0, devices of several kinds, or over 1024 devices.
+        DeviceError: The spec cannot be parsed. Or it names an unknown GPU, an absent GPU, one GPU twice, a GPU that the
+            installed torch was not built for, a count or budget of 0, several kinds, or over 1024 devices.
 
     Warns:
-        DeviceWarning: Every GPU is meant, and one can't be asked for its memory: it is left out.
+        DeviceWarning: The spec selects every GPU. A GPU that does not report its memory is left out.
     """
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         found = accelerator_at()._replace(ask_memory=ask_memory)
@@ -73,7 +73,7 @@ def parse_devices(
 
 
 def _spec_text(part: object) -> str:
-    """Return a part of a spec as text; a ``torch.device`` prints itself in these very words."""
+    """Return a part of a spec as text. The text of a ``torch.device`` is a valid spec."""
     if isinstance(part, str):
         return part
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
@@ -85,11 +85,11 @@ def _spec_text(part: object) -> str:
 
 
 def _parse_text(text: str, ask_memory: bool) -> list[Device]:
-    """Return the devices of one string, whose items are parted by commas."""
+    """Return the devices of a comma-separated string."""
     devices: list[Device] = []
     kind = ""
     for piece in (piece.strip() for piece in text.split(",")):
-        # In "cuda:0,2" the second item goes on with the first one's kind.
+        # In "cuda:0,2" the second item continues with the kind of the first.
         goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
         head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
         kind = head.strip().lower()
@@ -113,12 +113,12 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
 
 
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
-    """Return the message for an item that starts with no kind of device."""
+    """Return the error message for an item that does not start with a device kind."""
     if not piece:
         return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
     hint = "correct the name"
     word = piece.partition(":")[0].strip().lower()
-    # Spelled like "cpu", meant as "cuda".
+    # "gpu" is spelled like "cpu" but means "cuda".
     near = ["cuda"] if word.startswith("gpu") else difflib.get_close_matches(word, ("cuda", "cpu", "sim"), 1, 0.5)
     if kind_before == "cpu":
         hint = f"every budget carries its own 'cpu:', so write 'cpu:{piece}'"
@@ -134,7 +134,7 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
-    """Return the whole spec's devices, checked against each other and numbered."""
+    """Return all devices of a spec after checking their kinds and numbering them."""
     if not devices:
         raise DeviceError(
             f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one", code="devices-empty"
@@ -177,7 +177,7 @@ def _plain_cpu() -> Device:
 
 
 def _budget(item: str, text: str) -> int:
-    """Return a budget's bytes, not of a bare number: ``cpu:1`` looks like torch's second processor, not a byte."""
+    """Return a budget in bytes. Reject a number without a unit, since ``cpu:1`` looks like a device index."""
     what = f"budget {shown(text)} in {shown(item)}"
     try:
         n_bytes = parse_bytes(text)
@@ -192,7 +192,7 @@ def _budget(item: str, text: str) -> int:
 
 
 def _sim_piece(tail: str) -> tuple[Device, ...]:
-    """Read ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
+    """Parse ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
         raise DeviceError(
             f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two",
@@ -207,9 +207,9 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
 
 
 def _sim_item(item: str, spec: str) -> tuple[int, Device]:
-    """Return the count and the device of ``2xA100-40GB``."""
+    """Return the count and the device of an item such as ``2xA100-40GB``."""
     card, at, memory = (text.strip() for text in item.partition("@"))
-    # "0x..." and "-1x..." are counts too, and are refused as such.
+    # Match counts such as "0x..." and "-1x..." too, so that a later check can reject them.
     match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)
     assert match is not None
     count_text, name = match[1] or "1", match[2]
@@ -238,13 +238,13 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
             f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card",
             code="sim-memory",
         )
-    # Longer texts than the bound's own are over it, and int() refuses very long ones.
+    # int() rejects very long texts. A text with more digits than the limit is above it anyway.
     count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
     return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
 
 
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
-    """Read ``cuda`` or one index of it."""
+    """Parse ``cuda``, or one index of it."""
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
         raise DeviceError(
@@ -265,4 +265,4 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
 
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "mtia")
-"""Kinds that a spec may name where they are not, to be told so."""
+"""Known accelerator kinds. If a spec names an absent kind, the error can report that."""

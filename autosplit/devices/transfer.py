@@ -1,10 +1,10 @@
-"""The one differentiable copy of a tensor between two devices of a step.
+"""Copy a tensor differentiably between two devices of a step.
 
-On a machine without GPUs the devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are all torch's one CPU, so `.to()`
-moves nothing and leaves no trace. `transfer` is an op of its own: a `Placement`, which follows the step, sees it,
-charges the copy to its destination, and clocks the link. Its backward is the copy back.
+Without GPUs, all devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are torch's one CPU, so `.to()` copies nothing.
+`transfer` is a separate op that a `Placement` can see. The placement tracks the step, charges the copy to its
+destination, and times the link. The backward of `transfer` is the copy in the other direction.
 
-Outside a placement all CPU devices share one set of weights and nothing has to be copied.
+Outside a placement all CPU devices share one set of weights, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 from torch import Tensor
 
 HOST = -1
-"""The device index of memory that belongs to no device of the step."""
+"""The device index of host memory, which belongs to no device of the step."""
 
 
 class Placement(Protocol):
-    """A follower of a step that knows which device a tensor is on."""
+    """A tracker of a step that knows each tensor's device."""
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the step."""
 
     def adopt(self, tensor: Tensor, device: int) -> None:
-        """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
+        """Charge an existing tensor to a device. A tensor that was adopted before stays on its device."""
 
     def device_of(self, tensor: Tensor) -> int:
-        """Return the device a tensor is on, `HOST` where it was never adopted."""
+        """Return a tensor's device, or `HOST` if it was never adopted."""
 
 
 ACTIVE: ContextVar[Placement | None] = ContextVar("autosplit_placement", default=None)
-"""What follows the running step; None outside of one."""
+"""The placement that tracks the running step, or None."""
 
 
 def active_placement() -> Placement | None:
-    """Return the placement that follows the running step, or None outside of one."""
+    """Return the placement that tracks the running step, or None."""
     return ACTIVE.get()
 
 
-# Not `custom_op`: in torch 2.8 its check of the outputs refuses sparse tensors.
+# `custom_op` cannot be used: in torch 2.8 its output check rejects sparse tensors.
 _LIBRARY = torch.library.Library("autosplit", "FRAGMENT")
 _LIBRARY.define("transfer(Tensor tensor, SymInt source, SymInt destination, str purpose) -> Tensor")
 
@@ -72,7 +72,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 torch.library.register_autograd("autosplit::transfer", _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 TRANSFER_OP = torch.ops.autosplit.transfer.default
-"""The op as a dispatch mode sees it: `(tensor, source, destination, purpose)`."""
+"""The op in a dispatch mode: `(tensor, source, destination, purpose)`."""
 
 
 @torch.library.custom_op("autosplit::transfer_into", mutates_args=("block",))
@@ -86,13 +86,13 @@ def _(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str
 
 
 TRANSFER_INTO_OP = torch.ops.autosplit.transfer_into.default
-"""The op as a dispatch mode sees it: `(block, tensor, source, destination, purpose)`."""
+"""The op in a dispatch mode: `(block, tensor, source, destination, purpose)`."""
 
 
 def transfer_into(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
-    """Copy a tensor into memory that another device holds already, as a gather does; not differentiable.
+    """Copy a tensor into an existing tensor on another device, as a gather does. This copy is not differentiable.
 
-    The block has the tensor's shape and dtype; the rest is as for `transfer`.
+    The block has the tensor's shape and dtype. See `transfer` for the other arguments.
     """
     TRANSFER_INTO_OP(block, tensor, source, destination, purpose)
 
@@ -101,9 +101,9 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
     """Copy a tensor from one device of the step to another, differentiably.
 
     Args:
-        source: Index of the device it is on, `HOST` for none.
-        destination: Index of the device that gets the copy, `HOST` for none.
-        purpose: What travels, for whoever follows: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,
+        source: Index of the tensor's device, or `HOST`.
+        destination: Index of the device that receives the copy, or `HOST`.
+        purpose: The tensor's role, for the tracker: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,
             ``"scalar"`` or ``"gradient"``.
     """
     copy: Tensor = TRANSFER_OP(tensor, source, destination, purpose)
@@ -111,7 +111,7 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
 
 
 def adopt_module(placement: Placement, module: torch.nn.Module, device: int) -> None:
-    """Charge a module's parameters, buffers and gradients to a device; tied and shared storages count once."""
+    """Charge a module's parameters, buffers and gradients to a device. Tied and shared storages count once."""
     for tensor in (*module.parameters(), *module.buffers()):
         placement.adopt(tensor, device)
         if tensor.grad is not None:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a job meet: a process for each device, by the back end that torch has for it."""
+"""Check that the ranks of a job can communicate, with one process per device and torch's back end for them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autosplit.devices.examination import Meeting
 from autosplit.errors import first_line
 
 LIMIT_S = 40.0
-"""For processes that start, meet and add up a few times; on a busy machine torch alone takes ten seconds to import."""
+"""Time limit for processes to start, connect and all-reduce. On a busy machine, importing torch takes 10 seconds."""
 
 _BYTES = 64 * 2**20
 _TIMES = 5
 
 
 def met(devices: Sequence[torch.device]) -> Meeting:
-    """Let a process for each device, all of one kind, add up gradients with the others."""
+    """Start one process per device, all of one kind, and all-reduce gradients between them."""
     name, count = dist.get_default_backend_for_device(devices[0].type), len(devices)
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(count) as ranks:
         store = Path(folder) / "store"
@@ -33,11 +33,11 @@ def met(devices: Sequence[torch.device]) -> Meeting:
             if any(one.ready() and not one.successful() for one in asked):
                 break
             time.sleep(0.02)
-        answered = [one for one in asked if one.ready()]  # the others are ended with the pool
+        answered = [one for one in asked if one.ready()]  # the pool terminates the other processes
         try:
             seconds = [one.get() for one in answered]
             failure = None if len(seconds) == count else f"{count - len(seconds)} of {count} gave no answer"
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is what the examination is for)
+        except Exception as error:  # noqa: BLE001 (any failure is a result of this check)
             failure = first_line(error)
     if failure is None:
         return Meeting(name, count, gb_per_s=_BYTES / max(seconds) / 1e9)
@@ -52,8 +52,8 @@ def _seconds(rank: int, size: int, name: str, device: torch.device, store: Path)
     gradients = torch.ones(_BYTES // 4, device=device)
     best_s = float("inf")
     for _ in range(_TIMES):
-        dist.all_reduce(gradients[:1])  # the first makes the connections, each lets the ranks begin together
-        float(gradients[0])  # waits
+        dist.all_reduce(gradients[:1])  # the first call connects the ranks, each call synchronises their start
+        float(gradients[0])  # waits for the device
         start_s = time.perf_counter()
         dist.all_reduce(gradients)
         float(gradients[0])

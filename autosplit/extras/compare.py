@@ -1,4 +1,4 @@
-"""Which cards to rent: the same workload tuned on one machine after the other, side by side with what each costs."""
+"""Compare machines by tuning the same workload for each, with throughput and cost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from autosplit.plan.record import PlanDevice
 
 SCHEMA_VERSION = 1
-"""Of a comparison's JSON."""
+"""Schema version of a comparison's JSON."""
 
 LARGEST_PRICE = 1e15
-"""Of an hour, in whatever money: more is a typing error."""
+"""Largest price per hour in any currency. A larger number is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Misfit:
     """Why a workload does not fit a machine.
 
     Attributes:
-        reason: A sentence.
-        device: The device that is too small, as ``"sim:0"``; None where it is no single one.
-        needed_bytes: What the smallest step needs there; 0 where that is not known.
-        capacity_bytes: What the device may hold; 0 where that is not known.
+        reason: The reason as a sentence.
+        device: The device that is too small, as ``"sim:0"``, or None if it is not a single device.
+        needed_bytes: Memory of the smallest step on that device, or 0 if unknown.
+        capacity_bytes: Memory limit of the device, or 0 if unknown.
     """
 
     reason: str
@@ -51,10 +51,10 @@ class ComparedMachine:
     """A machine with its plan and its price.
 
     Attributes:
-        devices: Its device spec, as it was given.
-        plan: None where the workload does not fit.
-        predicted: The samples/s are computed and not measured: its cards are not here, or DDP was solved.
-        price_per_hour: In whatever currency it was given.
+        devices: Its device spec, unchanged.
+        plan: None if the workload does not fit.
+        predicted: Whether samples/s are predicted instead of measured: the GPUs are simulated, or DDP was solved.
+        price_per_hour: In the user's currency.
     """
 
     devices: str
@@ -65,28 +65,28 @@ class ComparedMachine:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The plan's throughput; None where there is no plan."""
+        """The plan's throughput, or None without a plan."""
         return None if self.plan is None else self.plan.samples_per_s
 
     @property
     def cost_per_million_samples(self) -> float | None:
-        """The price of training on a million samples; None without a price or a plan."""
+        """The price of training on a million samples, or None without a price or a plan."""
         if self.plan is None or self.price_per_hour is None:
             return None
         return _cost_per_million(self.price_per_hour, self.plan.samples_per_s)
 
     @property
     def headroom_bytes(self) -> int | None:
-        """The bytes that the plan leaves free on the device where it leaves the least; None where there is no plan."""
+        """The smallest free memory that the plan leaves on a device, or None without a plan."""
         return None if self.plan is None else min(map(_headroom, self.plan.devices))
 
     @property
     def headroom_device(self) -> str | None:
-        """That device, as ``"sim:0"``."""
+        """The device with that smallest free memory, as ``"sim:0"``."""
         return None if self.plan is None else min(self.plan.devices, key=_headroom).label
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
+        """Return the machine as plain values for JSON."""
         plan = self.plan
         names = ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
         figures = ("samples_per_s", "headroom_bytes", "headroom_device", "price_per_hour", "cost_per_million_samples")
@@ -102,7 +102,7 @@ class ComparedMachine:
         }
 
     def __str__(self) -> str:
-        """Return it in one line."""
+        """Return the machine in one line."""
         how = "predicted" if self.predicted else "measured"
         if self.plan is None:
             return f"{self.devices}: {self.misfit.reason if self.misfit else 'no plan'} ({how})"
@@ -121,12 +121,12 @@ def _headroom(device: PlanDevice) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Machines side by side.
+    """Several machines compared.
 
     Attributes:
-        machines: The best first: by cost where there are prices, machines without one after those with one; otherwise
-            by samples/s. Those that the workload does not fit come last.
-        not_compared: Machines that were left out because of Ctrl-C.
+        machines: The best machine first. With prices, sorted by cost, and machines without a price follow. Without
+            prices, sorted by samples/s. Machines that the workload does not fit are last.
+        not_compared: Machines left out after Ctrl-C.
     """
 
     machines: tuple[ComparedMachine, ...]
@@ -135,7 +135,7 @@ class Comparison:
 
     @property
     def best(self) -> ComparedMachine | None:
-        """The first, if the workload fits it."""
+        """The first machine, if the workload fits it."""
         return next((machine for machine in self.machines if machine.plan is not None), None)
 
     @property
@@ -146,11 +146,11 @@ class Comparison:
 
     @property
     def complete(self) -> bool:
-        """Whether every machine was tuned for to the end."""
+        """Whether tuning was completed for every machine."""
         return not self.not_compared and all(one.plan is None or one.plan.complete for one in self.machines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain dicts, lists, numbers and strings: what ``autosplit compare --json`` prints."""
+        """Return plain dicts, lists, numbers and strings, as printed by ``autosplit compare --json``."""
         return {
             "schema_version": SCHEMA_VERSION,
             "sorted_by": self.sorted_by,
@@ -166,10 +166,10 @@ class Comparison:
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """Ctrl-C while comparing.
+    """Raised by Ctrl-C during a comparison.
 
     Attributes:
-        comparison: The machines that were done; None where there was none.
+        comparison: The completed machines, or None without any.
     """
 
     def __init__(self, comparison: Comparison | None) -> None:
@@ -177,13 +177,13 @@ class ComparisonInterrupted(KeyboardInterrupt):
         self.comparison = comparison
 
     def __str__(self) -> str:
-        """Say what happened."""
+        """Return a one-line message."""
         return "comparing was interrupted"
 
 
 @dataclass(frozen=True)
 class AskedMachine:
-    """A machine to compare; its `name` is as it was given, or the devices' labels where it was no text."""
+    """A machine to compare. Its `name` is the given text, or the devices' labels if the spec was no text."""
 
     name: str
     spec: Any
@@ -196,7 +196,7 @@ def asked_machines(
     prices: Mapping[str, float] | Iterable[tuple[str, float]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[AskedMachine, ...]:
-    """Check the machines, their prices (with or without ``sim:``) and the options of `tune`, before anything runs."""
+    """Check the machines, their prices (with or without ``sim:``) and the options of `tune` before anything runs."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "
@@ -237,12 +237,12 @@ def asked_machines(
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
-    """Return what makes two specs the same machine: ``sim:L4+L4`` is ``sim:2xL4``; free memory counts for nothing."""
+    """Return a key that is equal for equal machines: ``sim:L4+L4`` is ``sim:2xL4``. Free memory is not part of it."""
     return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
 
 
 def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
-    """Return which machine a price is for."""
+    """Return the index of the machine that a price is for."""
     identities = []
     for spec in (f"sim:{name.strip()}", name.strip()) if isinstance(name, str) else ():
         with suppress(DeviceError):
@@ -259,7 +259,7 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
 
 
 def _price(name: str, value: object) -> float:
-    price: Any = value  # of Real, mypy knows no order
+    price: Any = value  # mypy does not know that Real is ordered
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= price <= LARGEST_PRICE:
         return float(price)
     raise InputError(
@@ -279,29 +279,29 @@ def compare(
     progress: Callable[[Progress], None] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Tune a workload for one machine after the other, and set the plans side by side.
+    """Tune a workload for several machines in turn, and compare the plans.
 
-    Each plan is remembered in its profile as `tune`'s are, so that a second comparison is answered at once, and
-    `tune` with one of the devices returns the whole plan.
+    Each plan is saved in its profile, as by `tune`. A second comparison therefore returns at once, and `tune` with one
+    of the devices returns the full plan.
 
     Args:
         model_or_workload: As for `tune`.
         sample_batch: As for `tune`.
-        devices: A device spec for each machine: ``["sim:2xL4", "sim:A100-40GB", "cuda"]``. Simulated ones are
-            predicted, real ones measured.
-        prices: For an hour of a machine, in one currency, by its spec, with or without ``sim:`` in front:
+        devices: A device spec for each machine: ``["sim:2xL4", "sim:A100-40GB", "cuda"]``. Simulated machines are
+            predicted, real machines are measured.
+        prices: Price per hour of each machine in one currency. The keys are specs, with or without ``sim:``:
             ``{"2xL4": 1.2}``.
-        time_limit_s: For all of them together; each has its part of what is left.
-        progress: Called with a `Progress` now and then. Default: as of `tune`.
+        time_limit_s: Time limit for all machines together. Each gets a part of the remaining time.
+        progress: Called with a `Progress` from time to time. The default is that of `tune`.
         options: Any other keyword of `tune`.
 
     Returns:
-        The machines, sorted; those that the workload does not fit say why.
+        The sorted machines. A machine that the workload does not fit has the reason.
 
     Raises:
-        InputError: An argument that can't be used; see `tune`, too.
+        InputError: An argument is invalid. See also `tune`.
         UserCodeError: The workload's own code raised on its own sample.
-        ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
+        ComparisonInterrupted: Ctrl-C was pressed. The exception contains the completed machines.
     """
     from autosplit.tuning import tune as tuning
 
@@ -321,7 +321,7 @@ def compared(
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s."""
+    """Tune for several machines in turn with `tune_one(spec, timed)`. `timed` contains keywords of `tune`."""
     from autosplit.oom import DoesNotFitError
     from autosplit.runtime.prepare import followed_once
 
@@ -346,7 +346,7 @@ def compared(
             except KeyboardInterrupt as interrupt:
                 best: Plan | None = getattr(interrupt, "plan", None)
                 if best is not None:
-                    # Whole for the precisions that were tuned for before, as it may be, it is not what was asked for.
+                    # The plan may be complete for the precisions tuned so far, but not for the whole request.
                     done.append(_planned(machine, replace(best, complete=False)))
                 left = [one.name for one in machines[len(done) :]]
                 raise ComparisonInterrupted(_comparison(done, machines, left) if done else None) from None
@@ -370,7 +370,7 @@ def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], 
 
 
 def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
-    """Say where the plans are not quite alike, or not the fastest way to train."""
+    """Yield remarks if the plans are not comparable, or not the fastest way to train."""
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (

@@ -1,10 +1,10 @@
-"""The examination of a machine: what autosplit stands on here, whether it works, how fast it is, and what to mend.
+"""Diagnose this machine and suggest fixes: versions, GPUs, copies, collectives and a training run.
 
 versions      torch, its CUDA, the driver, NVML
-cards         architecture, memory, who else is on it, rates beside the catalogue's
-copies        between every two cards: do they arrive, and how fast
-collective    the back end that ranks of a job meet by, and its rate
-model         a small one, tuned, then trained by the plan: predicted beside measured
+cards         architecture, memory, other processes, measured rates compared with the catalogue's
+copies        between every two GPUs: whether they arrive unchanged, and their rate
+collective    the back end for the ranks of a job, and its all-reduce rate
+model         a small model, tuned and then trained with the plan: predicted and measured values
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from autosplit.torch_versions import accelerator_index
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
 WITHOUT_GPU = "cpu:256MiB"
-"""The device of a machine that has no accelerator: its budget is counted to the byte, so the memory can be compared."""
+"""Device of a machine without an accelerator. Its budget is tracked exactly, so memory can be compared."""
 
 SLOW_PRODUCTS, SLOW_MEMORY = 0.2, 0.5
-"""Shares of the catalogue's figures below which a card is named.
+"""Fractions of the catalogue's rates below which a GPU is reported.
 
-On the eight cards of NeuSight's measurements, float32 products reach 0.28 (L4, held back by its power) to 0.89 of the
-datasheet, and elementwise operations 0.74 to 0.89 of the memory's rate (medians of large kernels).
+On the eight GPUs of NeuSight's measurements, float32 products reach 0.28 (L4, limited by its power) to 0.89 of the
+datasheet. Elementwise operations reach 0.74 to 0.89 of the memory's rate (medians of large kernels).
 """
 
 OFF = 0.25
-"""A prediction that is off by more than this is named."""
+"""Relative error above which a prediction is reported."""
 
 TF32_SINCE = 8, 0
-"""Compute capability of the first cards whose tensor cores take float32."""
+"""Lowest compute capability of GPUs with tensor cores for float32."""
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
 def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Examine this machine; what fails is among the problems found.
+    """Examine this machine. Failures become problems in the result.
 
     Args:
-        devices: A device spec. Default: every accelerator; without any, the processor with a budget of 256 MiB.
+        devices: A device spec. Default: every accelerator, or the CPU with a budget of 256 MiB if there is none.
 
     Raises:
-        DeviceError: The spec can't be read, or is for simulated cards.
+        DeviceError: The spec cannot be parsed, or selects simulated GPUs.
     """
     began_s = time.perf_counter()
     problems: list[Problem] = []
@@ -124,13 +124,13 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
 
 
 def _halves(text: str, cure: str) -> tuple[str, str]:
-    """Return a message's problem and cure, which a semicolon parts."""
+    """Split a message at its last semicolon into problem and cure."""
     problem, semicolon, rest = text.rpartition("; ")
     return (problem, rest) if semicolon else (text, cure)
 
 
 def _problems_of(report: DeviceReport) -> list[Problem]:
-    """Return the problems that the inventory tells of a card, with their cures."""
+    """Return the problems in a GPU's inventory entry, with their cures."""
     if not report.visible:
         return []
     name = f"{report.kind}:{report.logical_index}"
@@ -178,7 +178,7 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
 
 
 def _row_of(name: str) -> GpuSpec | None:
-    """Return the catalogue's row of a card by its maker's name; None where it has none."""
+    """Return the catalogue's row for a GPU's vendor name, or None."""
     try:
         return find_card(name)
     except DeviceError:
@@ -186,7 +186,7 @@ def _row_of(name: str) -> GpuSpec | None:
 
 
 def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None]:
-    """Return what matrix products reach by dtype, float32's also with the tensor cores that round it (TF32)."""
+    """Return the rates of matrix products by dtype. For float32, measure TF32 tensor cores too."""
     flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
     if place.type == "cuda" and torch.cuda.get_device_capability(place) >= TF32_SINCE:
         precision = torch.get_float32_matmul_precision()
@@ -202,7 +202,7 @@ def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         return _COMPUTE_MODES.get(int(nvml.nvmlDeviceGetComputeMode(handle)))
-    except Exception:  # noqa: BLE001 (whatever NVML can't tell stays unknown)
+    except Exception:  # noqa: BLE001 (a value that NVML cannot read stays unknown)
         return None
 
 
@@ -254,7 +254,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
     batch = torch.randn(64, _FEATURES), torch.randint(_CLASSES, (64,))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # what was predicted is held against a step below
+            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # predictions are compared with a step below
             plan = tune(
                 _small_model(),
                 batch,
@@ -293,7 +293,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
 
 
 def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
-    """Train by a plan as a user does, and return an optimizer step's time and each device's peak."""
+    """Train with a plan as a user does, and return the time of an optimizer step and each device's peak."""
     model = plan.wrap(_small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     count = plan.effective_batch_size
@@ -314,8 +314,8 @@ def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
         return time.perf_counter() - began_s
 
     with plan.budgets() if budgeted else nullcontext() as tracker:
-        epoch()  # the optimizer's state appears, kernels are chosen
-        for place in places:  # as the plan's own peaks were measured: what the allocator reserves for a steady step
+        epoch()  # creates optimizer state and chooses kernels
+        for place in places:  # measure as the plan does: the bytes that the allocator reserves for a steady step
             backend(place.type).empty_cache()
             backend(place.type).reset_peak_memory_stats(place)
         epoch()

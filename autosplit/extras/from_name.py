@@ -24,16 +24,16 @@ from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.workload.workload import Workload
 
 SAMPLES = 4
-"""Samples in the batch: as few as the gradient check can cut."""
+"""Samples in the batch. The gradient check needs at least this many."""
 
 DEFAULT_SEQ_LEN = 512
 DEFAULT_IMAGE_SIZE = 224
 
 MOST_CONFIG_BYTES = 2**20
-"""Most that is read of a config.json: those that are published have some KiB."""
+"""Most bytes to read of a config.json. Published files have a few KiB."""
 
 MOST_LAYERS = 10_000
-"""Most layers that are built: a file that says more would fill the memory with modules."""
+"""Most layers to build. A file with more would fill the memory with modules."""
 
 CLASSES_OF_TASKS = {
     "causal-lm": {"CAUSAL_LM": "AutoModelForCausalLM"},
@@ -45,14 +45,14 @@ CLASSES_OF_TASKS = {
     },
     "token-classification": {"TOKEN_CLASSIFICATION": "AutoModelForTokenClassification"},
 }
-"""Each task with transformers' own names: of the mapping from model types to classes, and of the class that uses it."""
+"""For each task: transformers' mapping from model types to classes, and the auto class that uses the mapping."""
 
 TASKS = tuple(CLASSES_OF_TASKS)
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with random weights, and what trains it."""
+    """A model with random weights, its sample batch and its loss."""
 
     model: nn.Module
     sample_batch: Any
@@ -68,7 +68,7 @@ def workload_from_name(
     task: str | None = None,
     **options: Any,
 ) -> Workload:
-    """Build a workload from a model's name: random weights, and a batch that gives the model a loss.
+    """Build a workload from a model's name, with random weights and a batch that includes labels.
 
     Nothing is downloaded, and code that a configuration names does not run. For ``sim:`` devices pass `tune` a function
     that calls this one, so that a large model is built without its memory::
@@ -85,8 +85,8 @@ def workload_from_name(
         **options: Other arguments of `Workload`. The default optimizer is AdamW.
 
     Raises:
-        InputError: No such model exists. Or its configuration is not supported (unknown type, code of its own,
-            quantised weights). Or the sequence or the image is too large for the model.
+        InputError: No such model exists. Or its configuration is not supported (unknown type, custom code, quantised
+            weights). Or the sequence or the image is too large for the model.
         WorkloadError: The library that defines the model is not installed.
     """
     parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task)()
@@ -97,7 +97,7 @@ def workload_from_name(
 def model_by_name(
     spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
 ) -> Callable[[], ModelParts]:
-    """Return the function that builds the model and its batch; see `workload_from_name`."""
+    """Return the function that builds the model and its batch. See `workload_from_name`."""
     scheme, _, name = str(spec).partition(":")
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -133,7 +133,7 @@ def _refuse_options(what: str, kind: str, **options: object) -> None:
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # torchvision raises a RuntimeError where it was built for another torch
+    except Exception as error:  # torchvision raises RuntimeError if it was built for another torch
         missing = isinstance(error, ModuleNotFoundError) and error.name == name
         why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
         raise WorkloadError(
@@ -144,10 +144,10 @@ def _library(name: str) -> Any:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Let the hub's own library refuse to connect, whatever a configuration asks it for."""
+    """Prevent huggingface_hub from connecting, whatever a configuration requests."""
     try:
         from huggingface_hub import constants
-    except ImportError:  # then nothing connects
+    except ImportError:  # then no library can connect
         yield
         return
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -159,13 +159,13 @@ def _offline() -> Iterator[None]:
 
 @contextmanager
 def _told_as_input(what: str, advice: str) -> Iterator[None]:
-    """Turn what a library raises over a configuration or a size into an error on one line."""
+    """Turn a library's exception about a configuration or a size into a one-line error."""
     try:
         yield
     except AutosplitError:
         raise
     except Exception as error:
-        told = " ".join(str(error).split())  # transformers says what is wrong on a line of its own
+        told = " ".join(str(error).split())  # transformers' messages have several lines
         raise WorkloadError(
             f"{what}: {type(error).__name__}: {told[:300]}; {advice}", code="model-not-built"
         ) from error
@@ -203,7 +203,7 @@ def _of_transformers(
 
 
 def _config_values(path: Path) -> dict[str, Any]:
-    """Read a config.json; one that asks for code or weights that are not here is refused."""
+    """Read a config.json. Reject a configuration that needs custom code or missing weights."""
     if not path.is_file():
         raise InputError(
             f"{path} does not exist; expected a model's config.json, or a folder that has it; nothing is downloaded: "
@@ -267,21 +267,21 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
             f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers",
             code="config-layers",
         )
-    config.architectures = config.architectures or []  # transformers itself looks through them
-    # Nobody trains with it; a cache would count as an output that is gathered.
+    config.architectures = config.architectures or []  # transformers iterates over this list
+    # Training does not use the cache, and it would count as an output to gather.
     config.use_cache = False
     return config
 
 
 def _without_kernels(value: Any) -> Any:
-    """Leave out which kernels are to be used, which may be code on the hub: transformers' own choice is what runs."""
+    """Remove the choice of kernels, which may name code on the hub. transformers' default choice runs instead."""
     if not isinstance(value, dict):
         return value
     return {name: _without_kernels(item) for name, item in value.items() if not name.endswith("_implementation")}
 
 
 def _task_of(path: Path, config: Any, architectures: object, asked: str | None) -> tuple[str, str]:
-    """Return the task and the class that builds its model: as asked, otherwise that of the architecture it names."""
+    """Return the task and the class that builds its model: the requested task, or that of the architecture."""
     from transformers.models.auto import modeling_auto
 
     found = {}
@@ -322,7 +322,7 @@ def _build_of_transformers(
     dtype = config.dtype or torch.float32
     assumed: tuple[str, ...] = ()
     if dtype is torch.float16:
-        dtype = torch.bfloat16  # of as many bytes; an optimizer that updates weights of float16 diverges
+        dtype = torch.bfloat16  # has the same size, and optimizers diverge with float16 weights
         assumed = (f"{path.name} says float16: its weights are planned as bfloat16, of as many bytes, which train",)
     elif dtype is not torch.float32:
         assumed = (
@@ -335,13 +335,13 @@ def _build_of_transformers(
 
 
 def _positions(config: Any) -> int | None:
-    """Return the most tokens that a model has positions for; None where positions are relative."""
+    """Return the number of positions of a model, or None if its positions are relative."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 
 
 def _positions_left(model: nn.Module) -> int | None:
-    """Return the positions of a table that is padded, as RoBERTa's: they begin after the padding's."""
+    """Return the usable positions of a padded position table such as RoBERTa's, which start after the padding index."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding) and "position" in name and part.padding_idx is not None:
             return part.num_embeddings - part.padding_idx - 1
@@ -367,20 +367,20 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
     if task == "classification":
         labels = _class_labels(config)
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0  # a decoder that classifies looks for the last token that is none
+            config.pad_token_id = 0  # a decoder with a classifier uses the last token that is not padding
     elif task == "token-classification":
         labels = torch.randint(0, config.num_labels, (SAMPLES, length))
     else:
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
         if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = 0  # labels are moved by one token, and need a first
+            config.decoder_start_token_id = 0  # labels are shifted by one token and need a first token
     said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) says another length",)
     return {"input_ids": tokens, "labels": labels}, said
 
 
 def _class_labels(config: Any) -> Tensor:
-    """Make labels as the loss takes them that a configuration chooses: of classes, of several at once, of numbers."""
-    if getattr(config, "problem_type", None) is None:  # some models look into the labels for it
+    """Make labels for the loss of a configuration: single-label classes, multi-label classes, or numbers."""
+    if getattr(config, "problem_type", None) is None:  # otherwise some models infer it from the labels
         config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
     if config.problem_type == "single_label_classification":
         return torch.randint(0, config.num_labels, (SAMPLES,))
@@ -417,7 +417,7 @@ def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
 
 def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelParts]:
     models = _library("torchvision").models
-    known = models.list_models(module=models)  # without those of detection, segmentation and video
+    known = models.list_models(module=models)  # excludes detection, segmentation and video models
     if name not in known:
         raise InputError(
             f"torchvision has no classifier {shown(name)}; expected one of its {len(known)}; {_nearest(name, known)}",
@@ -425,10 +425,10 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
         )
 
     def build() -> ModelParts:
-        with warnings.catch_warnings():  # of how GoogLeNet will once draw its weights
+        with warnings.catch_warnings():  # GoogLeNet warns about its future weight initialisation
             warnings.simplefilter("ignore", FutureWarning)
             model = models.get_model(name, weights=None)
-        # Weights may be for another size than a model without them, which then says its own.
+        # The weights' image size may differ from a model without weights. Such a model has its own `image_size`.
         own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
         return _classifier(f"torchvision:{name}", own, image_size, model, 3)
 
@@ -442,7 +442,7 @@ def _classifier(spec: str, own: Any, image_size: int | None, model: Any, channel
 
 
 def class_loss(outputs: Any, labels: Tensor) -> Tensor:
-    """Return the cross entropy of a classifier's logits; those of its auxiliary heads are added."""
+    """Return the cross entropy of a classifier's logits, plus the losses of auxiliary heads."""
     heads = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     return torch.stack([F.cross_entropy(logits, labels) for logits in heads if logits is not None]).sum()
 
@@ -450,7 +450,7 @@ def class_loss(outputs: Any, labels: Tensor) -> Tensor:
 def _images(
     what: str, own: Any, image_size: int | None, model: Any, *, channels: int
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Make images of the size asked for, which the model has to take, or else of the model's own."""
+    """Make images of the requested size, which the model must accept, or of the model's own size."""
     sides = [*own] * (2 // len(own)) if isinstance(own, (list, tuple)) else [own, own]
     asked = sides if image_size is None else [image_size, image_size]
     pixels = torch.randn(SAMPLES, channels, *asked)

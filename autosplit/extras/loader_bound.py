@@ -22,7 +22,7 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
     """Return the plan with the speed and the fastest settings of the training's DataLoader.
 
     If the loader is slower than the devices and no effective batch size was requested, the returned plan has the
-    smallest batch that keeps up with the loader. The saved profile stays as it is.
+    smallest batch that keeps up with the loader. The saved profile is unchanged.
 
     In a job, call this function on every rank after `tune`, if the plan is for DDP alone (``strategy="ddp"``). The
     ranks exchange their measurements, and each returns the same plan.
@@ -79,7 +79,7 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
 
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:
-    """Return the plan of the smallest batch that takes what the loader loads; None where the plan's has to stay."""
+    """Return the plan with the smallest batch that keeps up with the loader, or None if the batch must not change."""
     if plan.effective_batch_sizes is not None or plan.lengths is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)

@@ -1,4 +1,4 @@
-"""Measure how many samples/s a DataLoader loads, and find the settings with which it loads the most."""
+"""Measure how many samples/s a DataLoader loads, and find its fastest settings."""
 
 from __future__ import annotations
 
@@ -28,55 +28,55 @@ from autosplit.torch_versions import private
 from autosplit.workload.sample_batch import generators_of
 
 GAIN = 1.05
-"""Settings that need more of the machine have to load 5 % more: what differs less is within what runs differ by."""
+"""Required speed-up of settings that use more resources. Smaller differences are within the noise of runs."""
 
 MOST_FRUITLESS = 2
-"""Doublings of the workers without a gain that end the search: a first worker often only pays for sending batches."""
+"""Doublings of the workers without a gain that end the search. A first worker often gains nothing over none."""
 
 PREFETCH_FACTORS = (2, 4, 8)
-"""Batches ahead per worker that are tried: torch's default first, and more while they gain."""
+"""Values of `prefetch_factor` to try: torch's default first, larger values while they gain."""
 
 ENOUGH_ERROR = 0.02
-"""Standard error, as a share of samples/s, at which a setting is known: well under the 5 % that decide."""
+"""Relative standard error of samples/s at which a measurement ends, well below the 5% of `GAIN`."""
 
 SEGMENT_S, LEAST_SEGMENTS, SETTING_LIMIT_S = 0.02, 5, 4.0
-"""Seconds of a segment at least, segments of a setting at least, and seconds after which it is taken as it is."""
+"""Least seconds of a segment, least segments of a setting, and seconds after which its measurement ends."""
 
 WINDOW_S, MOST_BATCHES = 1.0, 64
-"""Seconds of the first pass, and its batches at most: every setting reads these and no others, again and again."""
+"""Seconds and most batches of the first pass. Every setting loads only these batches, repeatedly."""
 
 COLD = 1.25
-"""A second pass that is faster than the first by this much found something kept: the first read from disk."""
+"""Speed-up of a second pass that shows cached data. The first pass then read from disk."""
 
 COLD_S = 0.1
-"""Seconds that a first pass takes at least to say so: one of data in memory takes some ms, its own start among them."""
+"""Least duration of a first pass for this check. Data in memory takes a few ms, including the start."""
 
 MEMORY_SHARE = 0.9
-"""Of a process's part of the free host memory, the share that workers may take."""
+"""Fraction of a process's part of the free host memory that workers may use."""
 
 Timer = Callable[[LoaderSettings], TimedLoader]
 
 
 class _TimeIsUpError(Exception):
-    """No other setting is tried."""
+    """Raised to end the search at the time limit."""
 
 
 def measure_loader(
     loader: DataLoader[Any], *, processes: int | None = None, time_limit_s: float = 60.0
 ) -> MeasuredLoader:
-    """Return the settings with which a DataLoader loads the most samples/s, found by loading its first batches.
+    """Find the settings with which a DataLoader loads the most samples/s, by loading its first batches.
 
-    The loader stays as it is, and so do its data set and all random states. What is measured is loading alone: where
-    the model is slower than `samples_per_s`, one worker or more hides the loading.
+    The loader, its data set and all random states are unchanged. Only loading is measured. If the model processes fewer
+    samples/s than the result, one or more workers hide the loading time.
 
     Args:
-        loader: Over a data set with an index; its batches, `collate_fn` and `worker_init_fn` are used as they are.
-        processes: How many processes of this machine load at the same time, such as the ranks of DDP. Default:
-            ``LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
-        time_limit_s: No other setting is tried after this long.
+        loader: A DataLoader with a map-style data set. Its batches, `collate_fn` and `worker_init_fn` are used.
+        processes: Number of processes of this machine that load at the same time, such as the ranks of DDP. Default:
+            ``LOCAL_WORLD_SIZE``, which torchrun sets, or 1.
+        time_limit_s: No further settings are tried after this time.
 
     Raises:
-        InputError: It is no DataLoader, has an iterable data set, no batches, or its workers can't load.
+        InputError: It is not a DataLoader, its data set is iterable, it has no batches, or its workers cannot load.
         UserCodeError: The data set raised.
     """
     processes = _processes() if processes is None else processes
@@ -150,18 +150,18 @@ def search(
     fits: Callable[[int, int], bool],
     is_over: Callable[[], bool],
 ) -> tuple[list[TimedLoader], list[Note]]:
-    """Time settings: workers by doubling while that gains, then more batches ahead, then pinned memory.
+    """Time settings: double the workers while that gains, then raise the prefetch factor, then pin memory.
 
     Args:
-        present: The user's own; timed as well, unless it has more than `most_workers`.
-        pins: There is a GPU to copy to.
-        fits: Tells whether the host's memory holds so many workers, by what the last number of them took.
+        present: The user's settings. They are timed too, unless they have more than `most_workers`.
+        pins: Whether there is a GPU to copy to.
+        fits: Returns whether host memory is enough for a number of workers, given the last measured number.
     """
     tried: list[TimedLoader] = []
     notes: list[Note] = []
 
     def gains(settings: LoaderSettings) -> bool:
-        """Time settings unless they were; tell whether they beat all others by enough."""
+        """Time new settings, and return whether they beat all others by `GAIN`."""
         if any(one.settings == settings for one in tried):
             return False
         if tried and is_over():
@@ -189,7 +189,7 @@ def search(
 def _time_workers(
     gains: Callable[[LoaderSettings], bool], most: int, fits: Callable[[int, int], bool], notes: list[Note]
 ) -> None:
-    """Time more workers while they gain, with a note where memory ends that."""
+    """Time more workers while they gain. Add a note if memory stops this."""
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
@@ -209,9 +209,9 @@ def worker_counts(most: int) -> list[int]:
 
 
 def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
-    """Return the one that takes least of the machine among those within 5 % of the fastest; pinned, if such is one.
+    """Return the settings with the least resources among those within 5% of the fastest. Prefer pinned memory.
 
-    Pinned memory is worth more than it can cost here: copies to the GPU then run beside the kernels.
+    Pinned memory costs little here, and copies to the GPU can then overlap with kernels.
     """
     fastest = max(one.samples_per_s for one in tried)
     near = [one for one in tried if one.samples_per_s * GAIN >= fastest]
@@ -226,13 +226,13 @@ def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
 def rate_of(
     arrivals: Iterator[int], workers: int, ahead: int, clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Return samples/s once the workers run, its standard error as a share, and the seconds to the first batch.
+    """Return samples/s of running workers, its relative standard error, and the seconds to the first batch.
 
-    Batches of workers arrive in rounds, one of each worker, so time is taken of whole rounds. The first ones are left
-    out: workers that started early have loaded ahead by then.
+    Batches arrive in rounds of one batch per worker, so whole rounds are timed. The first rounds are left out, because
+    the workers loaded these batches in advance.
 
     Args:
-        ahead: Batches that each worker loads ahead; 0 without workers.
+        ahead: Batches that each worker loads in advance, or 0 without workers.
     """
     began = clock()
     next(arrivals)
@@ -258,7 +258,7 @@ def rate_of(
 
 
 def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Sequence[Any]]) -> tuple[TimedLoader, int]:
-    """Return the samples/s of a loader that never ends, and the free host memory while its workers run."""
+    """Time a loader that never ends. Return the result, and the free host memory while its workers run."""
     iterator: Any = None
     try:
         iterator = iter(own)
@@ -276,11 +276,11 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
         ) from error
     finally:
         if settings.num_workers and iterator is not None:
-            private(iterator, "_shutdown_workers")()  # now, and not when garbage is collected
+            private(iterator, "_shutdown_workers")()  # stop now instead of at garbage collection
 
 
 def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[Any]], float]:
-    """Load the first batches as they come; return their indices, and the samples/s."""
+    """Load the first batches in order. Return their indices and the samples/s."""
     sampler = copy.copy(loader.batch_sampler)
     assert sampler is not None, "looked at before"
     if hasattr(sampler, "sampler"):
@@ -304,7 +304,7 @@ def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[An
 
 
 class _Repeated:
-    """Batches of indices over and over, as a batch sampler."""
+    """A batch sampler that repeats batches of indices endlessly."""
 
     def __init__(self, batches: Sequence[Sequence[Any]]) -> None:
         self.batches = batches
@@ -319,10 +319,10 @@ class _Repeated:
 def _with(
     loader: DataLoader[Any], dataset: Any, batches: Iterable[Sequence[Any]], settings: LoaderSettings
 ) -> DataLoader[Any]:
-    """Return a loader like the user's that loads these batches of indices by other settings."""
+    """Return a copy of the user's loader that loads these batches of indices with other settings."""
     return DataLoader(
         dataset,
-        batch_sampler=batches,  # type: ignore[arg-type]  # it is iterated over, and no more
+        batch_sampler=batches,  # type: ignore[arg-type]  # the loader only iterates over it
         collate_fn=loader.collate_fn,
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
@@ -353,14 +353,14 @@ def check_loader(loader: Any) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Copies what a data set holds but for tensors, arrays, functions and classes, which stay the same ones."""
+    """Copy an object graph except tensors, arrays, functions and classes, which are shared with the original."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.kept: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the number of what is not copied; None for what is."""
+        """Return the index of a shared object, or None for an object to copy."""
         array = type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap")
         atoms = (torch.Tensor, type, types.FunctionType, types.ModuleType, bytes, str)
         if not array and not isinstance(value, atoms):
@@ -379,20 +379,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _copied(dataset: Any) -> tuple[Any, list[Note]]:
-    """Copy a data set without its samples, so that its own keeps what it counts, caches and draws by."""
+    """Copy a data set without its samples, so the user's counters, caches and generators are unchanged."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(dataset)
         file.seek(0)
         return _Unpickler(file, pickler.kept).load(), []
-    except Exception as error:  # noqa: BLE001  # whatever its parts raise
+    except Exception as error:  # noqa: BLE001  # parts of the data set may raise anything
         text = f"the data set cannot be copied ({one_line(error)}): what it caches or counts itself may change"
         return dataset, [Note("dataset-not-copied", text)]
 
 
 def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on some systems
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 

@@ -1,7 +1,7 @@
-"""The rates that this machine's devices reach: matrix products, their memory, the host's launches, and copies.
+"""Measure the rates of this machine's devices: matrix products, memory, kernel launches, and copies.
 
-Each is the best of a few short runs, timed by the wall clock with the device idle before and after: what a training
-step can hope for.
+Each rate is the best of a few short runs, timed by the wall clock with the device idle before and after. It is an upper
+limit for a training step.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from autosplit.accelerators import backend, is_accelerator
 
 _RUNS = 5
 _LEAST_S = 0.01
-"""Least duration of a run: the clock and the wait for the device are a thousandth of it."""
+"""Least duration of a run. The clock and the wait for the device are 0.1% of it."""
 
 _COPIED_BYTES = 64 * 2**20
 _LAUNCHES = 2000
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has finished all its work."""
     if is_accelerator(device.type):
         backend(device.type).synchronize(device)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int) -> float | None:
-    """Return operations per second of matrix products; None where the device has no such product.
+    """Return operations per second of matrix products, or None if the device does not support them.
 
-    They are ever larger ones, until one takes long enough to fill the device, or three matrices exceed `largest_bytes`.
+    The matrices grow until a product is long enough to fill the device, or three matrices exceed `largest_bytes`.
     """
     best, size = 0.0, 256
     try:
@@ -42,7 +42,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int
             if seconds >= _LEAST_S or 3 * (2 * size) ** 2 * dtype.itemsize > largest_bytes:
                 return best
             size *= 2
-    except (RuntimeError, TypeError):  # Metal's word for float64 is a TypeError
+    except (RuntimeError, TypeError):  # Metal raises TypeError for float64
         return best or None
 
 
@@ -54,7 +54,7 @@ def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """Return the seconds that the host takes to start an operation, the device having next to nothing to do."""
+    """Return the seconds that the host takes to start an operation on an almost idle device."""
     one = torch.ones(1, device=device)
 
     def start_many() -> None:
@@ -72,7 +72,7 @@ def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
 
 
 def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits: bool = True) -> float:
-    """Return the seconds of one of a number of runs in a row, the least of a few such rows."""
+    """Return the seconds of one run: the best average of a few series of runs."""
     found: list[float] = []
     count = 1
     run()

@@ -1,7 +1,7 @@
 """Estimate the gradient noise scale from the micro-batches of optimizer steps.
 
-A mean gradient over n samples has the expected squared norm |G|^2 + S/n, where G is the gradient of the whole
-distribution and S the trace of a sample's covariance. Of a step's micro-batches (n_i, g_i) and its gradient (N, g):
+A mean gradient over n samples has the expected squared norm |G|^2 + S/n. G is the gradient of the whole distribution,
+and S the trace of a sample's covariance. A step has micro-batches (n_i, g_i) and the gradient (N, g):
 
     sum n_i |g_i - g|^2 = sum n_i |g_i|^2 - N |g|^2    has the expectation (k - 1) S, for any sizes n_i
     |g|^2 - S / N                                      has the expectation |G|^2
@@ -25,14 +25,15 @@ from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.oom_cuts import AddedGradients
 
 WINDOW = 1000
-"""Most optimizer steps that the estimate is over: the noise scale grows while the loss falls, and the latest count.
+"""Most optimizer steps in the estimate. The noise scale grows while the loss falls, so the latest steps count.
 
-It is over the latest half of fewer. Numerator and denominator are averaged apart, so that over a whole run the first
-steps would decide, whose gradient is large: of a classifier, 365 after 20 steps and about 1,700 from 80 steps on.
+With fewer steps, the latest half is used. Numerator and denominator are averaged separately, so the large gradients of
+the first steps would dominate an average over the whole run. For a classifier, the estimate is 365 after 20 steps and
+about 1,700 from 80 steps on.
 """
 
 Z_95 = 1.96
-"""Standard errors on each side of a normal distribution's 95 %."""
+"""Standard errors on each side of the 95% interval of a normal distribution."""
 
 
 class NoiseScale:
@@ -44,7 +45,7 @@ class NoiseScale:
                 ...
         print(noise_scale, plan.goodput(noise_scale))
 
-    Its unit is what the mean loss averages over: samples, or what the argument `count` of the steps counts.
+    Its unit is the unit that the mean loss averages over: samples, or the unit of the steps' argument `count`.
     """
 
     def __init__(self) -> None:
@@ -52,18 +53,18 @@ class NoiseScale:
         self._num_added = 0
 
     def __len__(self) -> int:
-        """Count the steps that it is estimated from."""
+        """Return the number of steps in the estimate."""
         return len(self._steps)
 
     def begin_step(self, over_ranks: Callable[[Sums], Sums] | None = None) -> StepNorms:
-        """Return what records the gradient norms of the next optimizer step."""
+        """Return a recorder for the gradient norms of the next optimizer step."""
         return StepNorms(self, over_ranks)
 
     def add(self, sums: Sums, num_samples: float) -> None:
-        """Add a step; one of a single micro-batch, or whose gradient is not finite, is left out.
+        """Add a step. Steps with one micro-batch or a gradient that is not finite are left out.
 
         Raises:
-            InputError: The very first has a single micro-batch.
+            InputError: The first step has only one micro-batch.
         """
         weighted, number, squared = sums
         scatter, freedom = weighted - num_samples * squared, number - 1
@@ -81,7 +82,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float:
-        """The batch size at which noise and gradient weigh the same; infinite where no gradient stands out of it.
+        """The batch size at which noise and gradient are equal. Infinite if the noise hides the gradient.
 
         Raises:
             InputError: No step was added.
@@ -90,7 +91,7 @@ class NoiseScale:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95 % interval, by a jackknife over the steps on 1/value; infinite above where it is not bounded.
+        """The 95% interval of the value, by a jackknife over the steps on 1/value. The upper end may be infinite.
 
         Raises:
             InputError: No step was added.
@@ -123,7 +124,7 @@ class NoiseScale:
 
 
 def _gradient_over_noise(totals: tuple[float, float, float, float], number: int) -> float:
-    """Return |G|^2 / S of steps that were added up, each step's |g|^2 weighted by its samples."""
+    """Return |G|^2 / S from the sums over steps. Each step's |g|^2 is weighted by its samples."""
     scatter, freedom, samples, squared = totals
     noise = scatter / freedom
     gradient = (squared - number * noise) / samples
@@ -137,11 +138,11 @@ def _inverse(gradient_over_noise: float) -> float:
 class StepNorms:
     """The gradient norms of one optimizer step: one norm of each parameter's gradient per micro-batch.
 
-    They are taken of what autograd hands to a parameter before it is added up or sent to other ranks, so that no
-    gradient is kept: it takes a number for each micro-batch, and waits for the device once a step.
+    Norms are computed from the gradients that autograd passes to a parameter, before accumulation and all-reduce. No
+    gradient is stored. The cost is one number per micro-batch, and one wait for the device per step.
 
     Args:
-        over_ranks: Puts the ranks' sums together; None for a lone process.
+        over_ranks: Sums values over the ranks, or None for a single process.
     """
 
     def __init__(self, noise_scale: NoiseScale, over_ranks: Callable[[Sums], Sums] | None = None) -> None:
@@ -153,7 +154,7 @@ class StepNorms:
 
     @contextmanager
     def recorded(self, scaled: Tensor, size: float, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
-        """Take the norm of a micro-batch's mean gradient; the backward within begins at `scaled`, the scaled loss."""
+        """Record the norm of a micro-batch's mean gradient. The backward inside starts at the scaled loss `scaled`."""
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(
@@ -173,11 +174,11 @@ class StepNorms:
         self._scale = scale
 
     def spoil(self) -> None:
-        """Leave the step out: a micro-batch broke off, whose parts have not each parameter's gradient."""
+        """Leave the step out because a micro-batch was interrupted, so some gradients are missing."""
         self._is_whole = False
 
     def finish(self, num_samples: float) -> None:
-        """Add the step to the run, when its gradients are those that the optimizer gets; all ranks call it."""
+        """Add the step to the estimate. All ranks call this when the gradients are final for the optimizer."""
         grads = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         squared = _total(map(_squared_norm, grads))
         weighted = sum(factor * _total(norms) for factor, norms in self._found) if self._is_whole else math.nan
@@ -193,7 +194,7 @@ def _squared_norm(grad: Tensor) -> Tensor:
 
 
 def _total(squares: Any) -> float:
-    """Add up numbers of any devices, waiting for each device once."""
+    """Add numbers on any devices, waiting once for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for square in squares:
         by_device.setdefault(square.device, []).append(square)

@@ -1,6 +1,6 @@
-"""A plan as a page: one file with its charts, its tables and every setting to copy, to be read without a network.
+"""Write a plan as one HTML file with charts, tables and all settings to copy. It needs no network.
 
-The page runs no script and loads nothing; its policy forbids both. jinja2 escapes all that is put into it.
+The page runs no script and loads nothing. Its content security policy forbids both. jinja2 escapes all values.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from autosplit.text import rate_text, size_text, tuple_text, visible
 _FOLDER = Path(__file__).parent / "templates"
 
 _MARK = '<meta name="generator" content="autosplit report">'
-"""By which a page of ours is known, near its beginning."""
+"""A tag near the beginning that identifies a page written by autosplit."""
 
 _MARKED_WITHIN = 512
 
 HEADLINE = ("split", "batch_size", "accumulation_steps", "throughput", "gpu0_bsz")
-"""The numbers that the user sets, and what they bring."""
+"""The numbers that the user sets, and the resulting throughput."""
 
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write a plan's page, by atomic replacement, in place of an earlier report, or of any file by `force`."""
+    """Write a plan's page atomically. It may replace an earlier report, or any file with `force`."""
     check_page(path, force=force)
     write(Path(path), page_of(plan), f"the report {path}")
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse a page that `write_page` could not make or write, before what takes long."""
+    """Raise if `write_page` could not make or write the page. Call this before long work."""
     check_installed("jinja2", "the report", "it fills the page")
     check_drawing("the report")
     target = Path(path)
@@ -75,27 +75,27 @@ def page_of(plan: Plan) -> str:
     check_installed("jinja2", "the report", "it fills the page")
     import jinja2
 
-    shown = shareable(plan)  # what the page is made of passes here, and nowhere else
+    shown = shareable(plan)  # only this redacted plan reaches the page
     css = (_FOLDER / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
-        # What can't be seen does not pass; what the template calls safe was made here, and is another type.
+        # Replace invisible characters in strings. Strings marked as safe have another type and were made here.
         finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # The one that says what may be loaded: no script, no font, no picture but those within, and this very sheet.
+    # The content security policy allows only embedded images and this style sheet: no scripts and no fonts.
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
     template = environment.get_template("report.html.j2")
     return template.render(_values(shown), policy=policy, mark=_MARK, css=css)
 
 
 def _values(plan: Plan) -> dict[str, object]:
-    """Return the values that the template is filled with, by its names for them."""
+    """Return the template's values by name."""
     explanation = plan.explain()
     charts = charts_of(plan, explanation)
     model = plan.workload.get("model")
@@ -126,7 +126,7 @@ def _values(plan: Plan) -> dict[str, object]:
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what of its making the plan keeps: older ones do not tell what was asked for."""
+    """Yield facts on how the plan was made. Old plans do not contain the request."""
     if plan.request:
         yield "asked for", request_text(plan.request) or "nothing but the defaults"
     names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}
@@ -169,7 +169,7 @@ def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield every setting of the plan, as one would type it."""
+    """Yield every setting of the plan as a user types it."""
     several = len(plan.devices) > 1
     if several:
         yield "split", tuple_text(plan.split)

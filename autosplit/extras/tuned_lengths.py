@@ -1,7 +1,7 @@
-"""Measure how many shorter samples take the place of the longest ones, and how fast they are: at a few lengths.
+"""Measure how many shorter samples fit in place of the longest samples, and their throughput, at a few lengths.
 
-A length has the most samples whose step holds no more than the plan's own step holds at the longest, by their traces;
-on real devices a step of as many is run.
+For each length, traces give the largest batch whose step holds no more than the plan's own step holds at the longest
+length. On real devices a step of that size then runs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from autosplit.tuning.recall import amended
 from autosplit.tuning.session import TRIAL_BUDGET_S
 
 STEP_DOWN = 0.05
-"""After a step that ran out of memory, the next has this share of its samples less."""
+"""Fraction by which the batch shrinks after a step that ran out of memory."""
 
 MOST_FOLLOWED = 3
-"""Times that the largest size is looked for: each time a step that was followed showed that its trace is another."""
+"""Most searches for the largest batch. Each repeats if the traced step differs from its prediction."""
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
@@ -58,10 +58,10 @@ def with_lengths(
     *,
     isolate: bool,
 ) -> Plan:
-    """Return a plan with what it is for samples that differ in length; its profile holds that, too.
+    """Add measurements for samples of different lengths to a plan, and save them in its profile.
 
     Args:
-        lengths: Of each sample. A remembered plan that knows those that are looked at is not measured again.
+        lengths: The length of each sample. Lengths that the plan's profile contains already are not measured again.
     """
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
     digests = job.peers.gathered(digest)
@@ -94,7 +94,7 @@ def _points(
     samples, longest_rate = plan.batch_size, 1.0
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
-        # What fits is looked for beyond the effective batch, too: `max_tokens` is of the devices.
+        # Search beyond the effective batch size too, because `max_tokens` limits tokens per device.
         sizes: Any = {"max_batch_size": most, "effective_batch_sizes": None}
         limited = replace(job, own=replace(job.own, **sizes), whole=replace(job.whole, **sizes))
 
@@ -134,11 +134,11 @@ def _points(
 def _looked_at(
     steps: _Steps, full: Sequence[Sequence[int]], least: int, most: int, *, is_first: bool
 ) -> tuple[int, float, float] | str:
-    """Return how many samples of a length fit, their samples/s and those of the plan's own, or why there are none.
+    """Return how many samples of a length fit, their samples/s and those of the plan's batch, or why none was measured.
 
     Args:
-        least: The samples that are known to fit: those of the next longer length.
-        is_first: It is the longest length, of which the plan's own samples are run.
+        least: Batch size that is known to fit: the result of the next longer length.
+        is_first: Whether this is the longest length, at which the plan's own batch runs.
     """
     peers, own = steps.job.peers, steps.plan.batch_size
     if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
@@ -155,28 +155,28 @@ def _looked_at(
 
 
 def _rate(steps: _Steps, samples: int) -> float | None:
-    """Run a step on all ranks, and return its samples/s; None where one runs out of memory."""
+    """Run a step on all ranks, and return its samples/s, or None if a rank runs out of memory."""
     seconds = steps.job.peers.all_run(lambda: steps.seconds(samples))
     timed = [one for one in seconds if one is not None]
     return steps.times_of(samples) * steps.plan.batch_size / max(timed) if len(timed) == len(seconds) else None
 
 
 def _most(plan: Plan, shorter: float) -> int:
-    """Return the most samples that are looked at: memory falls at most with the square of length."""
+    """Return an upper bound of the batch size: memory shrinks at most with the square of the length."""
     most = int(plan.batch_size * shorter**2) + 1
     return most if plan.max_batch_size is None else min(most, max(plan.max_batch_size, plan.batch_size))
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps that a plan takes of its devices, with more samples than its own."""
+    """The plan's steps on its devices, with more samples than the plan has."""
 
     plan: Plan
     job: Job
     prober: Prober
 
     def times_of(self, n: int) -> float:
-        """Return how many times its own share each device has of a batch of n, in whole samples."""
+        """Return the factor from the plan's batch to a batch of n, after rounding each device to whole samples."""
         shares = {*self.plan.split, *(rank.batch_size for rank in self.plan.ddp.ranks)} - {0}
         return min(share * n // self.plan.batch_size / share for share in shares)
 
@@ -185,7 +185,7 @@ class _Steps:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """The samples of each DDP rank that this process measures; none for a lone device, which is no rank."""
+        """The batch sizes of the DDP ranks that this process measures. Empty for a lone device, which is no rank."""
         ranks = tuple(rank.batch_size for rank in self.plan.ddp.ranks)
         if self.job.several:
             return (ranks[self.job.peers.rank],)
@@ -207,14 +207,14 @@ class _Steps:
                 yield self.prober.shapes(index, "rank", (), accumulates)(share)
 
     def full(self) -> tuple[tuple[int, ...], ...]:
-        """Return the traced peaks of each of the plan's own steps, by device; empty where nothing is traced."""
+        """Return the traced peaks of each of the plan's steps, by device. Empty without traces."""
         return self._peaks(self.plan.batch_size) if self.prober.has_traces else ()
 
     def _peaks(self, n: int) -> tuple[tuple[int, ...], ...]:
         return tuple(map(self.prober.traced, self._shapes(n)))
 
     def most_within(self, full: Sequence[Sequence[int]], least: int, most: int) -> int:
-        """Return the most samples with which no step holds more than `full`; `least` where nothing is traced."""
+        """Return the most samples with which no step holds more than `full`, or `least` without traces."""
         if not self.prober.has_traces:
             return least
         most = max(least, min(most, self.prober.largest_traced))
@@ -228,12 +228,12 @@ class _Steps:
         found = least
         for _ in range(MOST_FOLLOWED):
             found = largest_fitting(load, 1.0, least=least, most=most, start=least + 1)
-            if all([self.prober.foretold(shape) for shape in self._shapes(found)]):  # noqa: C419  # each is to be followed
+            if all([self.prober.foretold(shape) for shape in self._shapes(found)]):  # noqa: C419  # trace every shape
                 break
         return found
 
     def seconds(self, n: int) -> float | None:
-        """Run a step of n samples, and return the time of a forward and backward; None where it runs out of memory."""
+        """Run a step of n samples, and return the time of a forward and backward, or None if it runs out of memory."""
         try:
             if self._is_split:
                 splits = self._splits(n)

@@ -1,5 +1,5 @@
-"""Runs a training step of a copy and measures it: on accelerators, the CPU, simulated cards, in a child process.
+"""Run and measure training steps of a workload copy on accelerators, CPUs and simulated GPUs, or in a child process.
 
-May import the root, devices, solve, workload and parallel. Begin with `protocol` (what a runtime is) and `trainee` (the
-step that all of them run).
+May import the root, devices, solve, workload and parallel. Begin with `protocol` (the interface of a runtime) and
+`trainee` (the step that all runtimes run).
 """

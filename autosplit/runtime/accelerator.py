@@ -1,11 +1,11 @@
-"""Real steps on accelerators: kernels, the caching allocator's peak, and the clock with every device idle.
+"""Run real steps on accelerators, and measure their time and the caching allocator's memory.
 
-What a device may hold is the allocator's own limit while a step runs: the reserve stays free, and running over it
-raises even where the driver would spill into host memory (Windows, WSL).
+During a step, the allocator's own limit is set to the device's capacity. So the reserve stays free. Exceeding the limit
+raises an error even if the driver would spill into host memory (Windows, WSL).
 
-A step holds what it allocates at most. What the allocator reserves is more, by the blocks that it keeps and cuts up,
-and never exceeds the limit. A step fits if it runs within the limit without the allocator having to give back what it
-keeps, again and again.
+A step holds at most the bytes that it allocates. The allocator reserves more, because it caches and splits blocks, but
+never exceeds the limit. A step fits if it runs within the limit and the allocator does not have to release cached
+blocks in every step.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _Step = Callable[[Callable[[str], None]], None]
 """One optimizer step. It calls its argument when a phase begins, and returns once everything is launched."""
 
 ROOMY = 0.9
-"""A step for which the allocator reserves no more than this share of the limit is not run again to see it thrash."""
+"""A step that reserves at most this fraction of the limit is not run again to look for repeated releases."""
 
 MOST_STEPS = 32
-"""Most steps in a timed block, so that short steps leave several blocks for the median."""
+"""Most steps in a timed block. Short steps then give several blocks for the median."""
 
 UPDATES_TIMED = 2
-"""Timed runs of the optimizer; waiting for what comes before it keeps them out of the timed steps."""
+"""Timed runs of the optimizer. They are separate, because they synchronise before the update."""
 
 CLIFF = 4.0
-"""A step that takes so many times as long per sample as a smaller one did may lie in host memory."""
+"""A step whose time per sample is this many times that of a smaller step may be in host memory."""
 
 TWINS_WITHIN = 0.01
-"""Share of their memory in which accelerators of one name may differ and be planned as the one with the least."""
+"""Largest relative memory difference at which equal accelerators are planned with the smallest memory of them."""
 
 SPILLING = 1 / 32
-"""Share of a device's memory: with more than that left to the driver nothing is spilled to the host."""
+"""Fraction of a device's memory. If the driver has more than that free, nothing spilled to the host."""
 
 
 class AcceleratorRuntime:
     """A training step on accelerators of one kind.
 
     Args:
-        capacities_bytes: What each may hold, by what was free before this process had a context there.
+        capacities_bytes: Memory limit of each device, computed before this process had a context there.
     """
 
     simulated = False
@@ -85,7 +85,7 @@ class AcceleratorRuntime:
 
     @cached_property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """The bytes that each device may hold now that this process has its contexts, which no step can do without."""
+        """Memory limit of each device after this process created its contexts, which every step needs."""
         self.wait()
         now = parse_devices([device.label for device in self.devices])
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
@@ -93,21 +93,21 @@ class AcceleratorRuntime:
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return the most bytes that a step allocates on each device; see `memory`."""
+        """Return the most bytes that a step allocates on each device. See `memory`."""
         return self.memory(shape).allocated_bytes
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step until it is steady, and return what it holds.
+        """Run a step until it is steady, and return its memory.
 
         Raises:
-            OutOfMemoryError: A device, which it names, ran out of memory, or is so near to it that the allocator gives
-                back what it kept in each step, or that steps are suddenly many times slower per sample (memory that
-                spills to the host).
+            OutOfMemoryError: A device ran out of memory, or is too close to its limit. Then the allocator releases
+                cached blocks in each step, or memory spills to the host and steps become many times slower per sample.
+                The error names the device.
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
     def _confirm(self, run: _Step, shape: StepShape) -> StepMemory:
-        """Run a step once to settle (kernels are chosen, state appears), and then to see; once more near the wall."""
+        """Run a step to choose kernels and create state, then run it to measure. Near the limit, run it once more."""
         steady = _Steady(self, run)
         run(_unmarked)
         self.wait()
@@ -128,7 +128,7 @@ class AcceleratorRuntime:
         return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
 
     def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
-        """Refuse a step that is suddenly slow for each sample while the driver has nothing left."""
+        """Raise if the time per sample jumps while the driver has no memory left."""
         pace_s = seconds / shape.num_samples
         kind = shape.arrangement, tuple(samples > 0 for samples in shape.splits[0])
         best_s = self._paces_s.setdefault(kind, pace_s)
@@ -145,11 +145,11 @@ class AcceleratorRuntime:
                 )
 
     def retries(self) -> list[int]:
-        """Return how often each device's allocator had to give back what it kept to find room."""
+        """Return how often each device's allocator had to release cached blocks to find memory."""
         return [int(self._backend.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Return the time of a step in a loop, and the most that the allocator reserves for it.
+        """Return the time of a step in a loop, and the most bytes that the allocator reserves for it.
 
         The clock runs over a block of steps, and the host waits for the device after the last one. A training loop does
         the same: it launches the next step while the device works. With a wait after each step, an H100 seemed 1.03
@@ -166,7 +166,8 @@ class AcceleratorRuntime:
             start_s = time.perf_counter()
             steady.block(1)
             steps = block_of(time.perf_counter() - start_s, budget_s)
-            # No mark: a wait before the optimizer would keep its launches from hiding behind the backward.
+            # Do not mark phases: a wait before the optimizer would stop its launches from overlapping with the
+            # backward.
             found = timed(lambda _mark: steady.block(steps), budget_s, warmups=0)
             seconds = found.seconds / steps
             return replace(
@@ -199,32 +200,32 @@ class AcceleratorRuntime:
             self._backend.synchronize(gpu)
 
     def _begin_peaks(self) -> None:
-        """Forget what choosing kernels took: what it reserved would stay so."""
+        """Reset peak memory after kernel selection, whose reserved blocks would remain otherwise."""
         self._release()
         for gpu in self._gpus:
             self._backend.reset_peak_memory_stats(gpu)
 
     def close(self) -> None:
-        """Give the copies' memory back."""
+        """Release the memory of the copies."""
         self._drop_trainee()
 
     def _within_bounds(self, shape: StepShape, use: Callable[[_Step], T]) -> T:
-        """Use a step that is ready to run, within what the devices may hold."""
-        # The current device is where a model's `device="cuda"` goes; put back by `set_device`, it would have a context.
+        """Prepare a step and use it within the devices' memory limits."""
+        # A model's `device="cuda"` uses the current device. Restoring it with `set_device` would create a context.
         with self._bounded(), kept_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
             return self._guarded(lambda: use(self._prepared(shape)), shape)
 
     def _alone_on(self, shape: StepShape) -> torch.device | None:
-        """Return the device of a step that one works on by itself."""
+        """Return the device of a step that runs on one device alone, or None."""
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         return self._gpus[active[0]] if shape.alone else None
 
     def _prepared(self, shape: StepShape) -> _Step:
-        """Return a step that is ready to run, of a copy on its first device, with batches in pinned host memory."""
+        """Return a step that is ready to run: a model copy on its first device, and batches in pinned host memory."""
         alone = self._alone_on(shape)
         home = alone or self._gpus[0]
         if self._trainee is None or self._home != home:
-            self._drop_trainee()  # the old copy's memory, before the new one's
+            self._drop_trainee()  # free the old copy before making the new one
             self._trainee, self._home = training_copy(self.workload, device=home), home
         trainee = self._trainee
         sizes = [sum(split) for split in shape.splits]
@@ -236,7 +237,7 @@ class AcceleratorRuntime:
         buckets = None
         if alone and shape.num_ranks > 1:
             buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=alone)
-        if shape.compiled:  # without the wrapper, which would bring the batch to the device
+        if shape.compiled:  # a compiled step has no wrapper to move the batch to the device
             models = trainee.compiled()
             batches = [map_tensors(lambda tensor: tensor.to(home), unmarked(batch)) for batch in batches]
         else:
@@ -254,7 +255,7 @@ class AcceleratorRuntime:
                         trainee.step(models, batches, sizes, mark, updates=shape.updates)
                 except BaseException:
                     for wrapper in models.modules:
-                        wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
+                        wrapper.zero_grad(set_to_none=True)  # after an error, gradients would count in later steps
                     raise
 
         return run
@@ -266,9 +267,9 @@ class AcceleratorRuntime:
         self._release()
 
     def _guarded(self, run: Callable[[], T], shape: StepShape) -> T:
-        """Run, and name the device that ran out of memory.
+        """Run a function, and name the device that ran out of memory.
 
-        It recovers outside the except block, whose traceback pins tensors.
+        Recovery happens outside the except block, because its traceback keeps tensors alive.
         """
         try:
             result = run()
@@ -279,7 +280,7 @@ class AcceleratorRuntime:
         else:
             self._has_run = True
             return result
-        self._drop_trainee()  # where its first update ran out of memory, its optimizer has half of its state
+        self._drop_trainee()  # if the first update ran out of memory, only half of the optimizer's state exists
         where = "a GPU" if index is None else f"{self.devices[index].label} ({self.devices[index].name})"
         raise OutOfMemoryError(
             f"{where} is out of memory with the samples {shape.splits[0]}; give it fewer. {message.splitlines()[0]}",
@@ -294,7 +295,7 @@ class AcceleratorRuntime:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Let the allocator of each device hold no more than its capacity, or the user's own limit, from now on."""
+        """Limit the allocator of each device to its capacity or the user's own limit."""
         self._release()
         with ExitStack() as limits:
             limits.callback(self._release)
@@ -304,16 +305,16 @@ class AcceleratorRuntime:
 
 
 def pinned(tensor: Tensor, kind: str) -> Tensor:
-    """Return a tensor in pinned memory, as a loader with pin_memory has it.
+    """Return a tensor in pinned memory, as a loader with pin_memory returns it.
 
-    One that is not on the host, or not dense, is returned as it is.
+    Tensors that are not dense or not on the host are returned unchanged.
     """
     stays = tensor.device.type != "cpu" or tensor.layout is not torch.strided or kind in {"cpu", "mps"}
     return tensor if stays else tensor.pin_memory()
 
 
 def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
+    """Give equal GPUs the same capacity. Otherwise a display on one GPU would make each be probed separately."""
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(
@@ -361,12 +362,12 @@ class _Steady:
 
 
 def block_of(step_s: float, budget_s: float) -> int:
-    """Return how many steps the clock runs over at once: an eighth of the budget, and at most `MOST_STEPS`."""
+    """Return the number of steps in a timed block: an eighth of the budget, and at most `MOST_STEPS`."""
     return max(1, min(MOST_STEPS, int(budget_s / 8 / max(step_s, 1e-6))))
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
-    """Find which device an out-of-memory error is about: ours says so, the allocator of CUDA writes "GPU 1"."""
+    """Find the device of an out-of-memory error. autosplit's error has a field. CUDA's message contains "GPU 1"."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]
         return names.index(error.device) if error.device in names else None

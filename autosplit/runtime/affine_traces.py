@@ -1,13 +1,20 @@
-"""Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
+"""Predict the trace of a step at any batch size from a few traces.
 
-Each storage takes ``c + s * samples`` bytes, and each op as much work. Some blocks inside kernels do so only between
-two limits (`Entry.limits`). A step of an odd size shows which is which (see `op_calls`), so that one trace of a kind of
-step tells any batch: bytes are rounded to blocks and added up in their order, which gives the peak to the byte; work is
-played on the clocks of any card. Where something is quadratic in the samples (a loss over the whole batch), that is
-told, too, for one device. What is told is held against a small step and, beyond the odd sizes, against the largest that
-is asked for. What takes another way at another size (a kernel, a branch, a share of one sample, of which nothing has to
-be copied to lie in order) follows no law: it is traced at each size that is asked for, or, where a trace takes real
-tensors and their memory, told by lines through the peaks of two steps.
+Note [Trace models]
+~~~~~~~~~~~~~~~~~~~
+A step allocates and frees the same storages in the same order at every batch size. Each storage takes
+``c + s * samples`` bytes, and the work of each op is linear, too. Some blocks inside kernels are linear only between
+two limits (`Entry.limits`). A traced step of an odd size gives ``c`` and ``s`` of every storage and op (Note [Odd
+splits] in `op_calls`). So one trace for each variant of a step predicts every batch size:
+
+* Bytes are rounded to blocks and added in order, which gives the exact peak.
+* Work is played on the simulated clocks of any GPU.
+* A loss over the whole batch may be quadratic in the samples. A quadratic model covers that on one device.
+
+The model is compared with a traced small step and, above the odd sizes, with the largest step that the caller requests.
+Some steps have no trace model: another kernel or branch runs at another size, or a batch of 1 skips a contiguous copy.
+Such a step is traced at each requested size. A step of real tensors is traced only twice, because it needs real memory.
+If its two traces have different ops, each peak is predicted by a line through the two peaks.
 """
 
 from __future__ import annotations
@@ -38,16 +45,17 @@ _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "le
 _PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce", "update")
 
 MOST_KEPT = 256
-"""The most predicted traces that are kept."""
+"""Largest number of predicted traces in the cache."""
 
 
 @dataclass
 class _Shared:
-    """The state of the traces of one workload that its traces for other GPUs share.
+    """State that the traces of one workload share across GPUs.
 
     Attributes:
         checks: Compare predictions with traces.
-        traces: Predicted traces: a search asks for the same steps again and again.
+        given_up: No trace model fits, so every step is traced.
+        traces: Cache of predicted traces, because a search requests the same steps repeatedly.
     """
 
     checks: bool = False
@@ -56,7 +64,7 @@ class _Shared:
 
 
 class AffineTraces:
-    """Predicts what steps hold and how they work, as a `Tracer` does, after few traces."""
+    """Predict the memory and work of steps. It has the interface of `Tracer`, but traces only a few steps."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -73,11 +81,11 @@ class AffineTraces:
 
     @property
     def given_up(self) -> bool:
-        """Whether steps were found that follow no law on some GPU, so that each step is traced."""
+        """Whether a trace model failed on some GPU, so every step is traced."""
         return self._shared.given_up
 
     def for_kernels(self, kernels: GpuKernels) -> AffineTraces:
-        """Return the traces of the same steps on another GPU: these, if the GPU runs the same operators."""
+        """Return the traces of the same steps on another GPU. With equal operators, return this object."""
         tracer = self.tracer.for_kernels(kernels)
         if tracer is self.tracer:
             return self
@@ -88,11 +96,16 @@ class AffineTraces:
 
     @property
     def trainee(self) -> Trainee:
-        """The copy that is traced."""
+        """The model copy that is traced."""
         return self.tracer.trainee
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:
-        """Return the trace of a step, or of a further micro-step, which the first one's law tells where it will do."""
+        """Return the trace of a step or of a further micro-step.
+
+        Args:
+            shape: The step.
+            first: For a further micro-step, the first one. Its trace model is used if it predicts this micro-step too.
+        """
         if first is None or (first != shape and 1 in shape.splits[0] and not self._times_one(shape)):
             first = shape
         if self._shared.checks:
@@ -107,7 +120,7 @@ class AffineTraces:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Compare each prediction with a trace of the same step, unless a larger step of its kind was compared."""
+        """Compare each prediction with a trace of the same step, unless a larger step was compared before."""
         self._shared.checks = True
         try:
             yield
@@ -115,18 +128,18 @@ class AffineTraces:
             self._shared.checks = False
 
     def _law_for(self, shape: StepShape) -> _Law | None:
-        """Return the law that a step follows, where a share of one may have its own; None where there is none."""
+        """Return the trace model of a step, or None if it has none. A batch of 1 on a device may need its own model."""
         law = self._law_of(shape)
         if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(shape):
             law = self._law_of(shape, ones_apart=True)
         return law
 
     def _tells_one(self, shape: StepShape) -> bool:
-        """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order.
+        """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
 
-        A device takes one sample beside others as it does alone: where it holds as much so, to the byte, and takes as
-        long, no step over several devices is followed for the copies that it leaves out. What they are seen to hold
-        with it is 10 KiB of a GiB off at most (tests/runtime/test_affine_traces.py).
+        A device runs a batch of 1 in a split as it does alone. If both models give the same peak and time for a batch
+        of 1, no step over several devices is traced for the copies that it skips. In tests, the peak is then off by
+        at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
         law, own = self._ones_of(shape)
         if law is None or own is None:
@@ -138,7 +151,7 @@ class AffineTraces:
         return self._ones[evaluates] or alike
 
     def _times_one(self, shape: StepShape) -> bool:
-        """Tell whether a share of one takes as long as others say, within a hundredth on any card."""
+        """Return whether the trace model predicts the work of a batch of 1 to within 1%: ops, operations and bytes."""
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._ones_timed:
             law, own = self._ones_of(shape)
@@ -148,13 +161,19 @@ class AffineTraces:
         return self._ones_timed[evaluates]
 
     def _ones_of(self, shape: StepShape) -> tuple[_Law | None, _Law | None]:
-        """Return the law of a lone device, and that of one with a single sample, as far as it is another's."""
+        """Return two trace models of a single-device step: for batches of 2 and more, and for a batch of 1.
+
+        For real tensors there is only one model, which is returned twice.
+        """
         one = StepShape(((1,),), "eval" if shape.arrangement == "eval" else "balanced")
         law = self._law_of(one)
         return law, self._law_of(one, ones_apart=True) if self.fake else law
 
     def _check(self, shape: StepShape) -> None:
-        """Hold the law of the first share's lone step: beside others, however many, a device does as it does alone."""
+        """Compare the trace model with the single-device step of the first nonzero batch in the split.
+
+        One device is enough, because each device of a split runs as it does alone.
+        """
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
         law = self._law_of(shape) and self._law_of(lone)
@@ -162,25 +181,25 @@ class AffineTraces:
             self._hold(law, lone)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
-        """Return the law of a kind of step; None where there is none, and each step is followed."""
+        """Return the trace model of a step's kind, or None if it has none and each step is traced."""
         unit = _unit_of(shape, ones_apart=ones_apart)
         if unit not in self._laws and not self.given_up:
             try:
                 self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
-            except Exception as error:  # noqa: BLE001  # it may run at the very size that is asked for, or fail there again
+            except Exception as error:  # noqa: BLE001  # the requested size may still work, or fail again there
                 _log.info("a step can't be foretold from others: %s: %s", type(error).__name__, error)
                 self._laws[unit] = None
         return None if self.given_up else self._laws[unit]
 
     def _followed_oddly(self, unit: StepShape) -> _Law | None:
-        """Follow a step of odd sizes, which tells all others; the first of its way is held against a small step."""
+        """Trace a step of odd size to predict all others. Compare the first model of its kind with a small step."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
         likes = self._likes_of(unit)
         if unit != _unit_of(alone):
-            self._law_of(alone)  # it tells whether anything is quadratic
+            self._law_of(alone)  # sets `_is_curved`
         if len(active) > 1 and self._is_curved:
-            return None  # samples of several devices may be multiplied by each other
+            return None  # an op may multiply samples of one device by samples of another
         if unit != likes["plain"]:
             self._law_of(likes["plain"], ones_apart=True)
             return self._laws.get(unit)
@@ -194,7 +213,7 @@ class AffineTraces:
         return law
 
     def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
-        """Follow a step of odd sizes, and keep its law and those of the ways that it tells, too."""
+        """Trace a step of odd size. Store its trace model and those of the variants derived from it."""
         unit = likes["plain"]
         if len(splits) == 1:
             splits.append(tuple(min(16, samples) for samples in odd))
@@ -209,7 +228,7 @@ class AffineTraces:
                 law.straighten()
 
     def _likes_of(self, unit: StepShape) -> dict[Way, StepShape]:
-        """Return the steps that one which is followed tells, by their way: a lone device's those of all its ways."""
+        """Return the step kinds that one trace covers, by variant. One-device training covers all variants."""
         if len(unit.splits[0]) > 1 or unit.arrangement == "eval" or self.tracer.workload.step is not None:
             return {"plain": unit}
         plain = replace(unit, arrangement="balanced", num_ranks=1, accumulates=False)
@@ -217,7 +236,7 @@ class AffineTraces:
         return {"plain": plain, "accumulating": replace(plain, accumulates=True), "bucketed": bucketed}
 
     def _hold(self, law: _Law, shape: StepShape) -> None:
-        """Hold a law against a step that is followed; where it is off, there is none from now on."""
+        """Compare a trace model with a traced step. If they differ, trace every step from now on."""
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
             self._held_to[shape.arrangement == "eval"] = shape.num_samples
             return
@@ -226,9 +245,9 @@ class AffineTraces:
         self._shared.traces.clear()
 
     def _followed_twice(self, unit: StepShape) -> _Law:
-        """Follow a step of real tensors with as many samples as the sample batch has, and twice as many."""
+        """Trace a step of real tensors twice: with the sample batch, and with twice as many samples on each device."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
-        low = self.tracer.workload.sample_batch_size  # it was followed
+        low = self.tracer.workload.sample_batch_size  # already traced
         law = _Law()
         base = tuple(low if samples else 0 for samples in unit.splits[0])
         for split in [base, *((*base[:index], 2 * low, *base[index + 1 :]) for index in active)]:
@@ -237,13 +256,13 @@ class AffineTraces:
 
 
 def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
-    """Return a step's kind: 2 for any share, and 1 where a single sample is a kind of its own."""
+    """Return a step's kind: 2 for any batch of a device, or 1 for a batch of 1 if that is a separate kind."""
     least = 1 if ones_apart else 2
     return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
 
 
 def _work_of(trace: Trace) -> Numbers:
-    """Return the number of a micro-step's ops, their floating-point operations and their bytes."""
+    """Return a micro-step's number of ops, floating-point operations and bytes."""
     works = [event for event in trace.micro if isinstance(event, Work)]
     totals: Numbers = np.array([[len(work.labels), *work.numbers[:2].sum(axis=1)] for work in works]).sum(axis=0)
     return totals
@@ -251,14 +270,14 @@ def _work_of(trace: Trace) -> Numbers:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """A trace in columns: all that may change with the samples in one row of numbers.
+    """A trace in columns. One row of numbers holds everything that may change with the samples.
 
     Attributes:
-        numbers: Bytes of each storage that came or went, then floating-point operations and bytes of each op, then
+        numbers: Bytes of each allocated or freed storage, then floating-point operations and bytes of each op, then
             bytes of each copy.
-        order: What came, went, was done and copied, in order, without its size: alike in every step of one law.
-        kinds: What each storage is for, as an index of `_KINDS`.
-        devices: Where each came to, or went from.
+        order: Allocations, frees, ops and copies in order, without sizes. It is identical in all steps of one model.
+        kinds: The purpose of each storage, as an index of `_KINDS`.
+        devices: The device of each storage.
     """
 
     split: tuple[int, ...]
@@ -289,17 +308,17 @@ class _Columns:
 
 
 class _Law:
-    """The bytes and the work of a kind of step, by the samples of each device."""
+    """The trace model of a kind of step: bytes and work as functions of the samples of each device."""
 
     def __init__(self) -> None:
         self._points: list[_Columns] = []
 
     def add(self, split: tuple[int, ...], trace: Trace) -> None:
-        """Take in a step that was followed."""
+        """Add a traced step."""
         self._points.append(_Columns.of(split, trace))
 
     def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
-        """Tell whether a step that was followed is what the law says of it."""
+        """Return whether the model predicts a traced step."""
         followed = _Columns.of(split, trace)
         if followed.order != self._points[0].order:
             return False
@@ -307,20 +326,20 @@ class _Law:
 
     @property
     def is_curved(self) -> bool:
-        """Whether the last of three steps lies beside the line through the others."""
+        """Whether the third traced step is not on the line through the first two."""
         told = _evaluated(self._points[:2], self._points[2].split)
         return bool(np.abs(told - self._points[2].numbers).max(initial=0.0) > 0.5)
 
     def straighten(self) -> None:
-        """Keep as many steps as a line takes: through more of them, rounding is told for a curve."""
+        """Keep only the points that a linear fit needs. With more, rounding looks like curvature."""
         del self._points[1 + sum(1 for samples in self._points[0].split if samples) :]
 
     def at(self, split: tuple[int, ...]) -> Trace:
-        """Return what would be traced."""
+        """Return the trace for a split: an exact point, a prediction, or an estimate from the nearest point."""
         for point in self._points:
             if point.split == split and point.trace.peak_bytes:
                 return point.trace
-        are_alike = all(self._points[0].order == point.order for point in self._points[1:])  # but for their sizes
+        are_alike = all(self._points[0].order == point.order for point in self._points[1:])  # `order` has no sizes
         return self._made(split) if are_alike else self._near(split)
 
     def _made(self, split: tuple[int, ...]) -> Trace:
@@ -339,7 +358,7 @@ class _Law:
         return Trace(peaks, parts, base.entries, broadcast, micro, reduce, update)
 
     def _near(self, split: tuple[int, ...]) -> Trace:
-        """Return the nearest step, with peaks on the lines through all of them and work in proportion."""
+        """Return the nearest step, with peaks interpolated linearly and work scaled by the number of samples."""
         near = min(self._points, key=lambda point: abs(sum(point.split) - sum(split)))
         peaks = _evaluated(self._points, split, [np.array(point.trace.peak_bytes, float) for point in self._points])
         found = tuple(max(0, int(peak)) for peak in peaks)
@@ -350,7 +369,7 @@ class _Law:
 
 
 def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[Numbers] | None = None) -> Numbers:
-    """Return numbers at other samples: by the polynomial in each device's, one degree for each further step."""
+    """Evaluate a polynomial in each device's samples. Each further traced step raises its degree by 1."""
     base = points[0].split
     rows = [point.numbers for point in points] if values is None else values
     total = rows[0].copy()
@@ -364,7 +383,7 @@ def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[
 
 
 def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
-    """Return what a device holds at its peak, of storages that came and went."""
+    """Return the memory parts of a device at its peak, from the allocated and freed storages."""
     if not len(rounded):
         return MemoryParts(0, 0, 0, 0, 0)
     until = int(rounded.cumsum().argmax()) + 1

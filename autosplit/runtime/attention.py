@@ -1,11 +1,11 @@
 """Run the attention operator that torch's CUDA back end would choose, on fake tensors of the CPU.
 
 torch has four back ends for `scaled_dot_product_attention`. They save different tensors for the backward: the fused
-ones save a number for each row of scores, the math back end saves the scores. Which one runs depends on the GPU's
+back ends save one number per row of scores, and the math back end saves the scores. The choice depends on the GPU's
 compute capability, on dtypes, head sizes and masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and on the
-version of torch. `chosen_backend` makes this choice, `attend` calls the operator of the chosen back end.
+version of torch. `chosen_backend` makes this choice, and `attend` calls the operator of the chosen back end.
 
-benchmarks/results/kernels holds torch's own choices, against which the tests hold `chosen_backend`.
+benchmarks/results/kernels contains torch's own choices. Tests compare `chosen_backend` with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLASH_ALIGNMENT = 8
 """Flash attention pads head sizes to a multiple of this (attention.cpp, `pad_last_dim`)."""
 
 _CUDNN_UNEQUAL = (192, 128)
-"""Head sizes beyond 128 that cuDNN takes on compute capability 10 (`check_cudnn_tensor_shapes`)."""
+"""Head sizes above 128 that cuDNN supports on compute capability 10 (`check_cudnn_tensor_shapes`)."""
 
 _MASK_ALIGNMENT = 16
 """The memory-efficient back end pads rows of a mask to a multiple of this (attention.cpp, `preprocess_mask`)."""
@@ -39,15 +39,16 @@ _MASK_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The properties of a call that decide the back end.
+    """The properties of an attention call that decide the back end.
 
     Attributes:
-        query: Shape (batch, heads, length, head size); `key` and `value` likewise.
+        query: Shape (batch, heads, length, head size). `key` and `value` have the same order.
         mask: Shape of the mask, or None.
-        trains_mask: The mask needs a gradient.
-        is_grouped: `enable_gqa` was given.
-        is_dense: Neighbours in the last dimension of query, key, value and mask are neighbours in memory.
-        allowed: The back ends that the user has not ruled out, see `allowed_backends`; the math back end always is.
+        trains_mask: Whether the mask needs a gradient.
+        is_grouped: Whether `enable_gqa` was set.
+        is_dense: Whether query, key, value and mask are contiguous in their last dimension.
+        allowed: The back ends that the user has not disabled, see `allowed_backends`. The math back end is always
+            there.
     """
 
     query: tuple[int, ...]
@@ -97,7 +98,7 @@ class AttentionCall:
 
 
 def allowed_backends() -> frozenset[Backend]:
-    """Return the back ends that `torch.nn.attention.sdpa_kernel` and its like have not ruled out."""
+    """Return the back ends that the user has not disabled with `torch.nn.attention.sdpa_kernel` or similar switches."""
     cuda = torch.backends.cuda
     switches: dict[Backend, Any] = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -151,7 +152,7 @@ def _takes_cudnn(call: AttentionCall, kernels: GpuKernels) -> bool:
 def _takes_flash(call: AttentionCall, kernels: GpuKernels) -> bool:
     size, value_size = call.head_sizes
     if call.needs_grad and (86 <= kernels.capability <= 89 or kernels.capability >= 120):
-        # The backward for these sizes takes more shared memory than these GPUs have.
+        # The backward for these sizes needs more shared memory than these GPUs have.
         fits = size <= 192 or (size > 224 and not call.dropout)
     else:
         fits = True
@@ -188,8 +189,8 @@ def attend(
 
     Args:
         inputs: Query, key and value.
-        mask: Of booleans, or added to the scores.
-        scale: The factor of the scores; None for `1 / sqrt(head size)`.
+        mask: A mask of booleans, or numbers to add to the scores.
+        scale: The factor of the scores, or None for `1 / sqrt(head size)`.
     """
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=call.dtype).masked_fill_(mask.logical_not(), -math.inf)
@@ -210,7 +211,7 @@ def attend(
 
 
 def _output(operator: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Call one of torch's operators; return its first result."""
+    """Call one of torch's operators, and return its first result."""
     outputs: Any = getattr(aten, operator)(*args, **kwargs)
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     return found
@@ -226,7 +227,7 @@ def _flash(inputs: tuple[Tensor, Tensor, Tensor], call: AttentionCall, scale: fl
 
 
 def _expanded(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Return a mask as the memory-efficient operator gets it: of the shape of the scores, and aligned rows."""
+    """Return a mask in the form for the memory-efficient operator: the shape of the scores, with aligned rows."""
     if mask is None:
         return None
     length = mask.shape[-1]
@@ -238,13 +239,13 @@ def _expanded(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
 def _math_with_dropout(
     inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, call: AttentionCall, scale: float | None
 ) -> Tensor:
-    """Run the math back end with CUDA's dropout, which is one operator (`_scaled_dot_product_attention_math`)."""
+    """Run the math back end with CUDA's dropout operator (`_scaled_dot_product_attention_math`)."""
     query, key, value = (one.float() if call.dtype in HALVES else one for one in inputs)
     root = math.sqrt(scale or call.query[-1] ** -0.5)
     if call.is_causal:
         allowed = torch.ones(call.query[-2], call.key[-2], dtype=torch.bool, device=query.device).tril()
         mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(allowed.logical_not(), -math.inf)
-    # torch holds each tensor that has a name here until the end.
+    # torch keeps every tensor that has a separate name here until the end.
     keys, values = key, value
     if call.is_grouped:
         keys, values = (one.repeat_interleave(call.query[-3] // one.shape[-3], -3) for one in (key, value))
@@ -252,7 +253,7 @@ def _math_with_dropout(
     scores = scaled @ (keys.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    # One name for all: torch frees each of them as soon as the next one is there.
+    # Reuse one name: torch frees each of these tensors as soon as the next one exists.
     scores = _output("_safe_softmax", scores, -1)
     scores = torch.native_dropout(scores, call.dropout, True)[0]
     weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first

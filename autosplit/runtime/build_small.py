@@ -1,6 +1,6 @@
-"""Build a model or workload with its memory, for as long as it stays small.
+"""Build a model or workload with real memory, and stop if it grows too large.
 
-To build without memory, torch loads its compiler, which takes as long as torch itself.
+Building without memory makes torch load its compiler, which takes as long as loading torch.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ FACTORIES = frozenset(
         *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
     }
 )
-"""Functions that make tensors of a size that is among their arguments, on the meta device, too."""
+"""Functions that make tensors of a size given by their arguments. They also work on the meta device."""
 
 
-class TooLarge(BaseException):  # no error: a signal, which code that catches every Exception lets through
-    """Raised where a model that is built grows past its bound, or beyond this machine's own memory."""
+class TooLarge(BaseException):  # a signal and no error, so that `except Exception` in user code does not catch it
+    """Raised when a model under construction exceeds its memory limit or uses another device than the CPU."""
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
-    """Call a function for as long as the tensors that it makes add up to no more, those that it drops included.
+    """Call a function, and stop it if the tensors it makes exceed a total size. Tensors that it frees count too.
 
-    The size of what is drawn or filled is known before it takes its memory; all else counts once it is there.
+    For factories such as `torch.zeros`, the size is checked before memory is allocated. For other functions it is
+    checked afterwards.
 
     Raises:
-        TooLarge: They are larger, or on another device than the processor.
+        TooLarge: The tensors are larger, or are on another device than the CPU.
     """
     bound = _Bound(most_bytes)
     with settings_kept_on_failure():
         with bound:
             built = build()
-        if bound.passed:  # by code that goes on after whatever happens
+        if bound.passed:  # the function caught TooLarge and continued
             bound.end()
     return built
 
 
 @contextmanager
 def settings_kept_on_failure() -> Iterator[None]:
-    """Put torch's default dtype, default device and grad mode back where code is left that will be called again.
+    """Restore torch's default dtype, default device and grad mode if the block raises.
 
-    Left while it had changed one of them, it would take that for what was there before.
+    The interrupted code is called again later. It would then take its own settings for the user's defaults.
     """
     dtype, device, has_gradients = torch.get_default_dtype(), default_device(), torch.is_grad_enabled()
     try:
@@ -67,7 +68,7 @@ def settings_kept_on_failure() -> Iterator[None]:
 
 
 class _Bound(TorchFunctionMode):
-    """Counts the bytes of the tensors that torch's functions return; `passed` where they are too many, or elsewhere."""
+    """Count the bytes of tensors that torch functions return. `passed` is True after too many, or on another device."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class _Bound(TorchFunctionMode):
         if func in FACTORIES and place == "cpu" and _planned_bytes(func, args, options) > self._most_bytes:
             self.end()
         given = [tensor.untyped_storage() for tensor in _dense((*args, *options.values()))]
-        if any(storage.nbytes() > self._most_bytes for storage in given):  # of a file that was read
+        if any(storage.nbytes() > self._most_bytes for storage in given):  # for example, tensors loaded from a file
             self.end()
         known = {storage.data_ptr() for storage in given}
         result = func(*args, **options)
@@ -101,17 +102,17 @@ class _Bound(TorchFunctionMode):
 
 
 def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the type of device on which a tensor is to be; None where nothing says so."""
+    """Return the device type that the arguments request, or None if they request no device."""
     asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
     if asked[0] is None and func in FACTORIES:
         asked[0] = args[0].device if func.__name__.startswith("new_") else default_device()
-    if func is Tensor.cuda or any(type(one) is int for one in asked):  # by the number of a GPU
+    if func is Tensor.cuda or any(type(one) is int for one in asked):  # an integer is a GPU index
         return "cuda"
     return next((torch.device(one).type for one in asked if isinstance(one, (str, torch.device))), None)
 
 
 def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the bytes of what a factory will make; none where it says itself what is wrong, or makes no dense one."""
+    """Return the bytes that a factory will allocate. Return 0 for wrong arguments and for sparse tensors."""
     drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
     if options.get("layout", torch.strided) is not torch.strided:
         return 0
@@ -122,7 +123,7 @@ def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any])
 
 
 def _dense(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the processor's dense tensors among some values, and in the lists among them."""
+    """Yield the dense CPU tensors among values and inside lists of them."""
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             is_dense = isinstance(item, Tensor) and not is_lazy(item) and item.layout is torch.strided

@@ -1,4 +1,4 @@
-"""The clocks of simulated cards and of the host that feeds them."""
+"""Simulate the clocks of GPUs and of the host that starts their kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.op_cost import Load, Work, loads_of
 
 _HOST_BYTES_PER_S = 12.6e9
-"""Of copies from the host: PCI Express 3.0 x16 at four fifths of its line rate, an assumption for all cards."""
+"""Rate of copies from the host: 80% of the line rate of PCI Express 3.0 x16, assumed for all GPUs."""
 
 _TOGETHER = ("parameter", "gradient")
-"""What NCCL's broadcast and reduce carry: in as many rings as there are links, whatever the number of devices."""
+"""Purposes of NCCL's broadcast and reduce. They use as many rings as there are links, for any number of devices."""
 
 _STEADY = 1e-9
-"""Share by which one repetition may differ from the next."""
+"""Largest relative difference between two repetitions that count as equal."""
 
 
 @dataclass
 class Clocks:
-    """The time on each card and on the host that feeds it, and how long each card worked; what is `free` takes none.
+    """Current time of each GPU and of the host, and compute time of each GPU.
 
-    The host runs ahead of a card until it is the slower one: an op begins when it was started and what was before it
-    is done. Parameters and gradients go over all links at once, as NCCL's rings send them; other copies keep both
-    their ends.
+    The host runs ahead of a GPU unless the host is slower. An op begins when the host has started it and the GPU has
+    finished the previous op. Parameters and gradients use all links at once, as NCCL's rings do. Every other copy
+    occupies both of its devices.
+
+    Attributes:
+        free: Purposes of copies that take no time.
     """
 
     specs: Sequence[GpuSpec]
@@ -37,12 +40,12 @@ class Clocks:
         self.now_s = [0.0] * len(self.specs)
         self.busy_s = [0.0] * len(self.specs)
         self._host_s = [0.0] * len(self.specs)
-        self._links_s = [0.0] * len(self.specs)  # each to the first device
-        self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
+        self._links_s = [0.0] * len(self.specs)  # when each device's link to the first device is free
+        self._arrived_s = [0.0] * len(self.specs)  # when each device has all data sent over the links
         self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
 
     def foresee(self, card: int, works: Iterator[Work]) -> None:
-        """Tell the loads of a card's works at once, before they are played; those of another micro-step are known."""
+        """Compute the loads of a GPU's ops in one batch before they run. Loads of an earlier micro-step are reused."""
         loads = self._loads[card]
         first = next(works, None)
         if first is not None and first not in loads:
@@ -50,7 +53,7 @@ class Clocks:
             loads.update(zip(new, loads_of(new, self.specs[card], self.replicas), strict=True))
 
     def work(self, device: int, work: Work) -> None:
-        """Let a card do its work once it is there, and the host has started it."""
+        """Run an op on a GPU after its data has arrived and the host has started it."""
         self.foresee(device, iter([work]))
         load = self._loads[device][work]
         self._wait(device)
@@ -59,7 +62,11 @@ class Clocks:
         self.busy_s[device] += load.busy_s
 
     def take_back(self, device: int, work: Work) -> None:
-        """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
+        """Undo an op that was played but does not run in the real step.
+
+        If the GPU was waiting for the host, subtract the longer of kernel time and launch time. Otherwise subtract
+        kernel time.
+        """
         load = loads_of([work], self.specs[device], self.replicas)[0]
         is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
         self.now_s[device] -= max(load.busy_s, load.host_s) if is_behind else load.busy_s
@@ -67,7 +74,7 @@ class Clocks:
         self._host_s[device] -= load.host_s
 
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Send bytes over a link: once both ends are free, or beside what they do, as a broadcast or a reduce."""
+        """Send bytes over a link. Broadcasts and reduces overlap with compute. Other copies wait for both devices."""
         ends = [device for device in (source, destination) if device != HOST]
         is_free = purpose in self.free
         if purpose in _TOGETHER and len(ends) == 2:
@@ -80,11 +87,12 @@ class Clocks:
         end_s = max(self.now_s[device] for device in ends) + takes_s
         for device in ends:
             self.now_s[device] = end_s
-        # What is done with a copy is started after what was copied: one interpreter starts both.
+        # One interpreter starts all work, so the host starts the consumer of a copy only after its source.
         self._host_s[ends[-1]] = max(self._host_s[device] for device in ends)
 
     def _move_beside(self, one: int, other: int, nbytes: int, *, is_free: bool) -> None:
-        first, second, at = self.specs[one], self.specs[other], max(one, other)  # for each parameter of each replica
+        # NCCL launches once for each parameter of each replica.
+        first, second, at = self.specs[one], self.specs[other], max(one, other)
         end_s = max(self.now_s[one], self.now_s[other], self._links_s[at])
         if not is_free:
             launch_s = max(first.launch_s, second.launch_s) * kernel_rates().host.replicated
@@ -99,13 +107,13 @@ class Clocks:
         self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
 
     def meet(self) -> float:
-        """Let all devices wait for the slowest, and return that time."""
+        """Make all devices wait for the slowest, and return that time."""
         end_s = max(*self.now_s, *self._arrived_s)
         self.now_s = [end_s] * len(self.now_s)
         return end_s
 
     def repeat(self, play: Callable[[], None], times: int) -> None:
-        """Play the same so many times; once each takes what the last one took, all the rest at once."""
+        """Play a step the given number of times. When two repetitions take the same time, extrapolate the rest."""
         before, last = self._read(), None
         for played in range(1, times + 1):
             play()
@@ -125,9 +133,10 @@ class Clocks:
         self.now_s, self._host_s, self._links_s, self._arrived_s, self.busy_s = parts
 
     def _is_steady(self, pace: list[float], last: list[float]) -> bool:
-        """Tell whether all that follow take as long: what is waited for is at nobody's pace but his who waits.
+        """Return whether all further repetitions will take the same time as this one.
 
-        A host that is behind a card, and slower than it, would catch up with it.
+        That holds if every clock advanced as in the last repetition, all GPUs advance equally, and no host is slower
+        than its GPU. A slower host that is still ahead of the GPU would become the bottleneck later.
         """
         count = len(self.specs)
         cards, hosts = (list(filter(None, pace[start : start + count])) for start in (0, count))

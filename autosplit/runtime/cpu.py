@@ -1,6 +1,6 @@
-"""Real steps on this machine's processor: its memory counted and bounded by the tracker, its time by the clock.
+"""Run real steps on this machine's CPU. The tracker measures and limits memory, and the clock measures time.
 
-Memory is measured tracked and time untracked, never in one run: following every op costs more than some of the ops.
+Memory and time are measured in separate runs, because tracking an op takes longer than some ops.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from autosplit.workload.workload import Workload
 
 
 class CpuRuntime:
-    """A training step on CPU devices, which share one processor, so that their busy times add.
+    """A training step on CPU devices. They share one CPU, so their compute times add up.
 
     Args:
-        capacities_bytes: The most that each may hold; enforced where the device is budgeted (`cpu:SIZE`).
+        capacities_bytes: Memory limit of each device. It is enforced only for devices with a budget (`cpu:SIZE`).
     """
 
     simulated = False
@@ -45,13 +45,13 @@ class CpuRuntime:
         """Run a step under the tracker and return each device's peak, in bytes.
 
         Raises:
-            OutOfMemoryError: A device would hold more than its budget; it is named.
+            OutOfMemoryError: A device would exceed its budget. The error names the device.
         """
         if shape.compiled:
             return self._compiled(shape)
         if shape.arrangement == "eval" or self._has_settled:
             return self._tracked(shape)
-        # The optimizer's state appears in the first step and is there in all that follow.
+        # The optimizer creates its state in the first step, so only later steps show the full memory.
         if not self._has_stepped:
             self._tracked(shape)
             self._has_stepped = True
@@ -60,7 +60,7 @@ class CpuRuntime:
         return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step untracked, up to `budget_s`, and time it; budgets are not enforced here, see `peaks`."""
+        """Time a step without the tracker, for up to `budget_s`. Only `peaks` enforces memory budgets."""
         trainee = self.trainee
         sizes = [sum(split) for split in shape.splits]
         with kept_rng():
@@ -75,7 +75,7 @@ class CpuRuntime:
                     wrapper.zero_grad(set_to_none=True)  # see run_placed
 
     def _compiled(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step compiled; what it holds can't be followed, so that nothing is said of it."""
+        """Run a compiled step. The tracker cannot see inside compiled code, so return no peaks."""
         trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
         with kept_rng():
             trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
@@ -91,7 +91,7 @@ class CpuRuntime:
             [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
             draws=self.trainee.draws,
         )
-        gc.collect(1)  # what an earlier step left in cycles would otherwise die, and take its time, in this one
+        gc.collect(1)  # otherwise tensors in an earlier step's reference cycles are freed, and timed, in this step
         message = None
         try:
             with kept_rng():

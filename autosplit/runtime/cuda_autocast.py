@@ -1,4 +1,4 @@
-"""Which functions CUDA's autocast runs in float32, and how they differ from the CPU's.
+"""List the functions that CUDA's autocast runs in float32, and its differences from the CPU's autocast.
 
 The names are those of torch's source: aten/src/ATen/autocast_mode.h for CUDA, autocast_mode.cpp for the CPU.
 tests/runtime/test_cuda_autocast.py compares them with the header that is installed with torch.
@@ -50,12 +50,12 @@ _OTHER_NAMES = {
     "index_put": "index_put_",
     "scatter_add": "scatter_add_",
 }
-"""Python's names of operators, where they differ."""
+"""Python's names of operators if they differ from the names in torch's source."""
 
 LOWER_NAMES = frozenset(_words("addmv addr chain_matmul einsum linalg_multi_dot mv"))
-"""Operators that CUDA casts to the autocast dtype and the CPU's autocast leaves alone (AT_FORALL_LOWER_PRECISION_FP).
+"""Operators that CUDA's autocast casts to the autocast dtype and the CPU's does not (AT_FORALL_LOWER_PRECISION_FP).
 
-Recurrent cells are missing here: on a GPU they are fused kernels, see `recurrent_calls`.
+Recurrent cells are missing here, because a GPU runs them as fused kernels. See `recurrent_calls`.
 """
 
 PROMOTED_NAMES = frozenset(
@@ -70,11 +70,11 @@ _CPU_ONLY_NAMES = frozenset(
         "replication_pad2d replication_pad3d pad quantile nanquantile"
     )
 )
-"""Operators that the CPU's autocast runs in float32 and CUDA's leaves alone."""
+"""Operators that the CPU's autocast runs in float32 and CUDA's does not change."""
 
 
 def _functions(names: frozenset[str]) -> frozenset[Callable[..., Any]]:
-    """Return Python's functions for operators, in all modules that have them."""
+    """Return Python's functions for operators, from all modules that define them."""
     present = [name for name in names if name != "rms_norm" or has_autocast("rms_norm")]
     wanted = [*present, *(other for name in present for other in _OTHER_NAMES.get(name, "").split())]
     found = (getattr(place, name, None) for place in _PLACES for name in wanted)
@@ -85,4 +85,4 @@ FLOAT32 = _functions(FLOAT32_NAMES)
 FLOAT32_RESULT = _functions(FLOAT32_RESULT_NAMES)
 LOWER = _functions(LOWER_NAMES)
 PROMOTED = _functions(PROMOTED_NAMES | _CPU_ONLY_NAMES)
-"""Functions that run as they are, without the CPU's autocast, in the widest dtype of their inputs."""
+"""Functions that run without the CPU's autocast, in the widest dtype of their inputs."""

@@ -2,8 +2,8 @@
 
 CUDA runs other operators than the CPU: its own attention, fused dropout and normalisation, and an autocast with other
 lists. Memory and time of a simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above autograd
-and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces only functions whose operators the
-CPU has, too.
+and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces a function only if the CPU has the
+operators too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor, aten_ops
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Replaces functions that CUDA runs by other operators than the CPU.
+    """Replace functions that run other operators on CUDA than on the CPU.
 
     Args:
-        kernels: The GPU whose choices count.
+        kernels: The GPU that determines the operators.
 
     Attributes:
-        needed: A function was replaced. A step without any runs as fast without this mode.
-        calls: The calls of attention, with the back end that was chosen.
+        needed: Whether a function was replaced. Otherwise the mode can be left out, which is faster.
+        calls: The attention calls with their chosen back ends.
     """
 
     def __init__(self, kernels: GpuKernels) -> None:
@@ -93,13 +93,13 @@ class CudaFunctions(TorchFunctionMode):
             return func(*args, **(kwargs | {"dtype": torch.float32}))
 
     def again(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with this mode on, from a function that replaces another one."""
+        """Call a function with this mode active, from a replacement function."""
         with self:
             return func(*args, **kwargs)
 
 
 def _stands_in(value: Any) -> bool:
-    """Return whether a tensor is a fake of the CPU, for which this module chooses the operators."""
+    """Return whether a tensor is a fake CPU tensor, for which this module chooses the operators."""
     return isinstance(value, FakeTensor) and value.device.type == "cpu"
 
 
@@ -126,7 +126,7 @@ def _as_lower(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Switch the CPU's autocast off, as CUDA's is within an operator of its lists."""
+    """Disable the CPU's autocast, as CUDA's autocast is disabled inside an operator of its lists."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     try:
@@ -147,16 +147,16 @@ def _never(*_: Any, **__: Any) -> bool:
 
 @functools.cache
 def _body(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a copy of a Python function of torch that can run with the mode on; None for any other function.
+    """Return a copy of a Python function of torch that can run with the mode on, or None for any other function.
 
-    torch takes the mode off while it handles a function. Then the functions that the body calls are not seen: the
-    attention within multi-head attention, or what a checkpoint computes again during `backward`. A function asks for
-    modes by `has_torch_function` and its variants, which the copy finds to be False.
+    torch disables the mode while it handles a function. The mode then misses functions that the body calls: the
+    attention inside multi-head attention, or a checkpoint's recomputation during `backward`. A function detects modes
+    with `has_torch_function` and its variants. In the copy, these return False.
     """
     if not isinstance(func, FunctionType) or not (func in _METHODS or func.__globals__.get("__name__") in _MODULES):
         return None
     asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    if not asks:  # it leaves that to a function that it calls: `torch.meshgrid` to `_meshgrid`
+    if not asks:  # the function calls another function that asks: `torch.meshgrid` calls `_meshgrid`
         return None
     names = {**func.__globals__, **dict.fromkeys(asks, _never)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
@@ -178,9 +178,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Run attention by the back end that CUDA would choose.
+    """Run attention with the back end that CUDA would choose.
 
-    The CPU has no kernels for it. For fakes on a GPU torch makes the same choice, which is only noted here.
+    The CPU has no kernels for it. For fakes on a GPU, torch chooses the back end, and this function only records it.
     """
     device_type = query.device.type
     if not isinstance(query, FakeTensor) or device_type not in ("cpu", "cuda"):
@@ -196,7 +196,7 @@ def _attention(
 
 
 def _dropout(mode: CudaFunctions, input: Tensor, p: float, train: bool) -> Tensor | None:  # noqa: ARG001, A002  # torch's
-    """Run dropout as one kernel that keeps a byte of each value (aten/src/ATen/native/Dropout.cpp)."""
+    """Run dropout as one kernel that stores one byte per value (aten/src/ATen/native/Dropout.cpp)."""
     return torch.native_dropout(input, p, True)[0] if train and 0.0 < p < 1.0 else None
 
 
@@ -217,7 +217,7 @@ def _softmax(
 
 
 def _group_norm(mode: CudaFunctions, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # torch's name
-    """Copy an image in channels_last, whose layout CUDA's kernel does not take (native/group_norm.cpp)."""
+    """Copy a channels-last image first, because CUDA's kernel does not accept that layout (native/group_norm.cpp)."""
     if input.is_contiguous() or input.device.type != "cpu":
         return None
     given = _as_float32(input) if torch.is_autocast_enabled("cpu") else input
@@ -229,7 +229,7 @@ def _rms_norm(
     input: Tensor,  # noqa: A002  # torch's name
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
-    eps: float | None = None,  # noqa: ARG001  # no matter to memory and time
+    eps: float | None = None,  # noqa: ARG001  # does not affect memory and time
 ) -> Tensor | None:
     """Run the fused kernel, which takes a weight of the input's dtype (aten/src/ATen/native/layer_norm.cpp)."""
     if not has_fused_rms_norm() or not _stands_in(input):
@@ -294,7 +294,7 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rms_norm: _rms_norm,
     getattr(NN_FUNCTIONS, "cross_entropy_loss", F.cross_entropy): _cross_entropy,
 }
-"""Replacements return None if CUDA's operator is the CPU's."""
+"""Replacement functions. They return None if CUDA runs the same operator as the CPU."""
 
 _REPLACEMENTS |= {
     getattr(place, name): functools.partial(_softmax, kernel=kernel)

@@ -1,13 +1,12 @@
-"""Run operators whose results depend on values, while a step is traced with fake tensors, which have no values.
+"""Run operators whose results depend on values while a step is traced. Fake tensors have no values.
 
-- Operators whose number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`): the trace takes the
-  recorded number of rows (see Note [Replayed values]), or, without a recorded step, the upper bound.
-- Reads of values (`.item()`, `if tensor`): the trace takes the recorded value. Without a recorded step, torch's
+- Operators whose number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`): the trace uses the
+  recorded number of rows (see Note [Replayed values]) or, without a recorded step, the upper bound.
+- Reads of values (`.item()`, `if tensor`): the trace uses the recorded value. Without a recorded step, torch's
   exception ends the trace.
-- Reads by an optimizer's arithmetic, such as Adafactor's norms of parameters: the trace takes 1. These numbers scale
-  an update and decide no shape.
+- Reads by an optimizer's arithmetic, such as Adafactor's norms of parameters: the trace uses 1. These numbers scale
+  an update and do not affect shapes.
 
-`DataDependent.notes` reports each replacement.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _NOTHING = object()
 
 
 class DataDependent:
-    """Runs the operators of a tracer's steps.
+    """Run the operators of a tracer's steps.
 
     Args:
         values: Records or replays the values that steps read.
 
     Attributes:
-        bounded: Operators that took the upper bound; the keys of a dict, in order.
+        bounded: Operators that used the upper bound. An ordered set, as the keys of a dict.
     """
 
     def __init__(self, values: SampleValues | None = None) -> None:
@@ -55,7 +54,7 @@ class DataDependent:
 
     @contextmanager
     def step(self, split: Sequence[int], *, evaluates: bool) -> Iterator[None]:
-        """Begin a step of this split; with `evaluates`, a forward alone."""
+        """Begin a step of this split. With `evaluates`, it is only a forward."""
         if self._values is not None:
             self._values.begin(split, evaluates=evaluates)
         with nullcontext() if self._values is None else WholeReads(self._values):
@@ -65,7 +64,7 @@ class DataDependent:
         """Run an operator, with replacements for the values that fake tensors lack.
 
         Raises:
-            Exception: The operator's own, if there is no replacement.
+            Exception: The operator's own exception, if there is no replacement.
         """
         try:
             outputs = func(*args, **kwargs)
@@ -79,7 +78,7 @@ class DataDependent:
         return outputs
 
     def as_error(self) -> Exception:
-        """Return the exception of a trace that may not take an upper bound."""
+        """Return the exception for a trace that may not use an upper bound."""
         return NotImplementedError(f"the number of rows that {_listed(self.bounded)} returns depends on values")
 
     def notes(self) -> tuple[Note, ...]:
@@ -120,7 +119,7 @@ class DataDependent:
             values.note_rows(_name(packet), operator.elements(*args, **kwargs), operator.rows(outputs, *args, **kwargs))
 
     def _replaced(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: RuntimeError) -> Any:
-        """Return fake outputs or a value in place of an operator that failed; `_NOTHING` if there is no replacement."""
+        """Return fake outputs or a value for an operator that failed, or `_NOTHING` if there is no replacement."""
         packet = getattr(func, "overloadpacket", None)
         if packet in _GROUPED_PRODUCTS and isinstance(args[0], FakeTensor):
             return grouped_product(args, kwargs)
@@ -144,7 +143,7 @@ class DataDependent:
         return operator.make(rows, *args, **kwargs)
 
     def _indexed(self, args: Sequence[Any]) -> Any:
-        """Index with the places of each mask's true elements, as torch's own kernels do."""
+        """Index with the positions of each mask's true elements, as torch's own kernels do."""
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:
@@ -162,7 +161,7 @@ class DataDependent:
 
 
 def needs_values(found: DataDependent | Exception) -> bool:
-    """Return whether the values of a real step would change a trace, or make one possible that failed."""
+    """Return whether values of a real step would improve a trace, or make a failed trace possible."""
     if isinstance(found, DataDependent):
         return bool(found.bounded)
     error: BaseException | None = found

@@ -1,4 +1,4 @@
-"""Replace the few random numbers by which a model decides, such as which layers to leave out."""
+"""Replace the few random numbers that decide a model's path, such as which layers to skip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.rng import ExtremeDraws
 from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 MOST_DECIDED_BY = 64
-"""The most numbers drawn at once that a model may decide by. Nobody looks at each of more numbers."""
+"""Most numbers in one draw that can be decisions. Models do not branch on each element of a larger draw."""
 
 _DRAWS = frozenset(
     getattr(packet, overload)
@@ -22,9 +22,9 @@ _DRAWS = frozenset(
 
 
 def replace_drawn(draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Any) -> None:
-    """Replace the output of an operator that draws few random numbers; leave other operators alone.
+    """Replace the output of an operator that draws few random numbers. Other operators are unchanged.
 
-    A fake tensor of one number gets that number as its constant, so that `item()` returns it.
+    A fake tensor with one element gets the number as its constant, so `item()` returns it.
     """
     number = draws.draw() if func in _DRAWS and drawn.numel() <= MOST_DECIDED_BY else None
     if number is None:

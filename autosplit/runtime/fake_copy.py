@@ -1,4 +1,4 @@
-"""Fake copies of a model, of fake tensors: shapes and a device, and neither numbers nor memory."""
+"""Make copies of a model from fake tensors. They have shapes and a device, but no values and no memory."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from autosplit.workload.workload import Workload
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a new mode for a fake trainee; real tensors that a model holds on the side are let in as fakes."""
+    """Return a new mode for a fake trainee. Real tensors in a model's attributes are converted to fake tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
     """Call a function so that the tensors it makes take no memory.
 
-    Fake tensors are tried first. What these can't do (torch can't convert a fake module's dtype in place:
-    `model.half()`) is tried on the meta device, which in turn can't be copied from.
+    Fake tensors are tried first. They do not support everything: torch cannot convert a fake module's dtype in place
+    (`model.half()`). Then the meta device is tried, although its tensors cannot be copied.
 
     Raises:
-        Exception: What it raised under fake tensors, where it raised on the meta device, too.
+        Exception: The function raised on the meta device too. This is its error under fake tensors.
     """
     try:
         with settings_kept_on_failure(), mode:
             return build()
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+    except Exception as error:  # noqa: BLE001  # fake tensors do not support it, or the user's code failed
         failure = error
     try:
         with settings_kept_on_failure(), torch.device("meta"):
             return build()
-    except Exception:  # noqa: BLE001  # the first failure is the one to tell of
+    except Exception:  # noqa: BLE001  # report the first failure
         raise failure from None
 
 
 def mode_of(workload: Workload) -> FakeTensorMode | None:
-    """Return the mode that a workload was built under; None where its tensors are real."""
+    """Return the fake mode of a workload, or None if its tensors are real."""
     tensors = [*(p for module in workload.modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 def holds_fakes(device: torch.device) -> bool:
-    """Tell whether fake tensors on a device can be trained, which not every build or back end can."""
-    if accelerator_kind() != device.type:  # autograd ends the process where torch was built without the device
+    """Return whether fake tensors on a device can be trained. Some builds and back ends do not support it."""
+    if accelerator_kind() != device.type:  # autograd crashes the process if torch was built without the device
         return False
     try:
         with fake_mode():
             weight = torch.empty(2, 2, device=device, requires_grad=True)
             (weight @ weight).sum().backward()
-    except Exception:  # noqa: BLE001  # whatever a back end lacks
+    except Exception:  # noqa: BLE001  # the back end does not support it
         return False
     return True
 
@@ -70,9 +70,9 @@ def fake_into(
     mode: FakeTensorMode,
     device: torch.device,
 ) -> None:
-    """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
+    """Put fakes of all tensors into deepcopy's memo, so deepcopy uses them as the copies."""
     tensors = [t for module in models.modules for t in (*module.parameters(), *module.buffers())]
-    # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
+    # The model may read single numbers in its attributes, so these stay real. An average of its weights is not read.
     tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
     state = [(optimizer, [*tensors_of(list(optimizer.state.values()))]) for optimizer in optimizers]
     tensors += [tensor for _, held in state for tensor in held]
@@ -86,7 +86,7 @@ def fake_into(
 
 
 def _tensors_aside(models: Models) -> Iterator[Tensor]:
-    """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
+    """Yield tensors in modules' attributes, lists, dicts and hidden modules, which deepcopy also visits."""
     todo: list[Any] = [part for module in models.modules for part in module.modules()]
     seen: set[int] = set()
     while todo:
@@ -105,7 +105,7 @@ def _tensors_aside(models: Models) -> Iterator[Tensor]:
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """Make the fake of a tensor on a device, wherever the tensor is."""
+    """Make a fake of a tensor on the given device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device == device:
         return tensor
     if is_wrapper_subclass(tensor):
@@ -120,7 +120,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """Make the fake of a sparse tensor with as many values: torch's own fakes have none."""
+    """Make a fake sparse tensor with the same number of values. torch's own fakes have no values."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
     indices, values = (
@@ -133,7 +133,7 @@ def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Make a fake that knows its number: optimizers read their step counts, and rates, back from tensors."""
+    """Make a fake with a known value. Optimizers read step counts and learning rates back from tensors."""
     number = tensor.item()
     with mode:
         return torch.tensor(number, dtype=tensor.dtype)

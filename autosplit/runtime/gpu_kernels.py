@@ -1,4 +1,4 @@
-"""A GPU's compute capability, which decides what kernels torch's CUDA back end runs."""
+"""Describe a GPU by its compute capability, which determines the kernels that torch's CUDA back end runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 _GENERATIONS = (50, 60, 70, 75, 80, 86, 89, 90, 100, 120)
-"""Compute capabilities from which on torch or its libraries choose other kernels."""
+"""Compute capabilities at which torch or its libraries switch to other kernels."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class GpuKernels:
 
     @classmethod
     def of(cls, capability: str) -> GpuKernels:
-        """Return the kernels of a GPU of a compute capability ("8.9"); GPUs that run the same kernels are equal."""
+        """Return the kernels of a GPU with a compute capability ("8.9"). GPUs that run the same kernels are equal."""
         major, minor = map(int, capability.split("."))
         own = 10 * major + minor
         return cls(max((one for one in _GENERATIONS if one <= own), default=_GENERATIONS[0]))
 
 
 def kernels_of_device(device: torch.device) -> GpuKernels | None:
-    """Return the kernels of an NVIDIA GPU that is there; None for other devices, whose kernels are not known here."""
+    """Return the kernels of an NVIDIA GPU of this machine, or None for other devices, whose kernels are unknown."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)

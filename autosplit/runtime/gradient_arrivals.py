@@ -1,8 +1,9 @@
-"""Tell from a plain step of one device what one that accumulates holds and does, and a DDP rank's.
+"""Derive the memory and work of an accumulating step and of a DDP rank's step from a plain one-device step.
 
-They differ where gradients arrive. In a plain step a gradient stays where autograd made it, or is copied where that is
-needed elsewhere. One that is added to the gradient of earlier micro-steps is read, and goes; one that moves into DDP's
-buckets is copied, and goes. See torch's `AccumulateGrad` (csrc/autograd/functions/accumulate_grad.h).
+The three variants differ only when a gradient arrives on its parameter. In a plain step it stays in the tensor that
+autograd made, or is copied if that tensor is needed elsewhere. In an accumulating step it is added to the gradient of
+earlier micro-steps and then freed. In a DDP rank it is copied into DDP's buckets and then freed. See torch's
+`AccumulateGrad` (csrc/autograd/functions/accumulate_grad.h).
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from autosplit.runtime.op_calls import OpCall
 aten = torch.ops.aten
 
 Way = Literal["plain", "accumulating", "bucketed"]
-"""What becomes of a gradient that arrives: it stays, is added to an earlier one, or moves into a bucket."""
+"""Variant of the step: an arriving gradient stays, is added to an earlier gradient, or moves into a bucket."""
 
 
 @dataclass(frozen=True)
 class ArrivalCall:
-    """The call of an op by which a gradient arrives on its parameter: a view of what autograd made, or a copy."""
+    """The op call through which a gradient arrives on its parameter: a view of autograd's tensor, or a copy."""
 
     call: OpCall
 
     def calls(self, way: Way) -> tuple[OpCall, ...]:
-        """Return what is called in its place."""
+        """Return the op calls that replace this call in a variant of the step."""
         call, kept = self.call, self.call.outputs
         if way == "accumulating":
             made = call.args[1] if call.func is aten.copy_.default else call.args[0]
@@ -42,12 +43,12 @@ class ArrivalCall:
 
 
 def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int = 0) -> tuple[Entry, ...]:
-    """Return the storages that come and go in a step of one device, or would in a step of another way, in order.
+    """Return the storages that are allocated and freed in a variant of a one-device step, in order.
 
-    Workspaces come first. Storages that only go at the end are left out, because they do not change the peak.
+    Workspaces come first. Storages freed at the end are left out, because they do not change the peak.
 
     Args:
-        begun_at: Entries before the first op, where DDP has its buckets already.
+        begun_at: Number of entries before the first op. DDP's buckets exist from then on.
     """
     if way == "plain":
         entries = list(tracker.entries())
@@ -61,7 +62,8 @@ def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int 
 
 
 def _entries(tracker: Tracker, way: Way) -> Iterator[Entry]:
-    arrivals = {id(arrival.gradient): arrival for arrival in tracker.arrivals}  # of views of one storage the last
+    # Several arrivals may be views of one storage. The dictionary keeps the last of them.
+    arrivals = {id(arrival.gradient): arrival for arrival in tracker.arrivals}
     going, beside = defaultdict(list), defaultdict(list)
     for arrival in arrivals.values():
         if way == "bucketed" or not arrival.is_copy:
@@ -77,9 +79,9 @@ def _entries(tracker: Tracker, way: Way) -> Iterator[Entry]:
 
 
 def _kind(way: Way, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:
-    """Return what a storage is for in a step of another way, None where it is not there."""
+    """Return the kind of a storage in a variant of the step, or None if the variant does not allocate it."""
     if arrival is None:
         return kind
-    if goes:  # in the end, as the gradients of earlier micro-steps do
+    if goes:  # freed at the end, like the gradients of earlier micro-steps
         return "gradients" if way == "accumulating" else None
     return "activations" if way == "bucketed" or not arrival.is_copy else None

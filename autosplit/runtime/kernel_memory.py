@@ -9,13 +9,13 @@ Therefore a block is one of these:
 * exactly proportional to the batch,
 * proportional to the batch between two limits (`Block.limits`): absent below the first, constant above the second.
 
-Example: the gradient of a bias of 1,024 numbers in float32. From 1,021 rows on, `sum` adds rows in groups and writes
-each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Then an H100 has no room for more groups,
-and the results stay at 132 MiB.
+Example: the gradient of a bias of 1,024 numbers in float32. From 1,021 rows on, `sum` adds rows in groups and stores
+each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Above that, an H100 cannot run more
+groups at once, and the results stay at 132 MiB.
 
-The formulas are from torch 2.11's sources, which are named at each function. The GPU measurements that they are
-compared with are in benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's
-convolutions and recurrent layers are not here: cuDNN is closed source, and no bound is published.
+The formulas are from torch 2.11's sources, which are named at each function. They are compared with GPU measurements in
+benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's convolutions and recurrent
+layers are missing: cuDNN is closed source, and no bound is published.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LEAST_BYTES = 2**20
 """Group results of a `sum` that can never exceed this size are left out."""
 
 NO_LIMITS = (0.0, math.inf)
-"""The limits of a block that is always there, with a size that nothing bounds."""
+"""The limits of a block that always exists, with no limit of its size."""
 
 _GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
 _GPUS |= {100: (148, 2048), 120: (188, 1536)}
-"""The largest GPU of each compute capability: multiprocessors, and threads that each of them runs at once."""
+"""The largest GPU of each compute capability: multiprocessors, and threads that run at once on each of them."""
 
 _LARGE_SHARED_MEMORY = (80, 90, 100)
 """Compute capabilities whose blocks of threads may use more than 100 KiB of shared memory."""
@@ -53,7 +53,7 @@ class Block:
 
     Attributes:
         nbytes: Its size without limits, not rounded. A constant, or exactly proportional to the batch.
-        limits: With a smaller `nbytes` than the first, the block is absent. It is never larger than the second.
+        limits: If `nbytes` is below the first limit, the block does not exist. It never exceeds the second limit.
     """
 
     nbytes: int
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def limited_bytes(self) -> int:
-        """Its size within the limits."""
+        """The size within the limits."""
         least_bytes, most_bytes = self.limits
         return int(min(self.nbytes, most_bytes)) if self.nbytes >= least_bytes else 0
 
@@ -70,7 +70,7 @@ Blocks = tuple[Block, ...]
 
 
 def temporary_blocks(func: Any, args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
-    """Return the blocks that an operator holds on a GPU when it needs the most, and frees before it returns."""
+    """Return the blocks that an operator holds on a GPU at its peak, and frees before it returns."""
     inside = _INSIDE.get(getattr(func, "overloadpacket", None))
     return () if inside is None else inside(args, outputs, kernels)
 
@@ -105,9 +105,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _copies(*tensors: Tensor) -> Blocks:
-    """Return the copies of those tensors of (batch, heads, length, width) whose memory is in another order.
+    """Return copies of tensors of shape (batch, heads, length, width) whose memory order differs.
 
-    The kernels want (batch, length, heads, width). They copy a gradient or an output that has another layout.
+    The kernels need (batch, length, heads, width). They copy a gradient or an output with another layout.
     """
     return tuple(Block(_nbytes(tensor)) for tensor in tensors if not _is_length_first(tensor))
 
@@ -126,7 +126,7 @@ def _flash_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) ->
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
     blocks: Blocks = (Block(rows * _up(width, 32 if width <= 128 else 64) * 4), Block(rows * 4))
-    if key.shape[1] != heads:  # grouped queries: one gradient of keys and values for each query head, added up later
+    if key.shape[1] != heads:  # grouped queries: gradients of keys and values for each query head, added up later
         expanded = Block(batch * heads * key.shape[2] * width * key.element_size())
         blocks += (expanded, expanded)
     return blocks + _copies(grad, out)
@@ -134,7 +134,7 @@ def _flash_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) ->
 
 @dataclass(frozen=True)
 class _Tile:
-    """The queries and keys of a block of threads, and whether it keeps the gradients of keys in registers."""
+    """The queries and keys of a thread block, and whether it keeps the gradients of keys in registers."""
 
     queries: int
     keys: int
@@ -142,10 +142,10 @@ class _Tile:
 
 
 def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -> _Tile:
-    """Return the tile of the memory-efficient backward, see `dispatch_cutlassB` in kernels/cutlassB.h.
+    """Return the tile of the memory-efficient backward. See `dispatch_cutlassB` in kernels/cutlassB.h.
 
-    torch takes the first kernel that fits the GPU's shared memory. For GPUs with little of it this is an assumption,
-    which differs only for widths above 64: the smaller tile needs more memory for half precision.
+    torch uses the first kernel that fits the GPU's shared memory. For GPUs with little shared memory this is an
+    assumption. It matters only for widths above 64: the smaller tile needs more memory in half precision.
     """
     is_half, large = dtype is not torch.float32, kernels.capability in _LARGE_SHARED_MEMORY
     if width <= 64:
@@ -160,8 +160,8 @@ def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -
 def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels) -> Blocks:
     """See `_efficient_attention_backward` in attention_backward.cu, and `workspace_size` in kernel_backward.h.
 
-    Below 200 heads in the batch the kernel may split the keys, and then takes more for widths that do not fit its
-    registers. The figure is that of larger batches, which are not split.
+    Below 200 heads in the batch the kernel may split the keys. It then takes more memory for widths that do not fit its
+    registers. This function returns the size for larger batches, which are not split.
     """
     grad, query, _, value = args[:4]
     batch, heads, length, width = query.shape
@@ -206,7 +206,7 @@ def _softmax_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) 
 
 
 def _safe_softmax(args: Sequence[Any], outputs: Tensor, _kernels: GpuKernels) -> Blocks:
-    """See `_safe_softmax` in transformers/attention.cpp: which numbers are minus infinity, and which whole rows."""
+    """See `_safe_softmax` in transformers/attention.cpp: masks of minus infinity, per element and per row."""
     return Block(outputs.numel()), Block(outputs.numel() // max(1, outputs.shape[args[1]]))
 
 
@@ -227,11 +227,11 @@ def _convolution_backward(args: Sequence[Any], outputs: Any, kernels: GpuKernels
 
 
 def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> Blocks:
-    """Return the results that groups of threads leave for the last group, when all dimensions but the last are summed.
+    """Return the group results of a sum over all dimensions except the last one in memory.
 
-    See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. With another dimension last in memory, or
-    with more than one left, such a sum needs little or no memory. From some 280 million numbers on it needs more than
-    the limit: half a byte for each number.
+    See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. Groups of threads store partial results
+    for the last group. With another memory order, or more than one remaining dimension, such a sum needs little or no
+    memory. Above about 280 million numbers it needs more than the limit: half a byte per number.
     """
     summed = {dim % values.dim() for dim in over}
     kept = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
@@ -259,9 +259,9 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """See Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, and sums for each index and each ten of them.
+    """See Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, and sums per index and per ten indices.
 
-    Read in the source, not measured. Up to 3,072 indices need nothing.
+    The sizes are from the source and were not measured. Up to 3,072 indices need no block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())
@@ -287,4 +287,4 @@ _INSIDE = {op: formula for name, formula in _FORMULAS.items() for op in aten_ops
 WITH_INNER_MEMORY = frozenset(
     getattr(packet, overload) for packet in (*_INSIDE, *_PRODUCTS) for overload in packet.overloads()
 )
-"""Operators for which `temporary_blocks` or `workspaces` may return something."""
+"""Operators for which `temporary_blocks` or `workspaces` may return a block."""

@@ -1,13 +1,13 @@
-"""The time of kernels on a card: peaks, what each class of kernels reaches of them, and what its shape loses.
+"""Estimate the time of kernels on a GPU from its peak rates, the kernel class and the shape.
 
     seconds = start + max(flops / (peak · reached · used(shape)), bytes · passes / bandwidth)
 
-A product is cut into tiles, which fill the card's multiprocessors in waves: a tile over the edge and a wave that is
-not full are time without arithmetic. The figures are in ``kernel_rates.json``: a few for each class of kernels, none
-for a model, fitted by ``benchmarks/fit_cards.py`` to published step times.
+Matrix products are cut into tiles, and waves of tiles run on the GPU's multiprocessors. A tile beyond the edge or a
+wave that is not full wastes time. The rates are in ``kernel_rates.json``: a few for each class of kernels and none for
+a model. ``benchmarks/fit_cards.py`` fits them to published step times.
 
-A card of some 70 W lowers its clock in long products until it keeps its power limit, which holds on average: power that
-kernels leave which only move memory lets the products beside them run faster, up to the full clock.
+A GPU of about 70 W lowers its clock in long products to keep its average power limit. Kernels that only move memory use
+less power. That lets other kernels run faster, up to the full clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
 
 Part = Literal["forward", "backward", "update", "none"]
-"""Where the host starts a kernel from; ``none`` where it does nothing for it."""
+"""The part of a step that starts a kernel. ``none`` means that the host spends no time on the kernel."""
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 _RATES = ("float32", "float64", "float16", "bfloat16", "tf32")
@@ -37,18 +37,18 @@ _TILES: Numbers = np.array(
     [(256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32)],
     dtype=np.float64,
 )[:, :, None]
-"""Rows and columns that a block of threads takes on, of the kernels of cuBLAS and cuDNN."""
+"""Rows and columns of the tile that one thread block computes, for kernels of cuBLAS and cuDNN."""
 
 _WARP_ROW = 1024
-"""Numbers of a row that a softmax keeps in the registers of a warp (ATen/native/cuda/SoftMax.cu)."""
+"""Most elements of a row that softmax keeps in a warp's registers (ATen/native/cuda/SoftMax.cu)."""
 
 
 class KindRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates of a class of kernels.
 
     Attributes:
-        reached: Share of a card's peak in large products.
-        passes: How often its bytes go over the card's nominal bandwidth.
+        reached: Fraction of a GPU's peak that large products reach.
+        passes: Number of times that a kernel's bytes cross the bus, at nominal bandwidth.
     """
 
     reached: float
@@ -56,14 +56,15 @@ class KindRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of the host for an op, in times of a card's `launch_s`.
+    """Host time per op, as multiples of a GPU's `launch_s`.
 
     Attributes:
-        forward: For an op of the forward, with what Python does for it. 20 fit torch 1.4 (``fit_cards.json``), software
-            of today takes half of that: a T5-base that no batch slows down takes 0.10 s a step on an RTX 3090
-            (github.com/huggingface/transformers, issue 14608), some 1,100 ops forward, 1,500 back and 2,500 to update.
+        forward: For an op of the forward, with its Python code. 20 fits torch 1.4 (``fit_cards.json``). Current
+            software takes half of that. A launch-bound T5-base takes 0.10 s per step on an RTX 3090
+            (github.com/huggingface/transformers, issue 14608), with 1,100 forward ops, 1,500 backward ops and 2,500
+            optimizer ops.
         tensor: For each tensor of an optimizer's op over lists.
-        replicated: For each parameter of each replica that is made.
+        replicated: For each parameter of each replica.
     """
 
     forward: float
@@ -74,19 +75,19 @@ class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The figures of all cards.
+    """The rates of all GPUs.
 
     Attributes:
-        start_s: What a kernel takes that has nothing to do.
-        tile_exponent: A tile of a quarter of the area reaches ``2 ** -tile_exponent`` as much.
-        inner_half: The dimension summed over at which a product reaches half of what a long one does.
-        split_inner: The dimension summed over from which on a product is cut there, too, where tiles are few.
-        winograd: Times that a convolution over more than a point is faster on CUDA cores, by Winograd's algorithm.
-        group_channels: Channels of a group from which on a grouped convolution is as good as it gets.
-        group_exponent: By what power of its channels one of fewer reaches less.
-        long_row: Times that softmax takes longer for rows that a warp's registers do not hold: it reads them again. The
-            median of five cards' kernels at github.com/sitar-lab/NeuSight.
-        fitted: What the figures were fitted to.
+        start_s: Time of an empty kernel.
+        tile_exponent: A tile with a quarter of the area reaches ``2 ** -tile_exponent`` of the rate.
+        inner_half: Inner dimension at which a product reaches half of the rate of a long product.
+        split_inner: Inner dimension above which a product with few tiles is also split along it (split-K).
+        winograd: Speed-up of Winograd's algorithm for convolutions larger than 1x1 on CUDA cores.
+        group_channels: Channels per group above which a grouped convolution reaches its full rate.
+        group_exponent: With fewer channels per group, the rate falls with this power of their number.
+        long_row: Slowdown of softmax for rows that do not fit in a warp's registers, because it reads them again. The
+            median of five GPUs' kernels at github.com/sitar-lab/NeuSight.
+        fitted: The data that the rates were fitted to.
     """
 
     kinds: Mapping[str, KindRates]
@@ -104,7 +105,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def kernel_rates() -> KernelRates:
-    """Return the figures of ``kernel_rates.json``; read once."""
+    """Return the rates of ``kernel_rates.json``. The file is read once."""
     text = importlib.resources.files("autosplit").joinpath("runtime/kernel_rates.json").read_bytes()
     return msgspec.json.decode(text, type=KernelRates)
 
@@ -115,7 +116,7 @@ def _kind_codes() -> dict[str, int]:
 
 
 def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
-    """Return a row each for the kind, the rate and the part of kernels, as numbers."""
+    """Return three rows of integer codes: the kind, the data type and the part of each kernel."""
     kinds = _kind_codes()
     rates = {rate: code for code, rate in enumerate(_RATES)}
     parts = {part: code for code, part in enumerate(_PARTS)}
@@ -124,7 +125,7 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
 
 
 def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None) -> Numbers:
-    """Return the time of each kernel on a card, in a step that is made of these."""
+    """Return the time of each kernel on a GPU. The kernels together are one step, which shares a power limit."""
     rates = rates or kernel_rates()
     reached = np.array([kind.reached for kind in rates.kinds.values()])[codes[0]]
     passes = np.array([kind.passes for kind in rates.kinds.values()])[codes[0]]
@@ -140,7 +141,7 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     used[grouped] = np.minimum(1.0, numbers[3, grouped] / rates.group_channels) ** rates.group_exponent
     arithmetic_s = numbers[0] / (peaks * reached * used)
     memory_s = numbers[1] * passes / spec.memory_bytes_per_s
-    by_channel = _masks()[3][codes[0]]  # a block of threads for each channel
+    by_channel = _masks()[3][codes[0]]  # these kernels use one thread block per channel
     memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
     memory_s[_masks()[4][codes[0]] & (numbers[2] > _WARP_ROW)] *= rates.long_row
     seconds = np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
@@ -153,7 +154,7 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
 
 @functools.cache
 def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
-    """Return which kinds are cut into tiles, are by groups of channels, dense windows, norms of planes, softmax."""
+    """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel) and softmax."""
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
     tiled = ("matmul", "batched", *dense, *(f"{kind}_weight" for kind in dense))
@@ -167,7 +168,7 @@ def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
 
 
 def _used(product: Numbers, multiprocessors: int, rates: KernelRates) -> Numbers:
-    """Return the share of a card's arithmetic that products of these shapes can use, by the best of the tiles."""
+    """Return the fraction of a GPU's arithmetic that products of these shapes can use with the best tile size."""
     rows, columns, inner, count = product
     tiles = np.ceil(rows / _TILES[:, 0]) * np.ceil(columns / _TILES[:, 1]) * count
     parts = np.clip(np.floor(multiprocessors / np.maximum(tiles, 1.0)), 1.0, np.maximum(1.0, inner / rates.split_inner))
@@ -189,8 +190,8 @@ def host_seconds(
     """Return the time that the host takes to start each kernel.
 
     Args:
-        replicas: How many are trained by this process: one interpreter starts the ops of their forwards in turn. Their
-            backwards have a thread each, without it.
+        replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each
+            backward has its own thread and does not need the interpreter.
     """
     host = (rates or kernel_rates()).host
     times = np.array([host.forward * replicas, host.backward, host.update, 0.0])[codes[2]]

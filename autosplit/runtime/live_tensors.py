@@ -1,7 +1,7 @@
-"""The live tensors that a workload's own code reaches beside the copy that is trained: left as they were.
+"""Restore the live tensors that a workload's functions use outside the model copy that is traced.
 
-A loss with a penalty on the model's own parameters, with weights or a teacher of its own, names what is live: a
-backward of the copy reaches it, too, and would leave it gradients, fake ones among them, and moved buffers.
+A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward pass of
+the copy reaches these tensors too. It would leave gradients on them, some of them fake, and change their buffers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from autosplit.workload.fingerprint import named_by
 from autosplit.workload.workload import Workload
 
 MOST_LOOKED_AT = 10_000
-"""Values that are looked at: a list of a million samples beside a function is no model."""
+"""Most values that the search visits. A function may refer to a list of a million samples, which holds no model."""
 
 
 @contextmanager
 def untouched(workload: Workload) -> Iterator[None]:
-    """Put back gradients and buffers that a step may change beside its copy: the live model's, and what functions name.
+    """Restore gradients and buffers that a step may change outside its model copy.
 
-    Gradients are taken away for so long, since a backward adds to them in place.
+    These belong to the live model and to modules and tensors that the workload's functions refer to. Gradients are
+    removed during the step, because a backward pass adds to them in place.
     """
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]
@@ -55,9 +56,9 @@ def untouched(workload: Workload) -> Iterator[None]:
 
 
 def _reached(workload: Workload) -> Iterator[Any]:
-    """Yield the modules and tensors that the workload's functions name, hold or are bound to."""
+    """Yield the modules and tensors that the workload's functions refer to, store or are bound to."""
     functions = (workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch)
-    todo: deque[Any] = deque(functions)  # what is near comes first
+    todo: deque[Any] = deque(functions)  # breadth first, so direct references come before nested ones
     seen: set[int] = set()
     while todo and len(seen) < MOST_LOOKED_AT:
         value = todo.popleft()

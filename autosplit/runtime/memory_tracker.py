@@ -1,21 +1,20 @@
-"""Follow every storage that a training step makes, charge it to its device, and stop where the device is full.
+"""Track every storage that a training step allocates, charge it to its device, and raise when the device is full.
 
-Ops are seen as they are dispatched, below autograd, so what a backward saves or recomputes is counted while it lives
-and no longer. The rules:
+The tracker sees dispatched ops, below autograd. Tensors that a backward pass saves or recomputes are
+therefore counted exactly while they live. The rules:
 
-* Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is
-  host memory and is not charged until an op takes it beside a placed tensor: on a real device both would have to be
-  there. An output that shares an input's storage is not new.
-* An op's outputs are on the device of its inputs; only `transfer` moves. What an op makes from nothing placed
-  (`torch.zeros` in a forward) is provisional: it is charged when it meets a placed, non-scalar tensor.
-* Sparse tensors are followed through their indices and values.
-* A few random numbers on the host are what a model decides by (which layers to leave out). Where draws are given, they
-  are these.
-* With `kernels`, an operator's temporary blocks on a GPU are charged and released at once, and the workspaces of
+* Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is host
+  memory. It is charged when an op uses it together with a placed tensor, because a real device would need both. An
+  output that shares an input's storage is not new.
+* An op's outputs are on the device of its inputs. Only `transfer` moves tensors. Tensors made without placed inputs
+  (`torch.zeros` in a forward) are provisional. They are charged when an op uses them with a placed, non-scalar tensor.
+* A sparse tensor is tracked as its indices and values.
+* A model draws a few random numbers on the host for decisions, such as which layers to skip. `draws` replaces them.
+* With `kernels`, an operator's temporary blocks on a GPU are charged and released at once. The workspaces of
   libraries are charged for the whole step (`kernel_memory`).
-* A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
+* A dispatch mode does not reach worker threads, so the devices of a tracked step run one after another.
 
-Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
+Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator
 (torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 """
 
@@ -57,21 +56,21 @@ _DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
-"""The purpose of a storage; ``"left"`` by an earlier step, for whatever the workload keeps."""
+"""The purpose of a storage. ``"left"`` marks storages that the workload kept from an earlier step."""
 
 _ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "copy_", "clone"))
-"""Ops by which a gradient comes to a parameter that has none: what autograd made itself, or a copy of it."""
+"""Ops that give a parameter its first gradient: autograd's own tensor (detach), or a copy of it."""
 
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
-"""The kind of what a transfer is for."""
+"""The kind of storage for each purpose of a transfer."""
 
 
 class Entry(NamedTuple):
-    """A storage that came to a device or went from it.
+    """A storage that was allocated or freed on a device.
 
     Attributes:
-        nbytes: Its size, not rounded; negative if it went.
-        limits: Those of `kernel_memory.Block`, which hold at any batch.
+        nbytes: Its size, not rounded. Negative if it was freed.
+        limits: Limits of its size, which hold at any batch size (`kernel_memory.Block`).
     """
 
     kind: Kind
@@ -81,17 +80,17 @@ class Entry(NamedTuple):
 
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
-"""Storages that a step left behind, as long as they live."""
+"""Weak references to the storages that a step left allocated."""
 
 
 class Observer(Protocol):
-    """A listener to the ops of a tracked step, in order: the simulator's clock."""
+    """A listener to the ops of a tracked step, in order. The simulator records them for its clock."""
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """An op ran on a device."""
+        """Handle an op that ran on a device."""
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """A tensor was copied between two devices."""
+        """Handle a copy of a tensor from one device to another."""
 
 
 @dataclass
@@ -105,7 +104,7 @@ class _Place:
 
 @dataclass
 class _Held(_Place):
-    """A storage that lives: its rounded and its exact size, and the callback for its end."""
+    """A live storage: its rounded and exact sizes, and the callback that runs when it is freed."""
 
     nbytes: int
     exact_bytes: int
@@ -115,11 +114,11 @@ class _Held(_Place):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A gradient that came to a parameter which had none.
+    """A gradient that arrived on a parameter without one.
 
     Attributes:
-        at: Entries before it.
-        is_copy: It is a copy, since what autograd made is needed elsewhere, too, or lies otherwise.
+        at: Number of account entries before the arrival.
+        is_copy: True if autograd's tensor was copied, because it is needed elsewhere or has another memory layout.
     """
 
     at: int
@@ -130,13 +129,13 @@ class Arrival:
 
 
 class Arrivals:
-    """Recognizes the ops by which gradients come to their parameters; an object sees all ops of a step, in order."""
+    """Recognise the ops that give a parameter its first gradient. One object must see all ops of a step in order."""
 
     def __init__(self) -> None:
         self._detached: int | None = None
 
     def parameter_of(self, func: Any) -> Tensor | None:
-        """Return the parameter to which the running op brings a gradient; None for any other op."""
+        """Return the parameter that gets its first gradient from the running op, or None for any other op."""
         node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
         found: Tensor | None = None
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
@@ -148,23 +147,23 @@ class Arrivals:
 
 
 class Tracker(TorchDispatchMode, Placement):
-    """Count the bytes each device of a step holds, and raise where one would hold more than it may.
+    """Count the bytes that each device of a step holds, and raise if one would exceed its capacity.
 
     Args:
         labels: The devices' names for error messages, in the order of the step.
-        capacities: Bytes each may hold; None for no bound.
-        draws: Numbers that replace those drawn to decide by; None for what chance brings.
-        accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
-        kernels: Also charge the memory that kernels and libraries take on such a GPU; None for none of it.
-        data_dependent: Runs the operators; None if none of them needs values of fake tensors.
+        capacities: Most bytes that each device may hold, or None for no limit.
+        draws: Replaces random numbers that decide the model's path. None keeps the model's own numbers.
+        accounts: Record what `peak_account` needs: a few words for each storage that is allocated or freed.
+        kernels: A GPU. If given, also charge the memory that its kernels and libraries use.
+        data_dependent: Runs the operators. None if none of them needs values of fake tensors.
 
     Attributes:
         live_bytes: Bytes held now, per device.
-        peak_bytes: The most that was held since entering or `reset_peak`, per device.
-        arrivals: Gradients that came, in order; none where no accounts are kept.
+        peak_bytes: Most bytes held since `__enter__` or `reset_peak`, per device.
+        arrivals: Gradients that arrived, in order. Empty without `accounts`.
 
     Raises:
-        OutOfMemoryError: From the op whose output no longer fits, naming the device.
+        OutOfMemoryError: Raised by the op whose output no longer fits. It names the device.
     """
 
     def __init__(
@@ -189,8 +188,8 @@ class Tracker(TorchDispatchMode, Placement):
         self._run = (data_dependent or DataDependent()).run
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
-        # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
-        # peak is accounted for at the end, from what came and went until then.
+        # A storage's kind may be known only later: a tensor counts as a gradient once it is on its parameter. So
+        # `peak_account` computes the kinds at the end, from all storages allocated and freed before the peak.
         self._account: list[tuple[_Place, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
         self._arrivals = Arrivals()
@@ -213,18 +212,18 @@ class Tracker(TorchDispatchMode, Placement):
         assert self._token is not None
         ACTIVE.reset(self._token)
         self._token = None
-        # A storage outlives its tracker wherever the user keeps it; its finalizer must not.
+        # The user may keep a storage longer than the tracker exists, so the tracker's finalizers must be removed.
         for held in self._held.values():
             held.finalizer.detach()
         self._held.clear()
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is held now."""
+        """Reset the peak to the bytes held now."""
         self.peak_bytes = list(self.live_bytes)
         self._entries_at_peak = [len(self._account or ())] * len(self.labels)
 
     def classify(self, tensor: Tensor, kind: Kind) -> None:
-        """Say what a tensor is for; one that nobody holds is left out."""
+        """Set the kind of a tensor's storage. Tensors that the tracker does not hold are ignored."""
         for part in dense_parts(tensor):
             held = self._held.get(key_of(part))
             if held is not None:
@@ -242,9 +241,9 @@ class Tracker(TorchDispatchMode, Placement):
         return found
 
     def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
-        """Call `act`, and return a function that charges the same to another tracker.
+        """Call `act`, and return a function that charges the same storages to another tracker.
 
-        Return None if `act` touched gradients or parameters: their life depends on the rest of the step.
+        Return None if `act` changed gradients or parameters, because their lifetime depends on the rest of the step.
         """
         begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
@@ -260,12 +259,12 @@ class Tracker(TorchDispatchMode, Placement):
 
     @property
     def account(self) -> list[tuple[_Place, int, int, int]]:
-        """Blocks that came and went, in order: each with its device, its rounded bytes and its exact bytes."""
+        """Allocated and freed blocks, in order: each with its device, its rounded bytes and its exact bytes."""
         assert self._account is not None, "the tracker keeps no accounts"
         return self._account
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return the storages that came and went, in order, without `workspaces`."""
+        """Return the storages that were allocated and freed, in order, without `workspaces`."""
         return tuple(Entry(one.kind, device, exact, one.limits) for one, device, _, exact in self.account)
 
     def workspaces(self) -> tuple[Entry, ...]:
@@ -273,12 +272,12 @@ class Tracker(TorchDispatchMode, Placement):
         return tuple(Entry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
 
     def adopt(self, tensor: Tensor, device: int) -> None:
-        """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
+        """Charge an existing tensor to a device. A tensor that is already placed stays on its device."""
         for part in dense_parts(tensor):
             self._hold(part.untyped_storage(), device)
 
     def adopt_left(self, left: Left, device: int) -> None:
-        """Charge what an earlier step left behind to a device, as far as it still lives."""
+        """Charge the storages that an earlier step left allocated to a device, if they still live."""
         for reference in left:
             storage = reference()
             if storage is not None:
@@ -286,9 +285,9 @@ class Tracker(TorchDispatchMode, Placement):
                 self._held[storage_key(storage)].kind = "left"
 
     def left_on(self, device: int) -> Left:
-        """Return what a device holds beside parameters, gradients and optimizer state.
+        """Return the storages that a device holds in addition to parameters, gradients and optimizer state.
 
-        Single numbers are left out: a model's list of losses, which takes nothing.
+        Single numbers are left out, because a list of losses takes almost no memory.
         """
         held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
         return [
@@ -296,7 +295,7 @@ class Tracker(TorchDispatchMode, Placement):
         ]
 
     def device_of(self, tensor: Tensor) -> int:
-        """Return the index of the device a tensor is on, `HOST` where it is on none."""
+        """Return the index of a tensor's device, or `HOST` if the tensor is not on a device."""
         held = self._held_of(tensor)
         return held.device if held is not None and held.device >= 0 else HOST
 
@@ -304,7 +303,7 @@ class Tracker(TorchDispatchMode, Placement):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd asks at every turn: two of three dispatches
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches: autograd reads it constantly
             return args[0].device
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -330,7 +329,7 @@ class Tracker(TorchDispatchMode, Placement):
         return outputs
 
     def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
-        """Charge an operator's temporary blocks, and the workspaces that it needs for the first time."""
+        """Charge an operator's temporary blocks, and the library workspaces that it uses for the first time."""
         kernels = self._kernels
         if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
             return
@@ -346,7 +345,7 @@ class Tracker(TorchDispatchMode, Placement):
                 self._uncharge(place, nbytes, exact_bytes)
 
     def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
-        """Charge the workspace of a library to a device, as if it had been there from the start of the step.
+        """Charge a library's workspace to a device, as if it existed from the start of the step.
 
         Only the first step of a process starts without it. Autograd runs the backward in another thread, which gets its
         own workspace.
@@ -373,7 +372,7 @@ class Tracker(TorchDispatchMode, Placement):
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
 
     def _held_of(self, tensor: Tensor) -> _Held | None:
-        """Return the record of a tensor's storage, of a sparse one's indices."""
+        """Return the record of a tensor's storage. For a sparse tensor, that is the storage of its indices."""
         for part in dense_parts(tensor):
             return self._held.get(key_of(part))
         return None
@@ -401,7 +400,7 @@ class Tracker(TorchDispatchMode, Placement):
             self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
     def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
-        """Charge what an op made; what shares an input's storage is not new."""
+        """Charge an op's new outputs. An output that shares an input's storage is not new."""
         input_keys: set[int] | None = None
         for output in outputs:
             for part in dense_parts(output):
@@ -415,7 +414,7 @@ class Tracker(TorchDispatchMode, Placement):
                     self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
-        """Follow a storage that an op resized in place."""
+        """Update the charge of a storage that an op resized in place."""
         held = self._held[key_of(tensor)]
         exact_bytes = tensor.untyped_storage().nbytes()
         nbytes = rounded(exact_bytes)
@@ -426,7 +425,7 @@ class Tracker(TorchDispatchMode, Placement):
                 self._charge(held, grown, grown_exactly)
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
-        """Follow a storage; one that is followed already is placed where it was provisional."""
+        """Track a storage. If it is already tracked as provisional, place it on the device."""
         key = storage_key(storage)
         held = self._held.get(key)
         if held is not None:
@@ -444,7 +443,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _charge(self, place: _Place, nbytes: int, exact_bytes: int) -> None:
         device = place.device
-        # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
+        # Charge before the check. If the check raises, the finalizer of the storage still releases the charge.
         self.live_bytes[device] += nbytes
         live_bytes = self.live_bytes[device]
         if self._account is not None:
@@ -455,7 +454,7 @@ class Tracker(TorchDispatchMode, Placement):
             self._entries_at_peak[device] = len(self._account or ())
 
     def _check(self, device: int, nbytes: int, held_bytes: int) -> None:
-        """Raise OutOfMemoryError if a device holds more than it may, with these bytes that came last."""
+        """Raise OutOfMemoryError if a device exceeds its capacity after a request for `nbytes`."""
         capacity_bytes = self.capacities[device]
         if capacity_bytes is None or held_bytes <= capacity_bytes:
             return
@@ -475,13 +474,13 @@ class Tracker(TorchDispatchMode, Placement):
             self._account.append((place, place.device, -nbytes, -exact_bytes))
 
     def _release(self, key: int) -> None:
-        held = self._held.pop(key, None)  # None if an interrupt came between the finalizer and its record
+        held = self._held.pop(key, None)  # None if an interrupt came after the finalizer was made but before its record
         if held is not None and held.device >= 0:
             self._uncharge(held, held.nbytes, held.exact_bytes)
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
-    """Find where an op runs: where its first placed tensor is. A scalar's place counts last, and is told apart."""
+    """Return the device of an op (that of its first placed tensor), and whether only a scalar determines it."""
     scalar_device = _PROVISIONAL
     for tensor, record in zip(inputs, held, strict=True):
         if record is not None and record.device >= 0:
@@ -492,5 +491,5 @@ def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[i
 
 
 def rounded(nbytes: int) -> int:
-    """Return what a block of so many bytes is charged."""
+    """Round a size up to whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""Copy a workload to train it: the live model and optimizer are never touched.
+"""Copy a workload for training, so the live model and optimizer stay unchanged.
 
-Real copies run on the CPU and on GPUs; fake ones (torch's fake tensors) have no numbers, so that a model larger than
-this machine can be followed. A model that can't be copied runs itself, and everything it was is put back.
+Real copies run on the CPU and on GPUs. Fake copies (of torch's fake tensors) have no values, so a model larger than
+this machine can be traced. A model that cannot be copied is borrowed: it runs itself, and all its state is restored.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def training_copy(
 ) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
 
-    A model whose deepcopy refuses runs itself, on copies of its tensors, until `Trainee.restore`.
+    A model that cannot be deep-copied runs itself, on copies of its tensors, until `Trainee.restore`.
 
     Args:
         workload: Its model may be a factory, which is called here.
-        device: Where the copy goes; None leaves a real one where the model is, and a fake one on the processor.
+        device: The device of the copy. None keeps a real copy on the model's device, and puts a fake copy on the CPU.
         mode: Makes the copy fake.
-        gpu_variants: Let the optimizer run the multi-tensor variant that it would choose on a GPU.
+        gpu_variants: Make the optimizer run the multi-tensor variant that it would choose on a GPU.
 
     Raises:
-        WorkloadError: A model of TorchScript or with parameters that have no shape yet, one on the meta device where a
-            real copy was asked for, or an optimizer that fits no model.
+        WorkloadError: The model is TorchScript, has uninitialised lazy parameters, or is on the meta device although a
+            real copy was requested. Or an optimizer belongs to no model.
         UserCodeError: The model factory raised.
-        Exception: Whatever a fake copy raises in the model's own code.
+        Exception: Any exception of the model's own code with fake tensors.
     """
     memo: dict[int, Any] = {}
     models, is_fresh = _given_models(workload, mode)
@@ -68,7 +68,7 @@ def training_copy(
         if mode is None and device is not None:
             models = models.map(lambda module: module.to(device))
         for module in models.modules:
-            module.zero_grad(set_to_none=True)  # gradients that were copied along
+            module.zero_grad(set_to_none=True)  # deepcopy also copies gradients
             if not module.training:  # the user may train with parts in evaluation mode
                 module.train()
         optimizers = _copied_optimizers(workload, models, memo, mode)
@@ -84,11 +84,11 @@ def training_copy(
 
 
 def _nothing() -> None:
-    """Restore nothing: a copy leaves nothing behind."""
+    """Restore nothing, because a copy changes nothing."""
 
 
 def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
-    """Checkpoint layers of a copy; return what puts a model back that was borrowed."""
+    """Checkpoint layers of a copy. Return a function that restores a borrowed model."""
     (module,) = models.modules
     undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
 
@@ -101,7 +101,7 @@ def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], N
 
 
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Models, bool]:
-    """Return the workload's model or models, and whether a factory made them just now."""
+    """Return the workload's model or models, and whether a factory has just built them."""
     if workload.models is not None:
         return workload.models.map(eager_of), False
     build: Any = workload.model
@@ -119,21 +119,21 @@ def _copied_or_borrowed(models: Models, memo: dict[int, Any]) -> tuple[Models, C
         return copy.deepcopy(models, memo).map(with_eager_parts), _nothing
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
+    except Exception:  # noqa: BLE001  # a module's own __deepcopy__ or an attribute that cannot be copied may raise
         memo.clear()
         restore = _borrow(models)
-        # The optimizer's twin then trains the very parameters, which hold copies of their data for now.
+        # The optimizer's copy then trains the live parameters, which temporarily hold copies of their data.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
         return models, restore
 
 
 def _borrow(models: Models) -> Callable[[], None]:
-    """Give a live model copies of its data to train on, and return what puts everything back."""
+    """Give a live model copies of its data to train, and return a function that restores everything."""
     parts = [part for module in models.modules for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
     tensors = {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}
-    # How often a tensor was written to; one made in inference mode does not count it.
+    # A tensor's version counts its in-place writes. A tensor made in inference mode has no version.
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
     for tensor, data, _, _ in kept:
@@ -141,12 +141,12 @@ def _borrow(models: Models) -> Callable[[], None]:
 
     def restore() -> None:
         for part, buffers in slots:
-            part._buffers.clear()  # a forward may have registered more
+            part._buffers.clear()  # a forward may have registered additional buffers
             part._buffers.update(buffers)
         for (tensor, data, grad, requires_grad), version in zip(kept, versions, strict=True):
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
-            # A backward that is still to come looks whether what it saved was written to: its data was not.
+            # A later backward checks whether its saved tensors were changed. Their data was not, so reset the version.
             if version is not None:
                 set_versions((tensor,), (version,))
         for part, training in modes:
@@ -200,7 +200,7 @@ def _copied_optimizers(
 
 
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
-    """Return what the optimizer at a position trains: its own model's parameters, or those of all models."""
+    """Return the parameters that the optimizer at a position trains: those of its own model, or of all models."""
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
     return list(unique.values())
@@ -221,7 +221,7 @@ def _optimizer(
             "the model has no trainable parameter; expected at least one; check requires_grad",
             code="no-trainable-parameter",
         )
-    with mode or nullcontext():  # what makes its state at once makes it fake, with step counts that know their number
+    with mode or nullcontext():  # an optimizer that creates state at once makes fakes, with known step counts
         made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
@@ -241,8 +241,8 @@ def _optimizer(
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Copy a live optimizer onto the copied parameters.
 
-    Its attributes are copied, since its constructor may take anything, but not hooks, nor what a scheduler hangs on the
-    instance (`step`), which would reach the live optimizer.
+    Its attributes are copied, because its constructor may need any arguments. Hooks are not copied, and neither are
+    attributes that a scheduler sets on the instance (`step`), because they refer to the live optimizer.
     """
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:
@@ -258,7 +258,7 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
         if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
     twin.__setstate__(copy.deepcopy(kept, memo))
-    # Its state goes to where its parameters were moved; scalars (step counts) stay on the host.
+    # Optimizer state moves to its parameter's device. Scalars (step counts) stay on the host.
     for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
@@ -277,7 +277,7 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
-    """Let each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
+    """Make each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
     for optimizer in optimizers.items:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -285,7 +285,7 @@ def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
 
 
 def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
-    """Return what a live model and its live optimizers hold of each accelerator."""
+    """Return the bytes that a live model and its live optimizers hold on each accelerator."""
     tensors = [t for model in workload.modules for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
     tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
     held = {storage_key(t.untyped_storage()): t for t in tensors if t is not None and t.layout is torch.strided}

@@ -1,7 +1,10 @@
-"""Keep an op's call without its tensors, and tell what it would be with other samples.
+"""Record an op's call without its tensors, and compute its cost for another batch size.
 
-A step that is followed at odd sizes, primes that nothing else in a model is a multiple of, shows which dimensions are
-made of samples: those that the sizes divide. One trace tells so what two or three at other sizes would.
+Note [Odd splits]
+~~~~~~~~~~~~~~~~~
+A step is traced with an odd batch size: a prime, such as 1031, that divides no other dimension of the model. Each
+dimension that 1031 divides therefore comes from the batch. For example, an activation of shape (1031 * 12, 64) has
+shape (8 * 12, 64) for a batch of 8. One trace gives the shapes and costs for every batch size.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from autosplit.runtime.kernel_time import Part
 from autosplit.runtime.op_cost import OpCost, op_cost, running_part
 
 ODD_SIZES = (1031, 1051)
-"""Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum.
+"""Odd sizes for up to two devices. No common model has a dimension that these primes or their sum divide.
 
-Above 1024, a batch that is often asked for, and the largest that the odd steps then stand for.
+They are above 1024, a common batch size. Predictions up to an odd size need no check against a larger traced step.
 """
 
 
 def odd_split(split: Sequence[int]) -> tuple[int, ...]:
-    """Return a split with odd sizes where a split has more than a sample.
+    """Replace each batch of 2 or more in a split by an odd size. See Note [Odd splits].
 
     Raises:
-        ValueError: It has them on more devices than there are odd sizes.
+        ValueError: More devices have 2 or more samples than there are odd sizes.
     """
     if sum(samples > 1 for samples in split) > len(ODD_SIZES):
         raise ValueError(f"the split {split} has samples on more than {len(ODD_SIZES)} devices")
@@ -37,7 +40,7 @@ def odd_split(split: Sequence[int]) -> tuple[int, ...]:
 
 
 def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
-    """Return what tells a dimension, or a number of bytes, of an odd split in another one."""
+    """Return a function that converts a dimension, or a number of bytes, from the odd split to another split."""
     pairs = [(b, a) for b, a in ((sum(before), sum(after)), *zip(before, after, strict=True)) if b > 1]
 
     @functools.cache
@@ -53,7 +56,7 @@ def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor's shape, all that an op's cost depends on."""
+    """The shape, strides and data type of a tensor. An op's cost depends on nothing else."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,10 +65,10 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op, of whose tensors only shapes are kept; equal ones cost the same.
+    """A call of an op, with shapes in place of tensors. Equal calls cost the same.
 
     Attributes:
-        part: Where it was started from.
+        part: Part of the step that started the op: the forward or the backward.
     """
 
     func: Any
@@ -76,16 +79,16 @@ class OpCall:
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
-        """Return a call that was made.
+        """Record a call with the outputs that it returned.
 
         Raises:
-            NotImplementedError: It took or made a sparse tensor, whose cost is not told by its shape.
+            NotImplementedError: An argument or output is a sparse tensor. Its shape does not determine the cost.
         """
         named = tuple((name, _mapped(_shape_of, value)) for name, value in kwargs.items())
         return cls(func, _mapped(_shape_of, args), named, _mapped(_shape_of, outputs), running_part())
 
     def costs(self, resized: Callable[[int], int] = int) -> tuple[OpCost, ...]:
-        """Return what the op costs, or would cost with dimensions of other sizes."""
+        """Return the costs of the op, with each dimension converted by `resized`."""
         make = functools.partial(_made, resized=resized)
         kwargs = {name: _mapped(make, value) for name, value in self.kwargs}
         return op_cost(self.func, _mapped(make, self.args), kwargs, _mapped(make, self.outputs), self.part)

@@ -1,4 +1,4 @@
-"""The work of an op: the kernels that it runs on a GPU, with their arithmetic, bytes and shape."""
+"""Describe the work of an op: the kernels that it runs on a GPU, with their arithmetic, bytes and shape."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpCost:
-    """The work of a kernel on any card.
+    """The work of a kernel, independent of the GPU.
 
     Attributes:
-        flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
-        rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
-        product: What is multiplied: rows, columns, the dimension summed over, and how many such products; all 0 where
-            nothing is. Of an optimizer's kernel the first is the number of tensors, of softmax the length of a row.
-        part: Where its op was started from; the first kernel of an op alone has one, others cost the host nothing.
+        flops: Floating-point operations if torch has a formula for the op. 0 for kernels that only move memory.
+        rate: The GPU peak that limits the kernel: a dtype's name, or ``"tf32"``.
+        product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 if there is no
+            product. For an optimizer's kernel the first is the number of tensors, for softmax the length of a row.
+        part: The part of the step that started the op. Only the first kernel of an op has one, because other kernels
+            cost the host nothing.
     """
 
     flops: int
@@ -42,17 +43,17 @@ class OpCost:
     part: Part = "forward"
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time that the kernel takes on a card."""
+        """Return the time that the kernel takes on a GPU."""
         return Work.of(0, [self]).seconds(spec)
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Kernels that a device runs between two transfers, in columns: a step has thousands.
+    """Kernels that a device runs between two transfers, stored in columns because a step has thousands.
 
     Attributes:
-        numbers: A row each for flops, bytes and the four numbers of the product; every one is affine in the samples.
-        codes: The labels as numbers, see `kernel_time.work_codes`.
+        numbers: Rows for flops, bytes and the four numbers of the product. All are affine in the samples.
+        codes: The labels as integers, see `kernel_time.work_codes`.
     """
 
     device: int
@@ -68,26 +69,26 @@ class Work:
         return cls(device, numbers.reshape(-1, 6).T, labels, work_codes(labels))
 
     def with_numbers(self, numbers: Numbers) -> Work:
-        """Return the same kernels with other numbers, in the order of `numbers` laid flat."""
+        """Return the same kernels with other numbers, given as a flattened `numbers` array."""
         return replace(self, numbers=numbers.reshape(self.numbers.shape))
 
     def inner(self, first: int, last: int) -> Work:
-        """Return these kernels without so many of the first and of the last."""
+        """Return these kernels without the given numbers of first and last kernels."""
         own = slice(first, len(self.labels) - last)
         return Work(self.device, self.numbers[:, own], self.labels[own], self.codes[:, own])
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time of all kernels on a card that never waits for the host."""
+        """Return the time of all kernels on a GPU that never waits for the host."""
         return float(kernel_seconds(self.numbers, self.codes, spec).sum())
 
 
 @dataclass(frozen=True)
 class Load:
-    """The time of a work on a card whose host starts its kernels one after the other.
+    """The time of a list of kernels on a GPU whose host starts them one after another.
 
     Attributes:
-        host_s: The host, for all of them.
-        end_s: From when the host begins to when the last kernel is done, on a card that has nothing else to do.
+        host_s: Time of the host for all kernels.
+        end_s: Time from the host's begin to the end of the last kernel, on an idle GPU.
     """
 
     busy_s: float
@@ -96,13 +97,13 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1) -> list[Load]:
-    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two."""
+    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small ones."""
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
     kernels_s = np.append(0.0, np.cumsum(kernel_seconds(numbers, codes, spec)))
     started_s = np.append(0.0, np.cumsum(host_seconds(numbers, codes, spec, replicas=replicas)))
-    # A kernel that the host starts late has all those after it still before it.
+    # After a kernel that the host starts late, all later kernels still have to run.
     done_s = started_s[1:] - kernels_s[:-1]
     return [
         Load(
@@ -124,7 +125,7 @@ class Move:
     purpose: str
 
 
-# Ops that read a few rows of their first argument, not all of it.
+# Ops that read only a few rows of their first argument.
 _ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 
 # Ops that only reserve memory.
@@ -172,27 +173,27 @@ _KIND_OF = {op: kind for kind, names in _KINDS.items() for op in aten_ops(names)
 _KIND_OF |= {RMS_NORM: "layer_norm", RMS_NORM_BACKWARD: "layer_norm_backward"}
 
 _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
-"""Kinds whose kernels are others where channels lie beside each other."""
+"""Kinds with separate kernels for channels-last tensors."""
 
 
 def is_free(func: Any) -> bool:
-    """Tell whether an op costs nothing: views, allocations, questions (``prim.device``)."""
+    """Return whether an op costs nothing: a view, an allocation, or a query such as ``prim.device``."""
     packet = getattr(func, "overloadpacket", None)
     return packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
 
 
 def running_part() -> Part:
-    """Return where ops are started from now: by autograd, or by the model."""
+    """Return whether autograd ("backward") or the model ("forward") starts ops now."""
     return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
 
 
 def op_cost(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part = "forward"
 ) -> tuple[OpCost, ...]:
-    """Return the kernels of an op; none for what costs nothing.
+    """Return the kernels of an op. A free op has none.
 
     Args:
-        part: Where it was started from, see `running_part`; an optimizer's is its own.
+        part: The part that started the op, see `running_part`. For optimizer ops it is always "update".
     """
     if is_free(func):
         return ()
@@ -218,7 +219,7 @@ def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
 
 def _made_dense(ordering: Sequence[Tensor], *others: Tensor) -> Iterator[OpCost]:
-    """Yield the copies of images that are slices, or in another order than the first ones: cuDNN takes neither."""
+    """Yield copies of images that are slices or have another memory order than `ordering`. cuDNN accepts neither."""
     wanted = torch.channels_last if any(map(_in_channels, ordering)) else torch.contiguous_format
     for tensor in (*ordering, *others):
         if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=wanted):
@@ -248,13 +249,13 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
         return OpCost(flops, nbytes, rate, kind, (rows, columns, inner, count))
     kind = _KIND_OF.get(packet, "elementwise")
     if kind == "copy" and len({tensor.stride() for tensor in tensors}) == 1:
-        kind = "elementwise"  # nothing changes its place
+        kind = "elementwise"  # all strides are equal, so no element moves
     if kind == "softmax":
         row = written[0].shape[next(arg for arg in args if isinstance(arg, int))]
         return OpCost(flops, nbytes, rate, kind, (row, 0, 0, 0))
     if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
         kind += "_channels"
-    if kind in ("batch_norm", "batch_norm_backward"):  # planes: a block of threads for each channel
+    if kind in ("batch_norm", "batch_norm_backward"):  # contiguous channels: a block of threads for each channel
         return OpCost(flops, nbytes, rate, kind, (args[kind == "batch_norm_backward"].shape[1], 0, 0, 0))
     return OpCost(flops, nbytes, rate, kind)
 
@@ -263,7 +264,7 @@ def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
     values, weight, transposed, groups = args[0], args[1], args[6], args[8]
     outer = values if transposed else outputs
     product = _product(outer, weight, groups)
-    if transposed:  # its arithmetic is that of the gradient of an input
+    if transposed:  # has the arithmetic of an input gradient
         product = _input_product(outputs, weight, groups)
     macs = _positions(outer) * weight.numel()
     yield _one_convolution("", (values, weight, outputs), weight, groups, product, macs)
@@ -289,17 +290,17 @@ def _convolution_backward(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]
 
 
 def _product(outer: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """Return the product that a convolution is: positions by channels, summed over a window."""
+    """Return a convolution as a matrix product: positions by channels, summed over a window."""
     return _positions(outer), weight.shape[0] // groups, math.prod(weight.shape[1:]), groups
 
 
 def _positions(values: Tensor) -> int:
-    """Return the number of samples times that of places."""
+    """Return the number of samples times the number of spatial positions."""
     return values.shape[0] * math.prod(values.shape[2:])
 
 
 def _input_product(inputs: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """Return the product that the gradient of a convolution's input is."""
+    """Return the gradient of a convolution's input as a matrix product."""
     window = math.prod(weight.shape[2:])
     return _positions(inputs), weight.shape[1], weight.shape[0] // groups * window, groups
 
@@ -313,27 +314,27 @@ def _one_convolution(
     if groups > 1 and weight.shape[1] == 1:
         kind = f"depthwise{suffix}{layout}"
         return OpCost(2 * macs, nbytes, "float64" if rate == "float64" else "float32", kind, product)
-    # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
+    # cuDNN convolutions use TF32 by default. Matrix products do not (torch.backends.cuda.matmul.allow_tf32).
     rate = "tf32" if rate == "float32" else rate
     if groups > 1:
         width = weight.shape[1]
-        # cuDNN packs narrow groups into its tiles where there are enough of them.
+        # cuDNN packs narrow groups into its tiles if there are enough of them.
         packed = layout and not suffix and width in (4, 8, 16, 32) and groups % 32 == 0
         return OpCost(2 * macs, nbytes, rate, "packed" if packed else f"grouped{suffix}{layout}", product)
     size = "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
-    # Tensor cores want eight channels at a time; images of up to four have kernels of their own.
+    # Tensor cores need multiples of eight channels. Images with up to four channels have separate kernels.
     if rate in ("float16", "bfloat16") and weight.shape[1] > 4 and (weight.shape[0] % 8 or weight.shape[1] % 8):
         size = "unaligned"
     return OpCost(2 * macs, nbytes, rate, size + suffix, product)
 
 
 def _in_channels(tensor: Tensor) -> bool:
-    """Tell whether the channels of images, whole ones or slices, lie beside each other (``torch.channels_last``)."""
+    """Return whether a tensor of images, or a slice of one, is in channels-last order (``torch.channels_last``)."""
     return tensor.dim() == 4 and tensor.stride(1) == 1 < tensor.stride(3)
 
 
 def _layout(*tensors: Tensor) -> Iterator[OpCost]:
-    """Yield the conversion of planes to channels that tensor cores want, where a convolution is not in them."""
+    """Yield the conversion to channels-last order, which tensor cores need for contiguous tensors."""
     rate = _rate(tensors)
     if rate in ("float16", "bfloat16") and all(t.dim() == 4 and t.is_contiguous() for t in tensors):
         yield OpCost(0, 2 * sum(_nbytes(tensor) for tensor in tensors), rate, "layout")
@@ -354,9 +355,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False) -> int:
     """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
 
-    Two products forward: scores = query @ key, then scores @ value. Five backward: the scores again, and one for each
-    of the gradients of scores, values, queries and keys. Keys and values may have fewer heads than queries (grouped
-    queries), which each query head reads. torch's own formula refuses those before 2.13 and lacks the CPU's operator.
+    The forward has two products: scores = query @ key, then scores @ value. The backward has five: the scores again,
+    and one for each gradient of scores, values, queries and keys. With grouped queries, several query heads read one
+    head of keys and values. torch's own formula rejects that before 2.13, and lacks the CPU's operator.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if backward:
@@ -370,7 +371,7 @@ def _rate(tensors: Sequence[Tensor]) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor's values take: what is expanded is read once."""
+    """Return the bytes of a tensor's values. Elements repeated by `expand` are read once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated

@@ -1,4 +1,4 @@
-"""Keep what is done in a step, op by op and copy by copy, and tell it with other samples, or of another way."""
+"""Record the ops and copies of a step, and convert them to other batch sizes or to other variants of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
-# Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
+# torch.nn.functional rejects one value per channel for these ops. An instance norm calls a batch norm op here.
 _NORMS_OVER_SAMPLES = aten_ops(
     "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
     "cudnn_batch_norm miopen_batch_norm native_group_norm"
@@ -29,7 +29,7 @@ Event = Work | Move
 
 
 Op = OpCall | ArrivalCall | RecurrentOp | tuple[OpCost, ...]
-"""An op's call, or the costs of one whose shapes do not tell them."""
+"""An op's call, or its costs if shapes do not determine them."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ Recorded = Ops | Move
 
 
 class OpRecorder:
-    """Gathers ops between transfers.
+    """Collect ops between transfers.
 
     Attributes:
-        norms_over_samples: One of them may refuse a single sample.
-        recurrent: Tells those of recurrent layers.
+        norms_over_samples: Some recorded op may reject a batch of 1.
+        recurrent: Recognises the ops of recurrent layers.
     """
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
@@ -67,7 +67,7 @@ class OpRecorder:
         self._phases.append((phase, []))
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Add an op to what its device does."""
+        """Add an op to its device's list."""
         if getattr(func, "overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
         arrives = self._keeps_calls and self._arrivals.parameter_of(func) is not None
@@ -84,28 +84,28 @@ class OpRecorder:
         self._open.setdefault(device, []).append(op)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Close the work of both ends, and keep the transfer."""
-        # Gradients come home when all devices are done: what they did until then comes before.
+        """Close the work of both devices, and record the transfer."""
+        # Gradients are reduced when all devices have finished, so all their earlier work is closed first.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
     def phase(self) -> tuple[Recorded, ...]:
-        """Return what was done in the phase that has begun."""
+        """Return the events of the current phase."""
         self._close(*list(self._open))
         return tuple(self._phases[-1][1])
 
     def repeat(self, events: Sequence[Recorded]) -> None:
-        """Add what was done before to the phase that has begun."""
+        """Add events that were recorded before to the current phase."""
         self._close(*list(self._open))
         self._phases[-1][1].extend(events)
 
     def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
-        """Return what was done, or would be with other samples, or in a step of another way; an update is the same."""
+        """Return the events for another batch size or variant of the step. The update is the same for all of them."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:
             size = int if name == "update" else resized
-            costs = functools.cache(functools.partial(_costs, way=way, resized=size))  # layers are alike
+            costs = functools.cache(functools.partial(_costs, way=way, resized=size))  # many layers are identical
             made = [_event(event, costs, size) for event in events]
             found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
         return found
@@ -133,7 +133,7 @@ def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, 
 
 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
-    """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
+    """Return how many values a norm averages per channel. If each sample has several, a batch of 1 works."""
     values: Tensor = args[0]
     channels = args[6] if func.overloadpacket is aten.native_group_norm else values.shape[1]
     return values.numel() // max(1, channels)

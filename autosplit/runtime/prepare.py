@@ -1,4 +1,4 @@
-"""From what `tune` is given to a workload that is followed, and a runtime that runs it."""
+"""Turn the arguments of `tune` into a traced workload and a runtime that runs it."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
 
 SMALL_BYTES = 256 * 2**20
-"""Bound up to which a workload for simulated cards is built with its memory, without waiting for torch's compiler."""
+"""Size limit for building a simulated workload with real memory, which avoids loading torch's compiler."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A workload with the tracer that follows it, and a sentence for each thing to be said about both.
+    """A workload with its tracer, and notes about both.
 
     Attributes:
-        isolated: Runs its steps in a process of its own; None where they run in this one.
-        rebuild: Builds the workload again, with its memory; None where it has it, or never had any.
+        isolated: Runs real steps in a separate process. None if they run in this process.
+        rebuild: Builds the workload again with memory. None if it has memory already, or has none to allocate.
     """
 
     workload: Workload
@@ -64,15 +64,15 @@ class Followed:
 
     @property
     def checkpointed(self) -> tuple[str, ...]:
-        """The names of the layers that were checkpointed for it."""
+        """The names of the workload's checkpointed layers."""
         if self.workload.checkpointing is None:
             return ()
         (model,) = self.tracer.trainee.models.modules
-        return checkpointed_in(getattr(model, "named_by", model))  # what is trained is not what is around it
+        return checkpointed_in(getattr(model, "named_by", model))  # skip a wrapper around the trained model
 
     @functools.cached_property
     def traces(self) -> Traces:
-        """Its traces at any batch; of real tensors the truth, since what such a model does may depend on numbers."""
+        """Traces at any batch size. Real tensors are never predicted, because such a model may depend on values."""
         return AffineTraces(self.tracer) if self.tracer.fake else self.tracer
 
 
@@ -81,7 +81,7 @@ _SHARED: ContextVar[tuple[ExitStack, list[tuple[Any, Followed]]] | None] = Conte
 
 @contextmanager
 def followed_once() -> Iterator[None]:
-    """Let tunings for several simulated machines share the traces of one workload: they are of no card."""
+    """Share the traces of one workload between tunings for several simulated machines. Traces fit any GPU."""
     with ExitStack() as closing:
         closing.callback(_SHARED.reset, _SHARED.set((closing, [])))
         yield
@@ -89,12 +89,12 @@ def followed_once() -> Iterator[None]:
 
 @contextmanager
 def _quick_collections() -> Iterator[None]:
-    """Let garbage collections look at what is made from here on only, once all before was looked at.
+    """Make garbage collections examine only new objects, after one full collection.
 
-    With torch and the user's libraries loaded, a full one takes 0.1 to 0.3 s; a tuning on two devices collects a
-    hundred times.
+    With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects
+    100 times.
     """
-    with held_interrupts():  # one that comes in a finalizer is lost
+    with held_interrupts():  # a KeyboardInterrupt raised in a finalizer is lost
         gc.collect()
     gc.freeze()
     try:
@@ -105,7 +105,7 @@ def _quick_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Built:
-    """A workload as it was built; `why_real` says why it has memory although none was needed."""
+    """A built workload. `why_real` gives the reason if it has real memory although fake tensors were preferred."""
 
     source: Source
     workload: Workload
@@ -114,11 +114,11 @@ class Built:
 
 
 def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any]) -> Source:
-    """Make a source of `tune`'s first arguments.
+    """Make a source from `tune`'s first arguments.
 
     Args:
-        described: The other keywords of a workload, with a model; None where one was not given. `precision`,
-            `checkpointing` and `fits` replace a Workload's own, and `length` is what samples are to have.
+        described: The workload's other keywords, None if not given. `precision`, `checkpointing` and `fits` replace a
+            Workload's own values. `length` is the sequence length that samples should have.
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
@@ -159,9 +159,9 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
 
 
 def _built_with(build: Callable[[], Workload], changes: Mapping[str, Any]) -> Workload:
-    """Build a function's workload, otherwise than the function makes it."""
+    """Build a function's workload and apply changes to it."""
     built = build()
-    # What is not a workload is told of where all of them are.
+    # `_built` reports a function that returns something other than a Workload.
     return _with(built, changes) if isinstance(built, Workload) else built
 
 
@@ -184,22 +184,22 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:
-    """Build the workload; for simulated cards without its memory, where it is not small and that can be.
+    """Build the workload. For simulated GPUs, build a large workload without memory if possible.
 
     Raises:
         UserCodeError: The function raised.
-        WorkloadError: It returned something else.
+        WorkloadError: The function returned something other than a Workload.
     """
     if devices[0].kind != "sim" or isinstance(source, Workload):
         return Built(source, _built(source))
     try:
         return Built(source, built_within(lambda: _built(source), SMALL_BYTES))
-    except (TooLarge, Exception) as error:  # noqa: BLE001  # what is wrong with it shows again below
+    except (TooLarge, Exception) as error:  # noqa: BLE001  # a real error is raised again below
         _log.info("the workload is built without its memory: %s", one_line(error) or "it is large")
     try:
         with held_interrupts():
             return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is wrong shows again with real ones
+    except Exception as error:  # noqa: BLE001  # fake tensors do not support it, or it fails again with real ones
         return Built(source, _built(source), _built_for_real(error))
 
 
@@ -211,10 +211,10 @@ def isolated_runtime(
     *,
     deadline_s: float | None = None,
 ) -> IsolatedRuntime | None:
-    """Start a process for real steps, which builds the workload itself, while this one goes on to trace it.
+    """Start a process for real steps. It builds the workload itself while this process traces it.
 
     Args:
-        source: Picklable, made of what can be imported there.
+        source: A picklable source. The new process must be able to import its parts.
     """
     if devices[0].kind == "sim":
         return None
@@ -225,9 +225,9 @@ def isolated_runtime(
 
 
 def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> RealRuntime:
-    """Make the runtime in a process that ends, where nothing has to be undone."""
+    """Make the runtime in a process that ends afterwards, so nothing has to be restored."""
     runtime = _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
-    gc.freeze()  # collections are quick, see `_quick_collections`
+    gc.freeze()  # speeds up collections, see `_quick_collections`
     return runtime
 
 
@@ -239,17 +239,17 @@ def follow(
     *,
     described: Any = None,
 ) -> Followed:
-    """Follow one step of a workload.
+    """Trace one step of a workload.
 
     Args:
-        built: The workload; one that was built without memory and can't be followed is built again.
-        closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
-        isolated: Where its steps are to run, if not in this process.
-        described: Equal for equal workloads, of which `followed_once` shares the traces.
+        built: The workload. If it was built without memory and cannot be traced, it is built again with memory.
+        closing: Receives clean-up callbacks. For example, a model that cannot be copied is borrowed and restored.
+        isolated: The process that runs the steps, if they do not run in this process.
+        described: A key that is equal for equal workloads. `followed_once` shares traces by this key.
 
     Raises:
         UserCodeError: The workload failed on its own sample batch.
-        WorkloadError: No training step can be made of it.
+        WorkloadError: The workload cannot make a training step.
     """
     closing.enter_context(_quick_collections())
     shared = _SHARED.get()
@@ -259,7 +259,7 @@ def follow(
         if other == described:
             return followed
     own = ExitStack()
-    with own:  # a model that is borrowed is given back before the next machine describes it
+    with own:  # return a borrowed model before the next machine's workload is described
         followed = _follow(built, devices, own, isolated)
         (shared[0] if followed.tracer.fake else closing).push(own.pop_all())
     if followed.tracer.fake:
@@ -282,7 +282,7 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
         if built.fake and bounded and _bytes_to_train(workload) <= available_host_bytes():
             why_real = f"the workload was built with its memory, since {', '.join(bounded)} depends on values"
         if built.fake and why_real is not None:
-            tracer.trainee.restore()  # the function may return the very same model again, and that may be borrowed
+            tracer.trainee.restore()  # the function may return the same model again, which may be borrowed
     if built.fake and why_real is not None:
         workload = _built(built.source)
         tracer, note = _traced(workload, devices[0])
@@ -295,7 +295,7 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
 
 
 def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
-    """Return a note for each device that the model is on already: it takes memory next to the copy that is trained."""
+    """Return a note for each device that already holds the model, because the traced copy needs memory next to it."""
     held = bytes_on_accelerators(workload)
     return tuple(
         Note(

@@ -1,4 +1,4 @@
-"""Refuse quantised weights and optimizers of few bits whose kernels can't be followed on the processor."""
+"""Reject quantised weights and low-bit optimizers, because their kernels cannot be traced on the CPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from autosplit.torch_versions import is_wrapper_subclass
 from autosplit.workload.workload import Workload
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
-"""Packages whose layers hold packed weights, and kernels for them that run on GPUs alone."""
+"""Packages with layers that hold packed weights. Their kernels run only on GPUs."""
 
 OPTIMIZERS = frozenset({"bitsandbytes", "torchao"})
-"""Packages whose optimizers hold states of few bits, which kernels of theirs update."""
+"""Packages with optimizers that hold low-bit state. Their own kernels update it."""
 
 
 def refuse_quantized(workload: Workload) -> None:
-    """Refuse what neither fake tensors nor the processor can run as a GPU does, by its name.
+    """Raise an error for quantised layers, parameters and optimizers that fake tensors and the CPU cannot run.
 
-    Frozen parameters, adapters beside them and states that torch's own ops update are followed like all else.
+    Frozen parameters, adapters and optimizer states that torch's own ops update are supported.
 
     Raises:
-        WorkloadError: A layer or an optimizer of such a package, or a weight that is a tensor around other tensors.
+        WorkloadError: A layer or optimizer comes from such a package, or a parameter is a tensor subclass that wraps
+            other tensors.
     """
     for module in workload.modules:
         for name, part in module.named_modules():
@@ -57,12 +58,12 @@ def _name(kind: type) -> str:
 
 
 def _optimizer_classes(workload: Workload) -> Iterator[type]:
-    """Yield the classes of a workload's optimizers; a factory's is known by what it makes of a single number."""
+    """Yield the classes of the workload's optimizers. A factory is called with one small parameter."""
     for given in workload.optimizers.items:
         made: Any = given.func if isinstance(given, partial) else given
         if not isinstance(made, (type, torch.optim.Optimizer)) and callable(made):
             try:
                 made = given([nn.Parameter(torch.zeros(1))])
-            except Exception:  # noqa: BLE001, S112  # one that needs the model's own parameters; what is wrong shows later
+            except Exception:  # noqa: BLE001, S112  # it may need the model's parameters; a real error appears later
                 continue
         yield made if isinstance(made, type) else type(made)

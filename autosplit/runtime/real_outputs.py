@@ -1,11 +1,11 @@
-"""Replace fake outputs whose memory differs from real outputs, and refuse dtypes that real operators refuse.
+"""Correct fake outputs whose memory differs from real outputs, and reject dtypes that real operators reject.
 
 - oneDNN's LSTM layer keeps a workspace for the backward. Only the library knows its size, and torch's fake operator
   returns an empty one. So the real operator runs once for each shape. In its backward the gradients of the two biases
   are one fake tensor, but two real ones (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
   aten/src/ATen/native/mkldnn/RNN.cpp).
-- Four losses allocate an output as large as their input and shrink it to one number. The number keeps the memory of
-  all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+- Four losses allocate an output as large as their input and then shrink it to one number. That number still holds the
+  memory of all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
 - The backward of CTC allocates a second table next to its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
   The trace frees the table with the gradient, a few operators too late.
 - A product of two dtypes, for example with float64 from numpy, raises an error with real tensors only.
@@ -40,14 +40,14 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
     """Return an operator's outputs with the memory of real outputs. Only fake outputs of a few operators change.
 
     Args:
-        like_gpu: Return outputs of a GPU, not of the CPU.
+        like_gpu: Return the outputs of a GPU instead of the CPU.
 
     Raises:
         RuntimeError: The operator is a product of two dtypes. The text is torch's.
     """
     packet = getattr(func, "overloadpacket", None)
     if like_gpu and packet is _aten.log_sigmoid_forward and isinstance(outputs[0], FakeTensor):
-        return outputs[0], outputs[1].new_empty(0)  # the buffer is the CPU's alone (cuda/ActivationLogSigmoidKernel.cu)
+        return outputs[0], outputs[1].new_empty(0)  # only the CPU has the buffer (cuda/ActivationLogSigmoidKernel.cu)
     if func in _PRODUCTS and args[-1].dtype != args[-2].dtype:
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {args[-2].dtype} and {args[-1].dtype}")
     if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:
@@ -60,7 +60,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
     real = list(outputs)
     if packet is _RNN_LAYER_BACKWARD:
         real[_SECOND_BIAS] = real[_SECOND_BIAS].clone()
-    elif torch.is_grad_enabled():  # it keeps nothing otherwise
+    elif torch.is_grad_enabled():  # without gradients the layer keeps no workspace
         hashable = (("list", tuple(arg)) if isinstance(arg, (list, tuple)) else arg for arg in args)
         given = tuple((tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg for arg in hashable)
         real[_WORKSPACE] = real[_WORKSPACE].new_empty(_rnn_workspace_bytes(given))
@@ -69,7 +69,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
 
 @functools.lru_cache(maxsize=256)
 def _rnn_workspace_bytes(given: tuple[Any, ...]) -> int:
-    """Run the layer on zeros of those shapes, and return the size of its workspace."""
+    """Run the layer on zeros of these shapes, and return the size of its workspace."""
     with unset_fake_temporarily(), torch.enable_grad():
         outputs = _RNN_LAYER.default(*map(_real, given))
         return int(outputs[_WORKSPACE].untyped_storage().nbytes())

@@ -1,7 +1,7 @@
-"""Tell which ops a GPU runs inside one call of cuDNN: those of a recurrent layer, which the processor runs one by one.
+"""Detect ops that a GPU runs inside one cuDNN call: the ops of a recurrent layer, which the CPU runs separately.
 
-An LSTM over a hundred places is thousands of ops there. cuDNN starts its kernels itself: the products of each place,
-and one more beside each, for all that is done to the gates.
+An LSTM over 100 positions is thousands of ops on the CPU. cuDNN starts its own kernels: the products of each position,
+and one more kernel for each product, which does all work on the gates.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from autosplit.torch_versions import private
 aten = torch.ops.aten
 
 LONG = 4096
-"""A dimension to sum over, of samples times places, that is no loss to a product."""
+"""Inner dimension (samples times positions) that is long enough for a product to reach its full rate."""
 
 
 @dataclass(frozen=True)
 class RecurrentOp:
-    """An op of a recurrent layer; `begins` its forward or its backward, which the host starts as one op."""
+    """An op of a recurrent layer. `begins` marks the first op of its forward or backward, which the host starts."""
 
     call: OpCall
     begins: bool
 
 
 def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost]:
-    """Yield what cuDNN runs in place of an op of known costs: products, each with what is done to its gates.
+    """Yield cuDNN's kernels for an op with known costs: each product, and a kernel for its gates.
 
-    The gradient of weights it sums over all places at once.
+    cuDNN sums the gradient of weights over all positions at once.
     """
     if op.begins:
         yield OpCost(0, 0, "float32", part=op.call.part)
@@ -45,7 +45,7 @@ def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost
             continue
         size = {"float64": 8, "float32": 4}.get(cost.rate, 2)
         cost = replace(cost, part="none")
-        # The gradient of weights is a product of what lies across: by sizes it would be another at another batch.
+        # The weight gradient multiplies transposed operands. Detect it by stride: its sizes change with the batch.
         of_weights = op.call.part == "backward" and op.call.func is aten.mm.default and op.call.args[0].stride[0] == 1
         if of_weights:
             read_bytes = count * inner * (rows + columns) * size
@@ -56,7 +56,7 @@ def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost
 
 
 class RecurrentCalls:
-    """Knows which call of a recurrent layer is running: by hooks forward, and back by autograd's sequence numbers."""
+    """Find the running call of a recurrent layer: by hooks in the forward, by autograd sequence numbers in backward."""
 
     def __init__(self) -> None:
         self._begun_at: int | None = None
@@ -64,7 +64,7 @@ class RecurrentCalls:
         self._last: object = None
 
     def op(self, call: OpCall) -> OpCall | RecurrentOp:
-        """Return a call, as one of a recurrent layer where it is."""
+        """Return a call as a RecurrentOp if it belongs to a recurrent layer, or unchanged."""
         running = self._running(call)
         if running is None:
             return call
@@ -90,7 +90,7 @@ class RecurrentCalls:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Watch the recurrent layers of models; they may be replicated."""
+        """Watch the recurrent layers of models. The models may be replicated."""
         with ExitStack() as hooks:
             for module in modules:
                 for layer in module.modules():

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_OF_PEAK, LEAST_OF_GROWTH = 0.98, 0.9
-"""Least peak of a replayed step, and growth of that peak with the batch, as shares of real ones.
+"""Smallest acceptable peak of a replayed step, and growth of that peak with the batch, as fractions of real steps.
 
 The optimizer's steps between the recorded step and the compared steps change the rows that a router selects. A tiny
 Mixtral was 0.2% off.
@@ -27,7 +27,7 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
 
     Args:
         trace: Makes a `Tracer` that has traced `shape`. Takes the arguments ``fake``, ``like_gpu`` and ``values``.
-        like_gpu: As `Tracer` has it. The comparison is between steps of the CPU's own operators.
+        like_gpu: As for `Tracer`. The comparison is between steps of the CPU's own operators.
     """
     values = SampleValues()
     twice = StepShape(tuple(tuple(2 * samples for samples in split) for split in shape.splits))
@@ -67,7 +67,7 @@ def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
 def _products(trace: Any) -> list[tuple[str, str]]:
     """Return the kind and the dtype of each kernel with arithmetic.
 
-    Others are left out: torch runs some composite operators in other small steps for fake tensors.
+    Other kernels are left out, because torch runs some composite operators differently for fake tensors.
     """
     works = [event for event in (*trace.micro, *trace.update) if isinstance(event, Work)]
     return [label[:2] for work in works for label, flops in zip(work.labels, work.numbers[0], strict=True) if flops]

@@ -1,7 +1,7 @@
-"""The fused RMS norm of CUDA as an operator for fake tensors: torch has it for real GPUs only.
+"""Define CUDA's fused RMS norm as an operator for fake tensors, because torch has it only for real GPUs.
 
-On the CPU `aten._fused_rms_norm` is made of eight operators and saves three tensors in float32 for the backward. CUDA's
-operator saves its input and a number for each row (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
+On the CPU `aten._fused_rms_norm` consists of eight operators and saves three float32 tensors for the backward. CUDA's
+operator saves its input and one number per row (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RMS_NORM_BACKWARD = torch.ops.autosplit.rms_norm_backward
 
 @functools.cache
 def has_fused_rms_norm() -> bool:
-    """Return whether this torch has a fused RMS norm for CUDA; torch < 2.8 has none."""
+    """Return whether this torch has a fused RMS norm for CUDA. torch < 2.8 does not."""
     return bool(aten_ops("_fused_rms_norm"))
 
 
@@ -32,9 +32,9 @@ def rms_norm(values: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
     """Normalise fake values over their last dimensions as CUDA does.
 
     Args:
-        values: Of any shape and a floating dtype.
-        num_dims: How many dimensions are normalised over.
-        weight: Of the shape of these dimensions and the dtype of `values`.
+        values: A tensor of any shape with a floating-point dtype.
+        num_dims: Number of dimensions to normalise over.
+        weight: A tensor with the shape of these dimensions and the dtype of `values`.
     """
     outputs: tuple[Tensor, Tensor] = RMS_NORM(values, num_dims, weight)
     return outputs[0]

@@ -1,4 +1,4 @@
-"""Operators whose number of output rows depends on values: their upper bounds, and fake outputs of so many rows."""
+"""Operators whose number of output rows depends on values: their upper bounds, and how to make fake outputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Operator:
         elements: Returns the number of elements that can each give a row, from the operator's arguments.
         rows: Returns the number of rows of real outputs, from the outputs and the arguments.
         make: Makes fake outputs, from the number of rows and the arguments.
-        bound: Returns the largest number of rows, from the arguments; None if shapes give no bound.
-        grows: The number of rows is proportional to the elements.
+        bound: Returns the largest number of rows, from the arguments. None if shapes give no bound.
+        grows: Whether the number of rows is proportional to the elements.
     """
 
     elements: Callable[..., int]
@@ -41,7 +41,7 @@ def _length(outputs: Tensor, *_args: Any, **_kwargs: Any) -> int:
 
 
 def _nonzero_made(rows: int, mask: Tensor) -> Tensor:
-    # CUDA's kernel writes one dimension of the places after the other.
+    # CUDA's kernel stores the positions column by column: all rows of one dimension, then of the next.
     return mask.new_empty_strided((rows, mask.dim()), (1, max(1, rows)), dtype=torch.int64)
 
 
@@ -66,7 +66,7 @@ def _unique(dim_of: Callable[..., int | None], num_outputs: int = 3) -> Operator
     """Return the operator for a variant of `unique`.
 
     Args:
-        dim_of: Returns the dimension whose slices are compared, from the arguments after the first; None if single
+        dim_of: Returns the dimension whose slices are compared, from the arguments after the first. None if single
             elements are compared.
     """
 
@@ -104,8 +104,8 @@ def _third_dim(_inverse: bool = False, _counts: bool = False, dim: int | None = 
 def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_args: Any, **_kwargs: Any) -> int:
     """Return the width of CTC's table: a column for each symbol of the longest target, and for the blanks around it.
 
-    Concatenated targets are taken for targets of equal length. `labels[mask]` makes them, and the upper bound of a mask
-    selects every element of the padded labels.
+    Concatenated targets are treated as targets of equal length. `labels[mask]` makes such targets, and the upper bound
+    of a mask selects every element of the padded labels.
     """
     if not isinstance(lengths, Tensor):
         longest = max(lengths, default=0)
@@ -122,7 +122,7 @@ def _ctc_width(outputs: tuple[Tensor, Tensor], *_args: Any, **_kwargs: Any) -> i
 
 
 def _ctc_made(width: int, log_probs: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return each sample's loss and the table that the backward reads, as CUDA's own kernel allocates them.
+    """Return each sample's loss and the table for the backward, as CUDA's own kernel allocates them.
 
     torch uses this kernel unless targets and lengths are int32 (aten/src/ATen/native/cuda/LossCTC.cu).
     """
@@ -150,9 +150,9 @@ OPERATORS: Mapping[Any, Operator] = {
 
 
 def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the fake output of `_grouped_mm`, whose own fake operator accepts bfloat16 alone.
+    """Return the fake output of `_grouped_mm`. Its own fake operator accepts only bfloat16.
 
-    CUDA's kernel runs a loop of products for other dtypes, into an output of the same shape
+    For other dtypes, CUDA's kernel runs a loop of products into an output of the same shape
     (aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_fallback`).
     """
     first, second = args[0], args[1]

@@ -1,4 +1,4 @@
-"""Values that a model's code reads from tensors: recorded in a real step, replayed in steps of fake tensors.
+"""Record values that a model's code reads from tensors in a real step, and replay them in steps of fake tensors.
 
 Code that calls `.item()`, `.tolist()` or `.numpy()`, or that selects rows by a mask, needs values. A fake tensor has
 none. See Note [Replayed values].
@@ -18,9 +18,9 @@ none. See Note [Replayed values].
 #
 # A sample has 2.5 rows here. The replay rounds them up to 3: `AffineTraces` extrapolates whole rows of a sample.
 #
-# A real step of twice the sample batch follows. It shows which inputs grow with the batch: the number of rows of an
-# input that does not (one flag for each expert) is replayed unchanged. `replayed_trace.replayed` also compares the
-# replay with both real steps. So it rejects a number that grows with the batch, for example a sum of lengths.
+# A real step of twice the sample batch follows. It shows which inputs grow with the batch. An input that does not grow
+# (for example one flag per expert) is replayed with its recorded number of rows. `replayed_trace.replayed` also
+# compares the replay with both real steps, so it rejects a number that grows with the batch, such as a sum of lengths.
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from torch.overrides import TorchFunctionMode
 from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 Site = tuple[str, str, int]
-"""What was read, and the file and the line that read it."""
+"""The kind of read, and the file and the line that made it."""
 
 _WHOLE_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
-"""Functions that read all values of a tensor and that the dispatcher does not see."""
+"""Functions that read all values of a tensor without the dispatcher."""
 
 _CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
 """Modules of torch and autosplit that call operators of a step themselves."""
@@ -63,7 +63,7 @@ def _caller() -> Any:
 
 
 def _is_between(module: str) -> bool:
-    # An operator of the backward is started by `Trainee`, from no line of the model.
+    # `Trainee` starts the operators of a backward, so no line of the model is their caller.
     return module.startswith(("torch.", "autosplit.runtime.")) and not module.startswith(_CALLERS)
 
 
@@ -71,8 +71,8 @@ class SampleValues:
     """The values that a step of the sample batch read. See Note [Replayed values].
 
     Attributes:
-        phase: The current steps: real ones of the sample batch, real ones of twice that batch, or fake ones.
-        replayed: The functions and operators that got replayed values; the keys of a dict, in order.
+        phase: The current steps: real steps of the sample batch, real steps of twice that batch, or fake steps.
+        replayed: The functions and operators that got replayed values. An ordered set, as the keys of a dict.
     """
 
     def __init__(self) -> None:
@@ -85,10 +85,10 @@ class SampleValues:
         self._sizes: tuple[int, ...] = ()
 
     def begin(self, split: Sequence[int], *, evaluates: bool = False) -> None:
-        """Begin a step of this split: record again what a training step reads, or replay from the first value.
+        """Begin a step of this split. A training step records its reads again, or replays them from the first value.
 
         Args:
-            evaluates: The step is a forward alone, and keeps the record of the training step.
+            evaluates: The step is only a forward, and keeps the record of the training step.
         """
         if self.phase == "sample" and not evaluates:
             self._values.clear()
@@ -102,17 +102,17 @@ class SampleValues:
             self._values.setdefault(_site("values"), []).extend(values)
 
     def note_rows(self, operator: str, elements: int, rows: int) -> None:
-        """Record how many rows an operator returned for an input of so many elements."""
+        """Record how many rows an operator returned for an input with this number of elements."""
         if self.phase == "sample":
             self._rows.setdefault(_site(operator), []).append((elements, rows))
         elif self.phase == "twice":
             self._elements_twice.setdefault(_site(operator), []).append(elements)
 
     def values(self, count: int, name: str) -> Any:
-        """Return the next values that the calling line read, as an array; those after the last are the first again.
+        """Return the next values that the calling line read, as an array. After the last value, the first follows.
 
         Raises:
-            UnknownValueError: The line read nothing when it was recorded.
+            UnknownValueError: The line read nothing in the recorded step.
         """
         site, recorded = self._recorded(self._values, "values")
         start = self._used.get(site, 0)
@@ -123,13 +123,14 @@ class SampleValues:
         return np.asarray(recorded)[(start + np.arange(count)) % len(recorded)]
 
     def rows(self, operator: str, elements: int, *, grows: bool) -> int:
-        """Return how many rows the operator returns for an input of so many elements.
+        """Return how many rows the operator returns for an input with this number of elements.
 
         Args:
-            grows: The number of rows is proportional to the elements. Otherwise it is the recorded number.
+            grows: Whether the number of rows is proportional to the elements. Otherwise the recorded number is
+                returned.
 
         Raises:
-            UnknownValueError: The calling line did not run this operator when it was recorded.
+            UnknownValueError: The calling line did not run this operator in the recorded step.
         """
         site, recorded = self._recorded(self._rows, operator)
         at = self._used.get(site, 0)
@@ -169,7 +170,7 @@ class WholeReads(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function of torch."""
-        if func is F.ctc_loss:  # torch makes real tensors of lists of lengths, which fail next to fake ones
+        if func is F.ctc_loss:  # torch turns lists of lengths into real tensors, which do not mix with fake tensors
             args = tuple(map(_as_tensor, args))
             kwargs = {name: _as_tensor(value) for name, value in (kwargs or {}).items()}
         if func in _WHOLE_READS:

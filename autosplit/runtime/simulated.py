@@ -1,13 +1,17 @@
-"""GPUs that are not there: a clock for each card and one for the host that feeds it, driven by traces.
+"""Simulate GPUs with a clock for each GPU and one for the host, driven by traces.
 
-Order of a simulated micro-step: scatter, broadcast the parameters, run every replica, gather, loss, and the way
-back; then the optimizer on device 0. In a step of several micro-steps replicas are kept: the broadcast comes before
-the first, and gradients come back after the last. A device's clock runs by itself between transfers; a transfer
-starts when both ends are free and keeps both.
+Order of a simulated micro-step: scatter, broadcast of the parameters, all replicas' forwards, gather, loss, and all
+backwards. Then the optimizer runs on device 0. With several micro-steps, replicas persist: parameters are broadcast
+before the first micro-step and gradients are reduced after the last. A device's clock advances independently between
+transfers. A transfer starts when both devices are free, and occupies both.
 
-Tracing eight cards costs eight times as much as one. So a step is composed: device 0 from a trace with its own share
-and all others' together, each other device from a trace of its share on two. A last micro-step is often short, and
-leaves devices idle that the others do not: it is told from the first one's kind, without what idle devices would do.
+Note [Composed steps]
+~~~~~~~~~~~~~~~~~~~~~
+Tracing eight GPUs costs eight times as much as one. So a step of many devices is composed from two-device traces. With
+the split (8, 4, 2), device 0 comes from a trace of (8, 6), and device 2 from a trace of (2, 2).
+
+A last micro-step is often shorter, so some devices are idle in it. Its trace is the first micro-step's trace without
+the work of idle devices.
 """
 
 from __future__ import annotations
@@ -35,17 +39,17 @@ from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 
 Traces = Tracer | AffineTraces
-"""A source of traces: each step followed, or told of a few."""
+"""A source of traces. `Tracer` runs each step, and `AffineTraces` predicts most of them."""
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 """The phases in which devices work together."""
 
 _Played = Phase | Literal["first"]
-"""What of a step is played at once; ``first`` is the first micro-step with the broadcast in it."""
+"""The part of a step that is played at once. ``first`` is the first micro-step with the broadcast in it."""
 
 
 class SimulatedRuntime:
-    """A training step on simulated cards.
+    """A training step on simulated GPUs.
 
     Args:
         free: Purposes whose transfers take no time: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
@@ -69,22 +73,23 @@ class SimulatedRuntime:
         self._specs = [device.spec for device in devices if device.spec is not None]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return each card's peak, in bytes.
+        """Return each GPU's peak, in bytes.
 
         Raises:
-            OutOfMemoryError: A card would hold more than its capacity; it is named.
+            OutOfMemoryError: A GPU would exceed its capacity. The error names it.
         """
         peaks = traced_peaks(self.tracer, shape, self.devices)
         self._refuse_overflow(peaks, shape)
         return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
-        """Return the time and the peaks of one optimizer step; both are exact, so that no budget is needed.
+        """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
-        Of a step without an optimizer, a replica's part, only the time is told: alone a device may hold more than that.
+        For a step without an optimizer (a replica's part), only the time is returned. A device that runs alone may hold
+        more than it holds as a replica.
 
         Raises:
-            OutOfMemoryError: A card would hold more than its capacity; it is named.
+            OutOfMemoryError: A GPU would exceed its capacity. The error names it.
         """
         source = _source_of(_tracers_of(self.tracer, shape, self.devices), shape)
         peaks = source.peaks() if shape.updates else ()
@@ -105,7 +110,7 @@ class SimulatedRuntime:
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
     def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
-        """Correct the first micro-step: each was traced as one that adds to earlier gradients."""
+        """Correct the first micro-step. Its trace adds to earlier gradients, but there are none yet."""
         added = Work.of(0, self.tracer.accumulation_costs())
         for device in _active(shape.splits[0]):
             clocks.take_back(device, added)
@@ -126,7 +131,7 @@ class SimulatedRuntime:
 
 
 def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[int, ...]:
-    """Predict each device's peak from traces, in bytes, whatever its capacity.
+    """Predict each device's peak in bytes from traces, even above its capacity.
 
     Args:
         devices: The devices of the step. Without any, all run the kernels of `tracer`.
@@ -135,14 +140,14 @@ def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = (
 
 
 def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return the back ends of attention that were traced for each device; empty if its kernels are not known."""
+    """Return the traced attention back ends of each device. A device with unknown kernels has none."""
     shape = StepShape(((1,) * len(devices),))
     tracers = [one.tracer if isinstance(one, AffineTraces) else one for one in _tracers_of(tracer, shape, devices)]
     return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]
 
 
 def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
-    """Return the parts of each device's peak, from traces; they add up to what `traced_peaks` returns."""
+    """Return the parts of each device's peak from traces. Their sum is the peak that `traced_peaks` returns."""
     return _source_of(_tracers_of(tracer, shape, devices), shape).parts()
 
 
@@ -170,17 +175,17 @@ def _source_of(tracers: Sequence[Traces], shape: StepShape) -> _Whole | _Compose
 
 
 def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
-    """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
+    """Return the micro-step to trace. If a step has several, each adds to the gradients of earlier micro-steps."""
     accumulates = shape.accumulates or len(shape.splits) > 1
     if in_buckets:
-        return StepShape((split,), "rank", num_ranks=2)  # 2 for any number of them
-    # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
+        return StepShape((split,), "rank", num_ranks=2)  # traces are equal for any number of ranks
+    # A rank is a model on one device. Its buckets exist during the whole step and are added to the peak.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
     return StepShape((split,), arrangement, accumulates=accumulates)
 
 
 def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
-    """Return the events to play; parameters are sent once the first inputs are: their launches hide behind these."""
+    """Return the events to play. Parameters are sent after the inputs, which hide the launches of these copies."""
     events = trace.events("micro" if phase == "first" else phase)
     if phase == "first":
         from_host = (isinstance(event, Move) and event.source == HOST for event in events)
@@ -190,7 +195,7 @@ def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
 
 
 def _reduced(events: Sequence[Event]) -> list[Event]:
-    """Leave out all sums of gradients but each one's last: a reduce adds up as it sends, whatever the devices."""
+    """Keep only the last sum of each gradient. A reduce adds gradients while it sends them."""
     kept: list[Event] = []
     for event, following in itertools.zip_longest(events, events[1:]):
         sources = [
@@ -203,12 +208,12 @@ def _reduced(events: Sequence[Event]) -> list[Event]:
 
 
 def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
-    """Yield what a device of a trace works."""
+    """Yield the work of one device in a trace."""
     return (event for event in events if isinstance(event, Work) and event.device == device)
 
 
 def _play(clocks: Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
-    """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
+    """Play a trace's events on the clocks. `place` gives the GPU for each device of the trace."""
     for device, card in enumerate(place):
         clocks.foresee(card, _works(events, device))
     for event in events:
@@ -222,10 +227,10 @@ def _play(clocks: Clocks, events: Sequence[Event], place: Sequence[int]) -> None
 def _micro_step(
     tracer: Traces, shape: StepShape, split: tuple[int, ...], first: tuple[int, ...], phase: _Played, others: int
 ) -> Sequence[Event]:
-    """Return what is done in a micro-step over devices that had the first one's samples in the first.
+    """Return the events of a micro-step, derived from the first micro-step's trace. See Note [Composed steps].
 
     Args:
-        others: How many have samples but for device 0, also those that a stand-in stands for.
+        others: Number of devices with samples except device 0, including devices that a stand-in represents.
     """
     lone = split != first and not any(split[1:])
     own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
@@ -234,10 +239,11 @@ def _micro_step(
 
 
 def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[int, ...], others: int) -> list[Event]:
-    """Leave out what devices would do that had samples in the first micro-step, and have none in this one.
+    """Remove the work of devices that had samples in the first micro-step but have none in this one.
 
-    Device 0 keeps what is between the first output that comes and the last gradient of one that goes: the loss. Where
-    replicas take it themselves, one less is joined (see `_joining`), and a single one is not weighted.
+    If device 0 is idle, keep its work between the first output that arrives and the last output gradient that it
+    sends: the loss. If replicas compute the loss, one loss fewer is added (see `_joining`), and a single loss is not
+    weighted.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
@@ -254,14 +260,14 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
 
 
 def _devices_of(event: Event) -> set[int]:
-    """Return the device that an event is of: of a transfer between two, the other than device 0."""
+    """Return the device of an event. A transfer between two devices belongs to the device that is not device 0."""
     if isinstance(event, Work):
         return {event.device}
     return {event.source, event.destination} - {HOST, 0} or {0}
 
 
 class _Whole:
-    """A step traced over all devices that have samples, the first one among them."""
+    """A step traced over device 0 and all devices that have samples, or over the only device of a lone step."""
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._shape = shape
@@ -270,7 +276,7 @@ class _Whole:
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
         self._tracer = tracer = tracers[self._place[0]]
-        # Where real tensors are followed, a trace costs a step: one for all roles, and the buckets beside it.
+        # With real tensors a trace costs a step. So one trace serves all variants, and buckets are added to its peak.
         self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
@@ -281,7 +287,7 @@ class _Whole:
         return tuple(peaks)
 
     def _untraced_buckets(self) -> int:
-        """Return the bytes of DDP's buckets, where the trace has no gradients that are views of them."""
+        """Return the bytes of DDP's buckets if the trace does not contain them."""
         beside = self._shape.num_ranks > 1 and not self._in_buckets
         return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
 
@@ -311,26 +317,26 @@ class _Whole:
 
 @functools.lru_cache(maxsize=16)
 def _joining(arrives: bool, nbytes: int) -> Work:
-    """Return what device 0 does with one more device's loss: it is weighted and added; its gradient is weighted."""
+    """Return device 0's work for one more loss: it weights and adds the loss, and weights its gradient."""
     part: Part = "forward" if arrives else "backward"
     return Work.of(0, [OpCost(0, 3 * nbytes, "float32", part=part)] * (2 if arrives else 1))
 
 
 def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
-    """Return the shares of the devices that stand for all others in device 0's trace.
+    """Return the split of the devices that represent all other devices in device 0's trace.
 
-    One will do, because what device 0 holds depends on their samples together. Where it has none itself, the sum of
-    gradients begins with the second of them.
+    One stand-in is enough, because device 0's memory depends only on the total of the other devices' samples. If device
+    0 has no samples, two are needed: its sum of gradients then starts with the second stand-in.
     """
     rest = sum(split[1:])
     return (rest - rest // 2, rest // 2) if num == 2 else (rest,)
 
 
 class _Composed:
-    """A step put together: device 0 next to stand-ins for all others, and each other device next to one like it.
+    """A step composed of several traces. See Note [Composed steps].
 
     Args:
-        tracers: The traces of each device. GPUs that run other operators have other traces.
+        tracers: The traces of each device. GPUs that run different operators have different traces.
     """
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
@@ -349,7 +355,7 @@ class _Composed:
         )
 
     def _different_replicas(self) -> list[tuple[int, int]]:
-        """Return a device and its samples, for each kind of device and each number of samples among the replicas."""
+        """Return one device and its samples for each combination of trace and batch size among the replicas."""
         found = {(id(self._tracers[d]), self._split[d]): d for d in _active(self._split) if d}
         return [(device, samples) for (_, samples), device in found.items()]
 
@@ -387,7 +393,7 @@ class _Composed:
             next(replica, None)
 
     def _replica_events(self, device: int, samples: int, phase: _Played) -> list[Event]:
-        """Return what a device with so many samples does in a phase."""
+        """Return the events of a device with this batch size in a phase."""
         key = id(self._tracers[device]), samples, phase
         if key not in self._events:
             self._events[key] = [
@@ -404,24 +410,25 @@ class _Composed:
         return self._tracers[0].trace(_followed(self._shape, self._short(self._split)))
 
     def _replica(self, device: int, samples: int) -> Trace:
-        """Return a trace of two devices. What the second one holds and does does not depend on the first one."""
+        """Return a trace of two devices. The second device's memory and work do not depend on the first device."""
         others = self._split[1:]
         first, own = (_followed(self._shape, (share, share)) for share in (max(others), samples))
         return self._tracers[device].trace(own, own if samples in others else first)
 
 
 def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
-    """Play a transfer between device 0 and a stand-in: with one device, and at the last stand-in's with all the rest.
+    """Play a transfer between device 0 and a stand-in, for each real device that the stand-in represents.
 
-    A loss is added to the sum before the next one comes; the last one's joining was traced.
+    All but the last stand-in represent one device. Each loss is added to the sum before the next loss arrives. The
+    trace already contains the addition of the last loss.
     """
     order, arrives = list(replicas.items()), event.destination == 0
     turn = event.source if arrives else event.destination
     if event.purpose == "scalar" and not arrives:
-        order.reverse()  # autograd takes a sum of losses apart from its end
+        order.reverse()  # autograd processes a sum of losses from the last to the first
         turn = num_stand_ins + 1 - turn
     own = order[turn - 1 :] if turn == num_stand_ins else order[turn - 1 : turn]
-    if event.purpose == "buffer" and arrives:  # after the forward, where device 0 runs none: the first's own, alone
+    if event.purpose == "buffer" and arrives:  # device 0 has no forward, so only the first replica sends its buffers
         replicas |= {device: itertools.chain([next(replica)], replica) for device, replica in order}
         clocks.move(order[0][0], 0, event.nbytes, event.purpose)
         return
@@ -442,6 +449,6 @@ def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Mo
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
-    """Return the transfers that each replica has part in."""
+    """Return the transfers that each replica takes part in."""
     moves = (event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination))
     return [move for move in moves if (move.purpose, move.destination) != ("buffer", 0)]

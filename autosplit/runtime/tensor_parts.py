@@ -1,4 +1,4 @@
-"""The tensors among an operator's arguments and outputs, and the storages that hold their memory."""
+"""Find the tensors among an operator's arguments and outputs, and the storages that hold their memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Time a step that really runs.
+"""Time a real step by the median of repeated runs.
 
-    | warm-up | run | run | run | ... until the median stands within 1 %, or the budget is spent
-              ^ the clock starts   ^ each run ends when its devices have
+    | warm-up | run | run | run | ... until the median is known within 1%, or the budget is spent
+              ^ the clock starts   ^ each run ends when its devices are idle
 
-The median, because one run that the machine disturbed must not decide.
+The median ignores a single run that other load on the machine disturbed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from autosplit.runtime.protocol import Measurement
 
 TARGET_ERROR = 0.01
-"""Repeat until the standard error of the median is under this share of it."""
+"""Repeat until the standard error of the median is below this fraction of the median."""
 
 MIN_REPEATS = 3
 MAX_REPEATS = 50
 
 
 def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, warmups: int = 1) -> Measurement:
-    """Run something repeatedly and take the median of its wall time.
+    """Run a function repeatedly, and return the median of its wall time.
 
     Args:
-        run: Returns when its work is done, on whatever device. It is given `mark`, to call with ``"update"`` where
-            the optimizer begins, everything before it being done.
-        budget_s: No further repeat begins after this long, warm-up not counted; `MIN_REPEATS` are made in any case
-            unless each takes longer alone; then two.
+        run: Returns when its work on all devices is done. It gets `mark` and calls it with ``"update"`` when the
+            optimizer begins, after all earlier work is done.
+        budget_s: No repeat begins after this time, which excludes the warm-up. At least `MIN_REPEATS` run, or two if
+            each takes longer than the budget.
     """
     for _ in range(warmups):
         run(lambda _phase: None)
@@ -52,21 +52,20 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
 
 
 def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
-    """Tell whether repeats need no further one: the median stands, or `budget_s` is spent."""
+    """Return whether no more repeats are needed: the median is known well enough, or `budget_s` is spent."""
     if len(seconds) >= MAX_REPEATS:
         return True
     if len(seconds) >= MIN_REPEATS and median_error(seconds) <= TARGET_ERROR * statistics.median(seconds):
         return True
-    # Two at least, whatever the first took: it may have been the machine.
+    # Run at least twice, because the first run may have been disturbed.
     return spent_s >= budget_s and (len(seconds) >= MIN_REPEATS or (len(seconds) > 1 and min(seconds) >= budget_s))
 
 
 def median_error(values: list[float]) -> float:
-    """Estimate the standard error of a median, in the values' unit; one value alone has an error as large as itself.
+    """Estimate the standard error of a median, in the unit of the values. For a single value, return the value.
 
-    For normal noise it is ``sqrt(pi / 2)`` times that of a mean; the spread is taken from the median absolute
-    deviation, 1.4826 times which is the standard deviation of normal noise (Rousseeuw and Croux 1993), so that
-    an outlier does not count.
+    For normal noise it is ``sqrt(pi / 2)`` times the error of a mean. The standard deviation is estimated as 1.4826
+    times the median absolute deviation (Rousseeuw and Croux 1993), so an outlier does not count.
     """
     if len(values) < 2:
         return values[0]

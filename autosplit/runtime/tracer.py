@@ -1,7 +1,7 @@
-"""Run a training step once over pretended devices, and keep what it would cost anywhere.
+"""Run a training step once on simulated devices, and record its memory and work.
 
-A trace holds each device's peak and the work between transfers, so that one run gives the time on every card. The
-tensors are fake where the model allows it: no numbers, no memory, and the same cost at any batch size.
+A trace holds each device's peak and the work between transfers, so one run gives the time on every GPU. The tensors are
+fake if the model allows it. Fake tensors have no values and no memory, and tracing cost does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 Phase = Literal["broadcast", "micro", "reduce", "update"]
-"""The parts of an optimizer step, in order; ``micro`` comes once for each micro-step."""
+"""The parts of an optimizer step, in order. ``micro`` is repeated for each micro-step."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One optimizer step, followed.
+    """One traced optimizer step.
 
     Attributes:
-        broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
-        reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
+        broadcast: Copies of parameters to persistent replicas, once per step. Other copies are in `micro`.
+        reduce: Reduction of persistent replicas' gradients, once per step. Other reductions are in `micro`.
     """
 
     peak_bytes: tuple[int, ...]
@@ -77,7 +77,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Update:
-    """An optimizer's update that was followed: of how many gradients, the storages it took, and its work."""
+    """A traced optimizer update: its number of gradients, a function that charges its storages, and its work."""
 
     num_gradients: int
     count: Callable[[Tracker], None]
@@ -88,17 +88,17 @@ class Tracer:
     """Traces training steps of one workload.
 
     Args:
-        fake: Follow fake tensors; otherwise real ones on the CPU.
+        fake: Trace fake tensors. Otherwise trace real tensors on the CPU.
         like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
-        device: The device that fake tensors claim, so that operators are those of that device.
-        kernels: The GPU whose operators are run on fakes of the CPU, and whose inner memory is counted. None for an
-            A100's operators, and no inner memory.
-        values: Records the values that steps of real tensors read, or replays them in steps of fake ones.
+        device: The device of the fake tensors. Torch dispatches that device's operators.
+        kernels: The GPU that fake CPU tensors imitate, with its inner memory. None imitates an A100 without it.
+        values: Records values that steps of real tensors read, or replays them in steps of fake tensors.
 
     Attributes:
-        attention: The calls of attention, with the back end that was chosen for each.
+        attention: The attention calls, with the chosen back end of each.
         data_dependent: Replaces values that fake tensors lack, and reports it.
-        norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
+        norms_over_samples: An op normalises over the batch and may reject a batch of 1, which has one value per
+            channel.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Tracer:
         self.norms_over_samples = False
         self.data_dependent = DataDependent(values)
         with kept_rng(), held_interrupts() if fake else nullcontext():
-            # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
+            # Tensors of two fake modes do not mix, so reuse the mode of a model that was built under one.
             self.trainee: Trainee = training_copy(
                 workload,
                 device=device if fake else CPU,
@@ -136,14 +136,14 @@ class Tracer:
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
-        # Without this tracer: a cycle would keep the optimizer's state until Python collects garbage.
+        # Does not contain this tracer: a cycle would keep the optimizer's state until Python collects garbage.
         self._for_others: dict[GpuKernels, Tracer] = {}
 
     def for_kernels(self, kernels: GpuKernels) -> Tracer:
-        """Return a tracer of the same steps on another GPU: this one, if the GPU runs the same operators.
+        """Return a tracer of the same steps on another GPU. If the GPU runs the same operators, return this tracer.
 
-        It shares the copy of the model and the state of the optimizer. The temporary blocks of `sum` have another bound
-        on another GPU (`kernel_memory`), which alone is no reason for a trace of its own.
+        Both share the model copy and the optimizer state. `sum` has smaller or larger temporary blocks on another GPU
+        (`kernel_memory`), but that alone does not require a new trace.
         """
         if self.kernels is None or self._runs_alike(kernels):
             return self
@@ -160,11 +160,11 @@ class Tracer:
         )
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
-        """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
+        """Return the trace of one optimizer step on simulated devices without memory limits. Each step runs only once.
 
         Args:
-            shape: A step of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
-            first: The first micro-step of its step, by which `AffineTraces` tells a further one; here each is followed.
+            shape: A step of one micro-step. With `accumulates`, it adds to gradients of earlier micro-steps.
+            first: The first micro-step, used by `AffineTraces` to predict a further one. Ignored here.
         """
         if shape not in self._kept:
             self._settle(shape)
@@ -175,15 +175,15 @@ class Tracer:
     def trace_resized(
         self, shape: StepShape, splits: Sequence[tuple[int, ...]], ways: Sequence[Way] = ("plain",)
     ) -> list[list[Trace]]:
-        """Follow a step of an odd split, see `odd_split`, and return it and its like with others, of each way.
+        """Trace a step of an odd split (Note [Odd splits]). Return its traces for other splits too, for each variant.
 
-        Those that were not followed have no peaks.
+        Traces that were not run have no peaks.
         """
         self._settle(shape)
         return self._followed(shape, splits, ways)
 
     def _settle(self, shape: StepShape) -> None:
-        """Follow the first step, beside the optimizer's state that all others have, too."""
+        """Run first steps until memory settles. Create optimizer state before them if possible."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
             return
         self._with_gradient = []
@@ -191,11 +191,11 @@ class Tracer:
         has_begun = False
         try:
             has_begun = self.fake and self.workload.step is None and self.trainee.begin_state()
-        except Exception as error:  # noqa: BLE001  # whatever an optimizer can't do without a step: it is followed
+        except Exception as error:  # noqa: BLE001  # an optimizer may need a step to create state, so run one
             _log.debug("the optimizer's state appears in a step: %s", error)
             self.trainee.end_state(())
         found = run_until_settled(self.trainee, lambda: self._run(first))
-        if has_begun and self._leaves_unused:  # no state appears for what gets no gradient
+        if has_begun and self._leaves_unused:  # parameters without a gradient get no optimizer state
             self.trainee.end_state(self._with_gradient)
             found = run_until_settled(self.trainee, lambda: self._run(first))
         if self.workload.step is None and not self._is_trained:
@@ -213,7 +213,7 @@ class Tracer:
     def _followed(
         self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), ways: Sequence[Way] = ("plain",)
     ) -> list[list[Trace]]:
-        """Trace a step; return its trace and those of the same step with other splits, for each way."""
+        """Trace a step. Return its trace and the traces of the same step with other splits, for each variant."""
         recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(ways) > 1)
         begun_at = 0
 
@@ -243,9 +243,9 @@ class Tracer:
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
-            # Torch's log of failing fake tensors buries the error that says it in two lines.
+            # When a fake tensor fails, torch logs pages. They would hide the error, which takes two lines.
             _switched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
-            # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
+            # oneDNN fuses ops that GPUs run separately, so an LSTM's memory would be several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
             masks_of_real_tensors(self.workload.sample_batch) if self.fake else nullcontext(),
@@ -256,7 +256,7 @@ class Tracer:
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
         self.runs += 1
         if shape.arrangement != "eval" and functions is not None:
-            self._has_cuda_functions = functions.needed  # the mode takes time at every call of torch's functions
+            self._has_cuda_functions = functions.needed  # skip the mode if unused: it slows every torch function call
             self.attention.update(functions.calls)
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
@@ -272,7 +272,7 @@ class Tracer:
         recorder: OpRecorder,
         begun_at: int,
     ) -> list[list[Trace]]:
-        """Return the traces of a step that ran with the first of these splits: for each way, one with each split."""
+        """Derive all traces from a step that ran with the first split. For each variant, return one trace per split."""
         parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
         buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
         found: list[list[Trace]] = []
@@ -287,7 +287,7 @@ class Tracer:
         return found
 
     def _updated(self, tracker: Tracker, recorder: OpRecorder) -> None:
-        """Update the parameters; of fake ones once, and then count the same again: no batch makes it another."""
+        """Update the parameters. For fake tensors, replay the first update, because it does not depend on the batch."""
         count = sum(parameter.grad is not None for parameter in self.trainee.parameters())
         if self.fake and self._has_settled and self._update is not None and self._update.num_gradients == count:
             self._update.count(tracker)
@@ -297,7 +297,7 @@ class Tracer:
         self._update = None if counted is None else _Update(count, counted, recorder.phase())
 
     def _note_gradients(self) -> None:
-        """Note which parameters have a gradient, in the step that leaves out the fewest layers."""
+        """Store the parameters that have a gradient. If layers are skipped at random, the largest set is kept."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
@@ -307,24 +307,24 @@ class Tracer:
             self._with_gradient = found
             nbytes = [p.numel() * p.element_size() for p in found]
             self._zeroing = [OpCost(0, each, "float32", part="backward") for each in nbytes]
-            # Two tensors are read, and one is written.
+            # Accumulation reads two tensors and writes one.
             self._accumulation = [OpCost(0, 3 * each, "float32", part="backward") for each in nbytes]
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
-        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
+        """Return the cost of adding a micro-step's gradients to earlier ones, as one op per parameter."""
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
+        """Return the cost of creating zero gradients to add replicas' gradients to, as one op per parameter."""
         return self._zeroing
 
     def leaves_unused(self) -> bool:
-        """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
+        """Return whether some trainable parameter got no gradient in a step. A custom step always returns False."""
         return self._leaves_unused and self.workload.step is None
 
     def assumptions(self) -> tuple[Note, ...]:
-        """Return what the workload and its traces assume, a sentence each."""
+        """Return the assumptions of the workload and its traces, one note each."""
         replaced = self.data_dependent.notes()
         if not self.workload.takes_loss_itself or not self.runs:
             return (*self.workload.assumptions(), *replaced)
@@ -341,12 +341,12 @@ class Tracer:
 def _trace_of(
     shape: StepShape, parts: Sequence[MemoryParts], entries: tuple[Entry, ...], phases: list[tuple[str, list[Event]]]
 ) -> Trace:
-    """Put the phases of a step together as those of an optimizer step."""
+    """Build the trace of an optimizer step from the phases of a traced step."""
     peaks = tuple(one.total_bytes for one in parts)
     micro, update = _events(phases, "micro"), _events(phases, "update")
     if not shape.accumulates:
         return Trace(peaks, tuple(parts), entries, (), micro, (), update)
-    # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
+    # The traced step is one micro-step of many. Kept replicas get parameters before it and reduce gradients after it.
     broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
     home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
     return Trace(peaks, tuple(parts), entries, broadcast, micro[:home], micro[home:], update)
@@ -364,13 +364,13 @@ def _moves(event: Event, purpose: str) -> bool:
 
 
 def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, ...]:
-    """Return the events of a phase; a custom step that has no phases of its own is all in the first."""
+    """Return the events of a phase. All events of a custom step without phases are in the first phase."""
     return tuple(event for name, events in phases if name == wanted for event in events)
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector out of a trace, whose peak would depend on when it comes."""
+    """Disable garbage collection during a trace, because the peak would depend on when it runs."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -382,7 +382,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextmanager
 def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
-    """Set a switch for a while."""
+    """Set an attribute temporarily."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -392,7 +392,7 @@ def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
-    """Make a tracer for a model on an accelerator. There, real steps decide what fits; traces give starting points.
+    """Make a tracer for a model on an accelerator. There, real steps decide what fits. Traces give starting points.
 
     Fake tensors are on the accelerator, so that torch runs its operators. If that fails, they are on the CPU. If the
     model can't be traced with fake tensors at all, nothing is traced.
@@ -405,7 +405,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     kernels = kernels_of_device(device)
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
         tried = _followed_fake(workload, shape, like_gpu=True, device=place, kernels=kernels)
-        if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # real steps decide, and a bound may be far off
+        if isinstance(tried, Tracer) and tried.data_dependent.bounded:  # use real steps: an upper bound may be far off
             tried = tried.data_dependent.as_error()
         if isinstance(tried, Exception):
             failures.append(tried)
@@ -468,12 +468,12 @@ def _followed_fake(
     device: torch.device = CPU,
     kernels: GpuKernels | None = None,
 ) -> Tracer | Exception:
-    """Return a tracer that has followed a step with fake tensors, or why there is none."""
+    """Return a tracer that has traced a step with fake tensors, or the error that prevented it."""
     try:
         return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device, kernels=kernels)
     except AutosplitError:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+    except Exception as error:  # noqa: BLE001  # fake tensors do not support an op, or the user's code failed
         return error
 
 
@@ -487,12 +487,12 @@ def _traced_once(
     kernels: GpuKernels | None = None,
     values: SampleValues | None = None,
 ) -> Tracer:
-    """Make a tracer that has traced a step. If that fails, a borrowed model is put back."""
+    """Make a tracer that has traced a step. If that fails, restore a borrowed model."""
     own = kernels if like_gpu else None
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:
         tracer.trace(shape)
-        if "eval" in workload.fits:  # `generate` looks at numbers, mostly
+        if "eval" in workload.fits:  # `generate` usually reads values, so find out now whether that works
             tracer.trace(replace(shape, arrangement="eval"))
     except BaseException:
         tracer.trainee.restore()

@@ -1,4 +1,4 @@
-"""Run a training step over devices that only the tracker has: the CPU does the work, each device pays."""
+"""Run a training step on tracked devices. The CPU computes, and the tracker charges each device for its memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from autosplit.workload.workload import Workload
 T = TypeVar("T")
 
 MOST_TO_SETTLE = 4
-"""Steps after which one has to leave behind what it found."""
+"""Most steps to run before memory must settle, so that a step leaves as many bytes as it found."""
 
 
 def wrapper_for(
     workload: Workload, split: tuple[int, ...], devices: Sequence[torch.device] = (CPU,)
 ) -> Callable[[nn.Module], BalancedDataParallel]:
-    """Return a function that wraps a model so that its batch is split over devices; a lone one stands for all."""
+    """Return a function that wraps a model so that its batch is split over devices. A single device gets all parts."""
 
     def wrapped(module: nn.Module) -> BalancedDataParallel:
         examine_no_more(module)
@@ -49,7 +49,7 @@ def wrapper_for(
 
 
 def bucket_bytes(trainee: Trainee) -> int:
-    """Return the bytes of DDP's gradient buckets: those of every trainable parameter's gradient, all through a step."""
+    """Return the bytes of DDP's gradient buckets. They hold all gradients during the whole step."""
     return sum(parameter.numel() * parameter.element_size() for parameter in _trainable(trainee))
 
 
@@ -58,24 +58,24 @@ def _trainable(trainee: Trainee) -> list[nn.Parameter]:
 
 
 def views_buckets(shape: StepShape) -> bool:
-    """Tell whether a rank's gradients lie in its buckets, as `DdpOptions.gradient_as_bucket_view` has it.
+    """Return whether a rank's gradients are views of DDP's buckets (`DdpOptions.gradient_as_bucket_view`).
 
-    DDP puts them there in the backward in which they meet. Those of earlier micro-steps are tensors of their own (torch
-    2.13), and then a rank holds both.
+    DDP creates the views in the backward pass that synchronises. Gradients of earlier micro-steps are separate tensors
+    (torch 2.13), so an accumulating rank holds both.
     """
     return shape.num_ranks > 1 and len(shape.splits) == 1 and not shape.accumulates
 
 
 @contextmanager
 def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
-    """Move each gradient into DDP's buckets as soon as it is there, and make it a view of them.
+    """Copy each gradient into DDP's buckets when it arrives, and make it a view of them.
 
     Args:
-        buckets: `bucket_bytes` of them, on the parameters' device.
+        buckets: A tensor of `bucket_bytes` bytes on the parameters' device.
     """
     start = 0
     with ExitStack() as hooks:
-        # Each begins at its own alignment.
+        # Sort by element size, so that each view starts at a multiple of its own element size.
         for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):
             end = start + parameter.numel() * parameter.element_size()
             view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
@@ -98,14 +98,14 @@ def run_placed(
     update: Callable[[], None] | None = None,
     held: Iterable[nn.Parameter] = (),
 ) -> tuple[int, ...]:
-    """Train by one optimizer step under a tracker, and return each device's peak, in bytes.
+    """Run one optimizer step under a tracker, and return each device's peak, in bytes.
 
     Args:
-        held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
+        held: Parameters with a gradient from earlier micro-steps. Replicas of a balanced step have these gradients too.
     """
     sizes = [sum(split) for split in shape.splits]
     evaluates = shape.arrangement == "eval"
-    if evaluates and "eval" in trainee.workload.fits:  # it has to fit beside what training keeps
+    if evaluates and "eval" in trainee.workload.fits:  # evaluation has to fit next to the training state
         trainee.begin_state()
     with_state = shape.updates and (not evaluates or "eval" in trainee.workload.fits)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
@@ -121,7 +121,8 @@ def run_placed(
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     _hold(models, shape.splits[0], held)
-                # Of a step of many only one may be followed, and weights its loss as all of them do.
+                # Only one micro-step of an accumulating step may run here. Doubling the total weights its loss
+                # accordingly.
                 total = 2 * sum(sizes) if shape.accumulates else None
                 with _buckets(shape, trainee, tracker):
                     if evaluates:
@@ -138,17 +139,17 @@ def run_placed(
             return peaks
     finally:
         for wrapper in models.modules:
-            wrapper.zero_grad(set_to_none=True)  # an error leaves gradients behind, and what follows those elsewhere
+            wrapper.zero_grad(set_to_none=True)  # after an error, gradients would count in later steps
 
 
 def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
-    """Run steps until one leaves on the first device what it found there: state of an optimizer appears in the first.
+    """Run steps until one leaves as many bytes on the first device as it found. Optimizers create state in the first.
 
-    A model that decides by random numbers is run with the highest and the lowest of them; those with which it holds the
-    most are drawn from then on.
+    If random numbers decide the model's path, run it with the highest and with the lowest numbers. Later steps use the
+    numbers that took more memory.
 
     Raises:
-        WorkloadError: No step does: no batch would fit for good.
+        WorkloadError: No step settles, so no batch size fits permanently.
     """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainee.optimizers.items):
         raise WorkloadError(
@@ -200,7 +201,7 @@ def _optimizer_bytes(trainee: Trainee) -> int:
 
 
 def _standing_bytes(trainee: Trainee) -> int:
-    """Return what lies on the first device before a step."""
+    """Return the bytes on the first device before a step."""
     with Tracker(["device 0"], [None]) as tracker:
         trainee.adopt_on(tracker)
         tracker.adopt_left(trainee.left, 0)
@@ -208,17 +209,17 @@ def _standing_bytes(trainee: Trainee) -> int:
 
 
 def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
-    """Return what a step leaves on the first device beside what training always leaves there."""
+    """Return the storages that a step leaves on the first device, without parameters, gradients and optimizer state."""
     for kind, tensors in trainee.held().items():
         for tensor in tensors:
             tracker.classify(tensor, kind)
     if tracker.left_on(0):
-        gc.collect()  # what only a cycle keeps is not left behind
+        gc.collect()  # tensors that only a reference cycle keeps are not left behind
     return tracker.left_on(0)
 
 
 def _hold(models: Models, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
-    """Let replicas be kept, with gradients on them, where there are others than the first."""
+    """Keep replicas with gradients if the split uses devices after the first."""
     for wrapper in models.modules if any(split[1:]) else []:
         assert isinstance(wrapper, BalancedDataParallel)
         wrapper.hold_gradients(split, held)
@@ -238,7 +239,7 @@ def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[N
 
 @contextmanager
 def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
-    """Charge the state that an optimizer had before the tracker, when it steps: each tensor beside its parameter."""
+    """Charge existing optimizer state when the optimizer steps. Each state tensor is on its parameter's device."""
 
     def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter, state in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""A copy of a workload that is trained: its training step, and what it holds."""
+"""Hold a trainable copy of a workload: its models, its optimizers and its training step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from autosplit.workload.workload import Workload
 CPU = torch.device("cpu")
 
 LOSS_SCALE = 1.0
-"""Loss scale of fp16. A larger one takes the same memory and kernels, but overflows in the first steps of most
-trainings: the scaler then leaves out the optimizer, whose state would not be there to be measured.
+"""Loss scale of fp16. A larger scale needs the same memory and kernels, but often overflows in the first steps.
+
+After an overflow the scaler skips the optimizer, so the optimizer's state could not be measured.
 """
 
 
@@ -39,13 +40,13 @@ class Trainee:
     """Models and optimizers that a training step may change.
 
     Attributes:
-        fake_mode: The mode their tensors live in; None for real ones.
-        device: The device that fake tensors claim.
-        restore: Puts back what had to be borrowed from the live model; nothing for a copy.
-        left: What the last step left on the first device, whoever keeps it: the next begins with it.
-        grown_bytes: By how much that was more than what the last step had found there.
-        copies: What is there twice for the workload's `fits`, from the second step on: parameters and buffers, and the
-            optimizers' state.
+        fake_mode: The fake mode of the tensors, or None for real tensors.
+        device: The device that fake tensors report.
+        restore: Restores the live model if it was borrowed. Does nothing for a copy.
+        left: Storages that the last step left on the first device. The next step begins with them.
+        grown_bytes: How many bytes more the last step left than it had found.
+        copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer
+            state.
     """
 
     workload: Workload
@@ -75,7 +76,7 @@ class Trainee:
             return resize(sample, n, workload.batch_dim, mark=True)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
-        """Let `make_batch` make fake tensors. If it needs values of tensors, make fakes of its real tensors."""
+        """Make a fake batch with `make_batch`. If it needs values of tensors, make fakes of its real tensors."""
         try:
             with mode:
                 return map_tensors(lambda tensor: tensor.to(self.device), self.workload.made_batch(n))
@@ -100,27 +101,27 @@ class Trainee:
         return self.models.map(wrap)
 
     def compiled(self) -> Models:
-        """Return the models, compiled as the workload's own are."""
+        """Return the models, compiled with the settings of the workload's own compiled model."""
         given: Any = self.workload.model
         is_one = isinstance(given, nn.Module) and is_compiled(given)
         return self.models.map(partial(compiled_like, given)) if is_one else self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
-        """Charge parameters, buffers and, `with_state`, what an update leaves to the first device of a step."""
+        """Charge parameters, buffers and, with `with_state`, the optimizer state to the first device of a step."""
         for module in self.models.modules:
             adopt_module(placement, module, 0)
         if with_state:
             for value in self.copies[0]:
                 placement.adopt(value, 0)
             for value in (*self._state(), *self.copies[1]):
-                if value.dim() > 0:  # others are on the host
+                if value.dim() > 0:  # scalars are on the host
                     placement.adopt(value, 0)
 
     def _state(self) -> list[Tensor]:
         return [value for optimizer in self.optimizers.items for value in state_tensors(optimizer)]
 
     def _copy_what_has_to_fit(self) -> None:
-        """Copy what lies twice on the device while a checkpoint is there that was loaded, or is being saved."""
+        """Copy tensors that exist twice on the device while a checkpoint is loaded or saved."""
         wanted = self.workload.copies
         if self.copies[0] or not wanted:
             return
@@ -130,7 +131,7 @@ class Trainee:
             self.copies = tuple(t.detach().clone() for t in held["parameters"]), tuple(t.clone() for t in state)
 
     def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
-        """Return the tensors of the models and optimizers by kind; buffers go with the parameters."""
+        """Return the tensors of the models and optimizers by kind. Buffers count as parameters."""
         parameters = self.parameters()
         buffers = [buffer for module in self.models.modules for buffer in module.buffers()]
         return {
@@ -153,10 +154,10 @@ class Trainee:
         """Run one optimizer step.
 
         Args:
-            sizes: Samples in each micro-batch; a mean loss counts by its share of them.
-            mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
-            update: Runs in place of the optimizers' `update`; a custom step has its own.
-            num_samples: Samples of the whole step, where these are not all of its micro-batches.
+            sizes: Samples in each micro-batch. They weight a mean loss.
+            mark: Called when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
+            update: Replaces the optimizers' `update`. A custom step does not use it.
+            num_samples: Samples of the whole step, if these micro-batches are only a part of it.
         """
         workload = self.workload
         device_type = self.models.device_type
@@ -169,7 +170,7 @@ class Trainee:
                 workload.step(models.given, self.optimizers.given, on_first_device(batches[0], models))
             mark("update")
         else:
-            # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
+            # `loss` stays alive until the next micro-step, like the variable of a training loop.
             accumulation = Accumulation()
             total = num_samples or sum(sizes)
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
@@ -177,7 +178,7 @@ class Trainee:
                 with accumulation.running(is_last=position == len(batches) - 1):
                     with workload.autocast(device_type):
                         loss = workload.loss(models.given, batch)
-                    if workload.loss_reduction == "mean":  # as in `plan.steps`, whatever the weight
+                    if workload.loss_reduction == "mean":  # weight by samples, as `plan.steps` does
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
             accumulation.finish()
@@ -191,16 +192,16 @@ class Trainee:
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.workload.precision != "fp16":
             return loss
-        # Fake tensors have no infinities to look for: the scaler's arithmetic without its decision.
+        # Fake tensors have no infinities, so do the scaler's arithmetic without its check.
         return loss * LOSS_SCALE if self.scaler is None else self.scaler.scale(loss)
 
     def update(self) -> None:
-        """Let the optimizers update the parameters, as the loss scale of fp16 wants it."""
+        """Update the parameters with the optimizers, through the gradient scaler for fp16."""
         for optimizer in self.optimizers.items:
             if self.scaler is not None:
                 self.scaler.step(optimizer)
                 if not self._updated and not optimizer.state:
-                    optimizer.step()  # it may have been left out, for a loss that is infinite at any scale
+                    optimizer.step()  # the scaler skips a loss that is infinite at any scale, but state is needed
                 continue
             if self.workload.precision == "fp16":
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -212,11 +213,11 @@ class Trainee:
             self.scaler.update()
 
     def outputs(self) -> Any:
-        """Return what the model returns for the sample batch."""
+        """Return the model's outputs for the sample batch."""
         return call_model(self.models.given, self.batch(self.workload.sample_batch_size))
 
     def begin_state(self) -> bool:
-        """Let the optimizers' state appear without a step, that of every parameter that is trained; return whether."""
+        """Create optimizer state with a zero-gradient step. Return False if there was state already."""
         optimizers = self.optimizers.items
         if any(optimizer.state for optimizer in optimizers):
             return False
@@ -226,7 +227,7 @@ class Trainee:
                 try:
                     for parameter in trained:
                         nothing = torch.zeros_like(parameter)
-                        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no dense ones
+                        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # rejects dense gradients
                         parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
                     optimizer.step()
                 finally:
@@ -235,7 +236,7 @@ class Trainee:
         return True
 
     def end_state(self, parameters: Collection[nn.Parameter]) -> None:
-        """Take away the state of parameters but these."""
+        """Delete the optimizer state of all parameters except these."""
         kept = set(map(id, parameters))
         for optimizer in self.optimizers.items:
             for parameter in [one for one in optimizer.state if id(one) not in kept]:
@@ -245,7 +246,7 @@ class Trainee:
         """Run one forward in evaluation mode without gradients, and return its outputs.
 
         Raises:
-            WorkloadError: The workload has a `step` of its own, of which nobody knows what a forward is.
+            WorkloadError: The workload has a custom `step`, so its forward is unknown.
         """
         if self.workload.step is not None:
             raise WorkloadError(
@@ -259,9 +260,9 @@ class Trainee:
             module.training = False
         try:
             with torch.no_grad(), self.workload.autocast(self.models.device_type):
-                if self.workload.evaluate is not None:  # it may call other methods than a wrapper has
+                if self.workload.evaluate is not None:  # it may call methods that a wrapper lacks
                     return self.workload.evaluate(self.models.given, on_first_device(batch, self.models))
-                if self.workload.compute_loss is not None:  # only it knows how the model is called
+                if self.workload.compute_loss is not None:  # only this function calls the model correctly
                     return self.workload.compute_loss(models.given, on_first_device(batch, models))
                 return call_model(models.given, inputs)
         finally:
@@ -270,7 +271,7 @@ class Trainee:
 
 
 def ran_a_step(trace: TracebackType | None) -> bool:
-    """Tell whether an exception came out of the workload's own code while it was being trained."""
+    """Return whether an exception was raised by the workload's own code during training."""
     stepped, innermost = False, ""
     while trace is not None:
         code = trace.tb_frame.f_code

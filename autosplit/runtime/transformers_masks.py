@@ -1,4 +1,4 @@
-"""Let transformers make the attention masks for fake tensors that it makes for real ones."""
+"""Make transformers build the same attention masks for fake tensors as for real tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 def masks_of_real_tensors(sample_batch: Any) -> Iterator[None]:
     """Report that no sequences are packed while a step of fake tensors runs, if the sample batch has none.
 
-    transformers looks for packed sequences in `position_ids` (`masking_utils.find_packed_sequence_indices`). It cannot
-    look into fake tensors. So it builds a mask of (batch, 1, length, length) for them in any case, which rules out
-    flash attention. A transformers without this function makes no such mask.
+    transformers looks for packed sequences in `position_ids` (`masking_utils.find_packed_sequence_indices`). Fake
+    tensors have no values to look at. So it always builds a mask of (batch, 1, length, length) for them, which rules
+    out flash attention. A transformers version without this function makes no such mask.
     """
     module = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
