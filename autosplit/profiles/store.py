@@ -27,7 +27,6 @@ KEY_DIGITS = 12
 
 NOT_SAVED = "plan-not-saved"
 """The kind of a note on a plan that was not saved as a profile."""
-"""How the note begins that says why a plan could not be kept."""
 
 LEFT_OVER_S = 60.0
 """Writing takes milliseconds: what a writer has left half written for longer than this, it was killed in."""
