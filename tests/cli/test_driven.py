@@ -69,7 +69,7 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     assert "Traceback" not in terminal.text
     assert "building the model" in terminal.text
     assert re.search(r"probing device 1 of 2", terminal.text)
-    assert re.search(r"\d+ % +\d+ steps", terminal.text)
+    assert re.search(r"\d+ ?% +\d+ steps", terminal.text)
     assert gone(terminal)
     screen = terminal.screen()
     said = " ".join(line.strip() for line in screen)

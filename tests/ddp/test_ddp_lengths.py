@@ -53,7 +53,8 @@ def trained(sizes: tuple[int, ...], effective: int | None, *, fails: bool = Fals
         model = ctx.wrap(make_net())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         loader: Any = DataLoader(DATA, batch_sampler=ctx.token_sampler(LENGTHS, shuffle=True), collate_fn=pad)
-        options: Any = {"on_oom": "cut"} if fails else {"noise_scale": effective is not None}
+        noise_scale = None if effective is None else autosplit.NoiseScale()
+        options: Any = {"on_oom": "cut"} if fails else {"noise_scale": noise_scale}
         tokens_held, drawn = [], 0
         for epoch in range(2):
             loader.batch_sampler.set_epoch(epoch)

@@ -488,7 +488,7 @@ def test_tuning_finds_the_largest_batch_that_a_process_survives(end):
     assert plan.ceilings == (39,)
     assert plan.batch_size <= 39
     assert all(trial.failure is None for trial in plan.trials)
-    assert "process-lost" in kinds(plan.notes) is (end != "host memory")
+    assert ("process-lost" in kinds(plan.notes)) is (end != "host memory")
 
 
 @pytest.mark.slow
