@@ -348,7 +348,7 @@ def with_unlike_cards() -> list[str]:
         plan = tune(workload(), precision=("none", "bf16"), profile="off", n_trials=1)
     finally:
         precisions._has_bf16 = real
-    return [note for note in plan.notes if "bf16" in note.text]
+    return [note.text for note in plan.notes if "bf16" in note.text]
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
