@@ -290,20 +290,11 @@ class Context(CheckpointMethods):
             CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
             EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's.
         """
-        cuts = cuts_for(
-            loader,
-            on_oom,
-            dim=self.plan.batch_dim,
-            least=self.plan.ddp.least_batch,
-            count=count,
-            note=self.plan.note,
-        )
+        plan = self.plan
+        cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=plan.note)
         checked_estimate(noise_scale)
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
-        estimate: Any = {
-            "noise_scale": noise_scale,
-            "sums_over_ranks": partial(sums_over_ranks, device=self.device),
-        }
+        estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}
         options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": noise_scale is not None}
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)

@@ -34,7 +34,7 @@ def refuse_unknown(call: Callable[..., Any], given: Iterable[str]) -> None:
     for name in given:
         known = [one for one in inspect.signature(call).parameters if one != "unknown"]
         close = difflib.get_close_matches(name, known, 1)
-        if name in (field.name for field in fields(Workload)):
+        if name in (field.name for field in fields(Workload) if field.init):
             advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"
         elif name in _MEANT and _MEANT[name] != name:
             advice = f"Use {_MEANT[name]}"

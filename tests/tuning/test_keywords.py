@@ -31,6 +31,7 @@ BATCH = (torch.zeros(8, 4), torch.zeros(8, 2))
         ("n_trial", "Use n_trials."),
         ("loss_reduction", "pass Workload(model, sample_batch, loss_reduction=...)."),
         ("accumulation_steps", "Use effective_batch_size."),
+        ("sample_batch_size", "Use sample_batch."),  # a Workload computes it, and takes no such argument
     ],
 )
 def test_tune_names_the_keyword_that_was_meant(keyword, meant):
