@@ -78,7 +78,7 @@ def find_ceiling(
     with kept_rng(), ExitStack() as closing:
         isolated = None
         if isolate:
-            isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
+            isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline.end_s)
         built = build(source, devices)
         closing.enter_context(untouched(built.workload))
         followed = follow(built, devices, closing, isolated)
@@ -89,7 +89,7 @@ def find_ceiling(
             request.largest_batch,
             num_ranks=2 if role == "rank" else 1,
             exact=exact,
-            deadline_s=request.deadline_s,
+            deadline_s=request.deadline.end_s,
         )
         if devices[index].kind == "cpu" and not devices[index].budgeted:
             ceiling = prober.until_it_stops_paying(role=role)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from autosplit.devices.device import Device, reserve_bytes
@@ -24,6 +24,35 @@ STRATEGIES = ("auto", "balanced", "ddp")
 PROFILES = ("auto", "refresh", "off")
 
 
+class Deadline:
+    """A time limit that begins now. Time that is spent waiting for other processes does not count.
+
+    Attributes:
+        end_s: `time.monotonic()` at the end; None for no limit.
+    """
+
+    def __init__(self, limit_s: float | None = None, whole: Deadline | None = None) -> None:
+        self.end_s = None if limit_s is None else time.monotonic() + limit_s
+        self._whole = whole
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The remaining seconds, or None for no limit."""
+        return None if self.end_s is None else max(0.0, self.end_s - time.monotonic())
+
+    def extend(self, seconds: float) -> None:
+        """Move the end, also of the deadline that this one is a part of."""
+        if self.end_s is not None:
+            self.end_s += seconds
+        if self._whole is not None:
+            self._whole.extend(seconds)
+
+    def part(self, parts: int) -> Deadline:
+        """Return a deadline with 1 / `parts` of the remaining time."""
+        remaining_s = self.remaining_s
+        return Deadline(None if remaining_s is None else remaining_s / parts, self)
+
+
 @dataclass(frozen=True)
 class Request:
     """The checked arguments of a tuning.
@@ -37,13 +66,14 @@ class Request:
             one forward of any size.
         max_batch_size: Largest batch of a forward; None for no limit.
         n_trials: Most trials.
-        deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
+        deadline: The time after which no trial begins.
         storage: Optuna URL of the study; None for memory.
         profile: One of `PROFILES`.
         name: Name that distinguishes profiles of equal workloads, or None.
         seed: Random seed of the search.
         defaulted: Whether the devices are the default.
         sampler: An Optuna sampler, or None to use the cost model.
+        reserve: The reserve as the user passed it. In bytes, it may depend on the free memory of a GPU.
     """
 
     devices: tuple[Device, ...]
@@ -53,13 +83,14 @@ class Request:
     effective_batch_sizes: tuple[int, int] | None
     max_batch_size: int | None
     n_trials: int
-    deadline_s: float | None
     storage: str | None
     profile: str
     name: str | None
     seed: int
     defaulted: bool = False
     sampler: Any = None
+    reserve: object = None
+    deadline: Deadline = field(default_factory=Deadline, compare=False)
 
     @property
     def kind(self) -> str:
@@ -83,35 +114,16 @@ class Request:
         """The fewest samples of an optimizer step; 1 without an effective batch size."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
-    @property
-    def remaining_s(self) -> float | None:
-        """The seconds until the time limit, or None for no limit."""
-        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
-
-    def with_more_time(self, seconds: float) -> Request:
-        """Return the request with a later deadline, to make up for time that was spent on something else."""
-        return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s + seconds)
-
-    def with_share_of_time(self, parts: int) -> Request:
-        """Return the request with 1 / `parts` of the remaining time."""
-        if self.deadline_s is None or parts == 1:
-            return self
-        now_s = time.monotonic()
-        return replace(self, deadline_s=now_s + max(0.0, self.deadline_s - now_s) / parts)
-
-    def facts(self, reserve: object) -> dict[str, Any]:
-        """Return the arguments that affect the plan, for the profile's key.
-
-        Args:
-            reserve: The reserve as the user passed it. In bytes, it may depend on the free memory of a GPU.
-        """
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments that affect the plan, for the profile's key."""
         least, most = self.effective_batch_sizes or (None, None)
         return {
             "devices": [device.label for device in self.devices],
-            "reserve": None if reserve is None else str(reserve),
+            "reserve": None if self.reserve is None else str(self.reserve),
             "strategy": self.strategy,
             "effective_batch_size": least if least == most else [least, most],
             "max_batch_size": self.max_batch_size,
+            "name": self.name,
         }
 
 
@@ -168,13 +180,14 @@ def checked_request(
         effective_batch_sizes=effective_range(effective_batch_size),
         max_batch_size=max_batch_size,
         n_trials=n_trials,
-        deadline_s=None if time_limit_s is None else time.monotonic() + time_limit_s,
         storage=storage,
         profile=profile,
         name=name,
         seed=seed,
         defaulted=devices is None,
         sampler=sampler,
+        reserve=reserve,
+        deadline=Deadline(time_limit_s),
     )
 
 

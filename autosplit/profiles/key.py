@@ -6,7 +6,7 @@ import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.accelerators import backend, is_accelerator
@@ -113,6 +113,27 @@ def _optimizer(optimizer: Any) -> Any:
     options = [{name: value for name, value in group.items() if name not in rates} for group in groups]
     sizes = [[str(tuple(parameter.shape)) for parameter in group["params"]] for group in groups]
     return [Describer().of(type(optimizer)), Describer().of(options), sizes]
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """The three parts of a profile's key.
+
+    Attributes:
+        machine: Returned by `machine_of`.
+        workload: Returned by `workload_of`.
+        request: Returned by `Request.facts`, with the name.
+    """
+
+    machine: dict[str, Any]
+    workload: dict[str, Any]
+    request: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The key: 32 hexadecimal digits."""
+        facts = {fact: value for fact, value in self.request.items() if fact != "name"}
+        return key_of(self.machine, self.workload, facts, self.request.get("name"))
 
 
 def key_of(

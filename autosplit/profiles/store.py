@@ -12,15 +12,18 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import PlanError, ProfileError
+from autosplit.errors import AutosplitError, PlanError, ProfileError
 from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES
+
+if TYPE_CHECKING:
+    from autosplit.profiles.key import ProfileKey
 
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
@@ -179,6 +182,34 @@ def _same(stored: Any, given: Any) -> bool:
         return json.dumps(stored, sort_keys=True) == json.dumps(given, sort_keys=True)
     except (RecursionError, ValueError):
         return False
+
+
+def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
+    """Save a plan, and return its file and notes. An interrupted search does not replace a finished one."""
+    there = None if plan.complete else found_for(key).plan
+    if there is not None and there.complete:
+        text = "the plan is not saved: its search was interrupted, and a profile has the plan of a finished one"
+        return None, (Note(NOT_SAVED, text),)
+    try:
+        return store(key.digest, plan), ()
+    except ProfileError as error:
+        return None, (Note(NOT_SAVED, f"the plan is not saved: {error}"),)
+
+
+def found_for(key: ProfileKey) -> Found:
+    """Look for the plan of a key, see `find`."""
+    return find(key.digest, machine=key.machine, workload=key.workload, request=key.request)
+
+
+def amend(key: str, plan: Plan, changes: Mapping[str, Any]) -> None:
+    """Change the saved profile of a plan.
+
+    If a plan was solved again for less memory, its profile has another split and stays unchanged.
+    """
+    with contextlib.suppress(AutosplitError, OSError):  # the profile is complete without the changes
+        kept = Plan.load(_path_of(key))
+        if kept.split == plan.split:
+            store(key, replace(kept, **changes))
 
 
 def store(key: str, plan: Plan) -> Path:

@@ -199,7 +199,7 @@ class Child:
             self.end()
             raise
         if kind == "raised":
-            raise _decoded(*value)
+            raise decoded(*value)
         return value
 
     def _answer(self, limit_s: float) -> tuple[str, Any]:
@@ -298,7 +298,7 @@ def _serve(pipe: Connection) -> None:
             except LostCauseError as error:
                 answer = ("lost", str(error))
             except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
-                answer = ("raised", _encoded(error))
+                answer = ("raised", encoded(error))
             if not _sent(pipe, answer) or served is None:
                 break
     if served is not None and answer[0] != "lost" and hasattr(served, "close"):
@@ -345,7 +345,7 @@ def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
     try:
         data = pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001  # what a method returned runs its own code when pickled
-        data = pickle.dumps(("raised", _encoded(error)))
+        data = pickle.dumps(("raised", encoded(error)))
     try:
         pipe.send_bytes(data)
     except OSError:
@@ -353,10 +353,10 @@ def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
     return True
 
 
-def _encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
-    """Make an exception fit to travel: it and its cause, each pickled and in words, and its traceback.
+def encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
+    """Encode an exception for another process: it and its cause, each pickled and as text, and its traceback.
 
-    One that was raised on purpose has no need of that.
+    Errors of autosplit and KeyboardInterrupt have no traceback.
     """
     links: list[tuple[bytes, str]] = []
     for link in (error, error.__cause__):
@@ -369,8 +369,8 @@ def _encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
     return links, "" if foreseen else "".join(traceback.format_exception(error))
 
 
-def _decoded(links: list[tuple[bytes, str]], trace: str) -> BaseException:
-    """Put an exception and its cause together again; in words where it can't come back as it was."""
+def decoded(links: list[tuple[bytes, str]], trace: str) -> BaseException:
+    """Decode an exception and its cause. An exception that can't be unpickled becomes a RuntimeError with its text."""
     chain: list[BaseException] = []
     for data, text in links:
         error: Any = None

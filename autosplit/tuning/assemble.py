@@ -10,12 +10,12 @@ from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.request import Request
+from autosplit.profiles.key import ProfileKey
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.problem import Problem
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
-from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 
 DDP_NOTE = Note(
@@ -25,39 +25,18 @@ DDP_NOTE = Note(
 )
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The request and the workload of a plan."""
+def why_single(workload: Workload) -> str | None:
+    """Return the reason why an optimizer step can't have several micro-steps, or None if it can."""
+    if workload.step is not None:
+        return "a custom step can't be accumulated"
+    if workload.loss_scope == "batch":
+        return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
+    return None
 
-    wanted: Wanted
-    workload: Workload
 
-    @property
-    def request(self) -> Request:
-        """The request, with all devices."""
-        return self.wanted.request
-
-    @property
-    def may_accumulate(self) -> bool:
-        """Whether an optimizer step may have several micro-steps.
-
-        Custom steps and losses over a batch do not allow it.
-        """
-        return self.why_single is None
-
-    @property
-    def why_single(self) -> str | None:
-        """Why an optimizer step can't have several micro-steps, or None if it can."""
-        if self.workload.step is not None:
-            return "a custom step can't be accumulated"
-        if self.workload.loss_scope == "batch":
-            return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
-        return None
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether to try steps of several micro-steps."""
-        return self.may_accumulate and self.request.effective_batch_sizes is not None
+def accumulates(request: Request, workload: Workload) -> bool:
+    """Return whether to try steps of several micro-steps."""
+    return why_single(workload) is None and request.effective_batch_sizes is not None
 
 
 @dataclass(frozen=True)
@@ -93,9 +72,8 @@ class Answer:
     memory: tuple[MemoryParts | None, ...] = ()
 
 
-def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
+def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Answer, **more: Any) -> Plan:
     """Make the plan. `more` has its other attributes."""
-    request, workload = subject.request, subject.workload
     batch_size = sum(answer.split)
     return Plan(
         split=answer.split,
@@ -111,7 +89,7 @@ def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
         fit=answer.fit,
         effective_batch_sizes=request.effective_batch_sizes,
         max_batch_size=request.max_batch_size,
-        accumulates=subject.may_accumulate,
+        accumulates=why_single(workload) is None,
         sample_batch_size=workload.sample_batch_size,
         ddp=answer.ddp,
         precision=workload.precision or "none",
@@ -119,9 +97,9 @@ def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
         called_with=workload.called_with,
-        machine=subject.wanted.machine,
-        workload=subject.wanted.described,
-        request=subject.wanted.asked,
+        machine=key.machine,
+        workload=key.workload,
+        request=key.request,
         **more,
     )
 
@@ -151,7 +129,8 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
 
 
 def solved_ranks(
-    subject: Subject,
+    request: Request,
+    workload: Workload,
     ranks: tuple[Ceiling, ...],
     step_time: StepTime,
     options: DdpOptions,
@@ -163,23 +142,23 @@ def solved_ranks(
 
     If there is no answer, return the reason.
     """
-    why_not = why_no_ranks(subject, ranks, least_batch)
+    why_not = why_no_ranks(request, workload, ranks, least_batch)
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
-    request = subject.request
+    may_accumulate = why_single(workload) is None
     answer = Problem.of(
         Fit(step_time, all_reduce_s),
         ranks,
         None,
         effective_batch_sizes=request.effective_batch_sizes,
         max_batch_size=request.largest_batch,
-        accumulates=subject.may_accumulate,
+        accumulates=may_accumulate,
         least_batch=least_batch,
         tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
     ).solve()
     if answer is None:
         held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
-        if not subject.may_accumulate and held < request.least_effective:
+        if not may_accumulate and held < request.least_effective:
             why_not = (
                 f"the ranks hold {held} samples together, fewer than the {request.least_effective} of a step that "
                 "can't be accumulated"
@@ -234,9 +213,9 @@ def measured_ranks(
     )
 
 
-def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
+def why_no_ranks(request: Request, workload: Workload, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
     """Return the reason why a workload can't be trained by these ranks, or None if it can."""
-    if subject.workload.loss_scope == "batch" and len(subject.request.devices) > 1:
+    if workload.loss_scope == "batch" and len(request.devices) > 1:
         return (
             "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
             "the loss, and give the ranks' batches yourself"

@@ -1,16 +1,13 @@
-"""A tuning by all ranks together: each measures its own device, rank 0 searches, and all run what it proposes.
+"""A tuning by all ranks of a job: each rank measures its own device, and all ranks run the trials together.
 
-each rank   ceiling | times | ---- told to all ---- | dry pass, all agree, timed step | ...
-rank 0                                search:         proposes, learns                 the plan, told to all
+each rank   ceiling, times | dry pass, all agree, timed step | ...
+rank 0                     | searches, proposes a step       | the plan
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.errors import WorkloadError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -26,19 +23,13 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import BACKWARD_SHARE, Fit, RankStepTime, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_MEASURED_DIFFERENCE, Trial
-from autosplit.tuning.assemble import Answer, measured_ranks, rank_answer, residuals_of, why_no_ranks
+from autosplit.tuning.assemble import Answer, accumulates, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.peers import Failure
-from autosplit.tuning.rank_steps import RankSteps
-from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, most_steps
-
-_log = logging.getLogger(__name__)
-
+from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of, most_steps
+from autosplit.tuning.worker import Worker
 
 LEAST_SEEN = 0.05
-"""Of an all-reduce: the first bucket's share or so is hidden by nothing."""
-
-_Order = Sequence[Sequence[int]] | Failure | None
-"""What rank 0 says comes next: a step of these shares; that it failed; or nothing."""
+"""Least fraction of an all-reduce that the backward does not hide: about the first bucket."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Measured:
 
     Attributes:
         timed: Seconds of a micro-step by its samples.
-        unused: A trainable parameter got no gradient.
+        unused: Whether a trainable parameter got no gradient.
     """
 
     ceiling: Ceiling
@@ -61,181 +52,76 @@ class Measured:
 
 
 class JointSession(Session):
-    """A tuning as one rank of a job sees it; see `Session`."""
+    """A tuning by all ranks of a job, as rank 0 sees it."""
 
     ranks: tuple[Measured, ...] = ()
-    steps: RankSteps | None = None
-    _stopped = False
-    """All ranks know that Ctrl-C came."""
 
     def _begin(self) -> None:
         self._open_storage()
-        why_not = why_no_ranks(self.subject, (), 1)
+        why_not = why_no_ranks(self.request, self.workload, (), 1)
         if why_not is not None:
             raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
 
     def _found(self) -> Plan:
         self.ranks = tuple(self._measured_alone())
-        self.peers.all_run(self._refuse_small)
-        self.steps = self.rank_steps(self._options())
-        self._closing.callback(self.steps.close)
-        nbytes = bucket_bytes(self.prober.tracer.trainee)
-        reduce_s = max(self.peers.all_run(lambda: self._rank_steps_made.all_reduce_seconds(nbytes)))
-        plan: Plan | None = None
-        if self.peers.rank == 0:
-            plan = self._lead(reduce_s)
-        else:
-            self._follow_orders()
-        plan = self.peers.gathered(plan)[0]
-        if plan is None:
-            self.peers.part()
-            raise KeyboardInterrupt
-        return plan
-
-    # Each rank by itself
-
-    def _measured_alone(self) -> list[Measured]:
-        """Let every rank measure its own device, all at the same time, as they will train."""
-        ranks = range(self.peers.world_size)
-        store, largest = self.store, self.request.largest_batch
-        left = self.peers.gathered([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])[0]
-        found = self.peers.all_run(lambda: self._ceiling(left[self.peers.rank]))
-        self.recalled = sum(ceiling == known for (ceiling, _), known in zip(found, left, strict=True))
-        if self.store is not None and not self.prober.out_of_time:
-            for rank, (ceiling, _) in enumerate(found):
-                self.store.put(f"{rank} rank", ceiling)
-        self.stage = "times"
-        ceiling, known = found[self.peers.rank]
-        size = ceiling.batch_size
-        timed = self.peers.each_run(
-            lambda: known or tuple(self.prober.timed_sizes(0, size, role="rank", budget_s=POINT_BUDGET_S))
-        )
-        evaluation = self.peers.each_run(lambda: self._evaluation(0))
-        everyones = self.peers.all_run(lambda: self._own_findings(ceiling, timed, evaluation))
-        said = self.peers.gathered(tuple(self.notes))
-        for rank, notes in enumerate(said[1:], 1):
-            self.notes += [Note(note.kind, f"rank {rank}: {note}") for note in notes if note not in said[0]]
-        return everyones
-
-    def _ceiling(self, left: Ceiling | None) -> tuple[Ceiling, tuple[TimedSize, ...]]:
-        """Find this rank's ceiling, unless a killed search has left it; of a plain processor its times as well."""
-        if self._on_plain_cpu:
-            needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
-            curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
-            return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
-        if left is not None and left.capacity_bytes == self.prober.runtime.capacities_bytes[0]:
-            return left, ()
-        ceiling = self.prober.ceiling(0, "rank", accumulates=self.subject.accumulates)
-        if ceiling.batch_size == 0:
-            raise does_not_fit(self.prober, 0)
-        return ceiling, ()
-
-    def _own_findings(self, ceiling: Ceiling, timed: tuple[TimedSize, ...], evaluation: Ceiling | None) -> Measured:
-        return Measured(
-            ceiling,
-            timed,
-            0.0 if self._on_plain_cpu else self.prober.update_seconds(),
-            self.prober.least_batch(),  # runs the user's code
-            self.prober.tracer.leaves_unused(),
-            *super()._counted(),
-            evaluation,
-        )
-
-    def _refuse_small(self) -> None:
-        why_not = why_no_ranks(self.subject, tuple(rank.ceiling for rank in self.ranks), self._least_batch())
+        small = tuple(rank.ceiling for rank in self.ranks)
+        why_not = why_no_ranks(self.request, self.workload, small, self._least_batch())
         if why_not is not None:
             raise DoesNotFitError(
                 f"DDP has no answer: {why_not}; expected a rank on each device; use a smaller model or larger devices",
                 code="no-ddp-plan",
             )
+        self.workers.ask(Worker.begin_steps, self._options())
+        reduce_s = max(self.workers.ask(_all_reduce_seconds))
+        self.solver = Solver(self._space(), self._step_time(reduce_s), tells_apart=LEAST_MEASURED_DIFFERENCE)
+        try:
+            best = self._searched()
+            self._confirm()
+            plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
+        except KeyboardInterrupt:
+            best_so_far = self._best_so_far() if self.worker.peers.stopped else None
+            if best_so_far is None:  # or a second Ctrl-C, at which the other ranks are not at the same place
+                raise
+            return best_so_far
+        self._say("done", "done", 1.0)
+        return plan
+
+    # Each rank alone
+
+    def _measured_alone(self) -> list[Measured]:
+        """Let every rank measure its own device, all at the same time, as they will train."""
+        count, largest = len(self.request.devices), self.request.largest_batch
+        left = [None if self.store is None else self.store.get(f"{rank} rank", largest) for rank in range(count)]
+        needed = 0 if self.may_accumulate else -(-self.request.least_effective // count)
+        found = self.workers.ask(_ceiling, left, needed, accumulates(self.request, self.workload))
+        self.recalled = sum(ceiling == known for (ceiling, _), known in zip(found, left, strict=True))
+        if self.store is not None and not self.prober.out_of_time:
+            for rank, (ceiling, _) in enumerate(found):
+                self.store.put(f"{rank} rank", ceiling)
+        self.stage = "times"
+        return self.workers.ask(_measured, found, self.request.max_batch_size)
 
     def _least_batch(self) -> int:
         return max(rank.least_batch for rank in self.ranks)
 
-    # All ranks together
-
-    def rank_steps(self, options: DdpOptions) -> RankSteps:
-        """Make what runs steps of all ranks together; this rank's device is measured by itself no more."""
-        if is_accelerator(self.request.kind):
-            self._probing.close()  # a card's memory has to be free of it before all ranks step together
-            # Until the end the allocator holds no more than this rank's capacity, or the user's own limit.
-            most_bytes = self.prober.runtime.capacities_bytes[0]
-            self._closing.enter_context(bounded(backend(self.request.kind), self.job.device, most_bytes))
-        return RankSteps(
-            self.subject.workload,
-            self.prober.runtime,
-            self.job.device,
-            self.peers,
-            backend=self.job.backend,
-            options=options.keywords(),
-        )
-
-    @property
-    def _rank_steps_made(self) -> RankSteps:
-        assert self.steps is not None, "they are made once every device was measured"
-        return self.steps
-
     def _options(self) -> DdpOptions:
         return DdpOptions(find_unused_parameters=any(rank.unused for rank in self.ranks))
 
-    def _run(self, splits: Sequence[Sequence[int]]) -> tuple[list[int], Measurement] | Failure:
-        """Run a step of these shares with all ranks."""
-        sizes = tuple(split[self.peers.rank] for split in splits)
-        _log.info("all ranks step together: %s samples on rank %d", sizes, self.peers.rank)
-        return self._rank_steps_made.measured(sizes, budget_s=TRIAL_BUDGET_S)
-
-    def _exchanged(self, order: _Order) -> _Order:
-        """Let rank 0 say what comes next, and all of them whether Ctrl-C came; then nothing comes next."""
-        told = self.peers.gathered((order, self.peers.interrupts.came))
-        return None if any(came for _, came in told) else told[0][0]
-
-    def _follow_orders(self) -> None:
-        """Run what rank 0 orders, until it has no more; for the ranks above 0."""
-        while True:
-            order = self._exchanged(None)
-            if isinstance(order, Failure):
-                self.peers.part()
-                raise order.as_error()
-            if order is None:
-                return
-            self._run(order)
-
-    # Rank 0
-
-    def _lead(self, reduce_s: float) -> Plan | None:
-        """Search, and put the plan together; None where Ctrl-C came before any trial had succeeded."""
-        try:
-            self.solver = Solver(self._space(), self._step_time(reduce_s), tells_apart=LEAST_MEASURED_DIFFERENCE)
-            try:
-                best = self._searched()
-                self._confirm()
-                plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
-            except KeyboardInterrupt:
-                if not self._stopped:
-                    raise  # a second one, at once: the others are not at the same place
-                return self._best_so_far()
-        except BaseException as error:
-            if not self.peers.parted and not isinstance(error, KeyboardInterrupt):  # the others wait to hear of it
-                self._exchanged(self.peers.failure(error))
-                self.peers.part()
-            raise
-        self._exchanged(None)
-        self._say("done", "done", 1.0)
-        return plan
+    # The search
 
     def _space(self) -> Space:
         """Bound the search by what each rank holds."""
-        needed, asked = self.peers.world_size * self._least_batch(), self.request.largest_batch
+        needed, asked = len(self.ranks) * self._least_batch(), self.request.largest_batch
         if asked < needed:
             raise DoesNotFitError(
-                f"{self.peers.world_size} ranks need a batch of at least {needed} samples, and at most {asked} were "
+                f"{len(self.ranks)} ranks need a batch of at least {needed} samples, and at most {asked} were "
                 "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices",
                 code="batch-below-ranks",
             )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
         region = Region.apart(ceilings, min(asked, sum(ceilings)), self._least_batch())
         sizes = self.request.effective_batch_sizes
-        if self.subject.may_accumulate:
+        if self.may_accumulate:
             return Space(region, sizes, most_steps(sizes, region.largest_batch))
         if self.request.least_effective > region.largest_batch:
             raise DoesNotFitError(
@@ -260,11 +146,8 @@ class JointSession(Session):
         return RankStepTime(curves, copies, (0.0,) * count, max(rank.update_s for rank in self.ranks), adds_up=False)
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        """Order a step of all ranks, and run this one's part; nobody runs it where Ctrl-C came on any rank."""
-        if self._exchanged(splits) is None:
-            self._stopped = True
-            raise KeyboardInterrupt
-        found = self._run(splits)
+        """Run a step on all ranks."""
+        found = self.workers.ask(Worker.step, splits, TRIAL_BUDGET_S)[0]
         if isinstance(found, Failure):
             raise OutOfMemoryError(f"rank {found.rank}: {found.message}", device_index=found.rank)
         peaks, measured = found
@@ -298,16 +181,63 @@ class JointSession(Session):
         )
 
     def _assembled(self, answer: Answer, *notes: Note) -> Plan:
-        text = f"strategy 'ddp': every throughput is of steps that {self.peers.world_size} ranks ran together"
+        count, steps = len(self.ranks), self.worker.steps
+        assert steps is not None, "all ranks have begun steps"
+        text = f"strategy 'ddp': every throughput is of steps that {count} ranks ran together"
         plan = super()._assembled(answer, *notes, Note("ddp-measured", text))
         plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
-        together = self._rank_steps_made
         return replace(
             plan,
-            real_steps=sum(rank.steps for rank in self.ranks) + self.peers.world_size * together.steps,
-            real_ooms=sum(rank.ooms for rank in self.ranks) + together.ooms,
+            real_steps=sum(rank.steps for rank in self.ranks) + count * steps.steps,
+            real_ooms=sum(rank.ooms for rank in self.ranks) + steps.ooms,
         )
 
     def _counted(self) -> tuple[int, int]:
         steps, ooms = super()._counted()
-        return (steps, ooms) if self.steps is None else (steps + self.steps.steps, ooms + self.steps.ooms)
+        together = self.worker.steps
+        return (steps, ooms) if together is None else (steps + together.steps, ooms + together.ooms)
+
+
+# Run by each rank
+
+
+def _ceiling(
+    worker: Worker, left: list[Ceiling | None], needed: int, accumulates: bool
+) -> tuple[Ceiling, tuple[TimedSize, ...]]:
+    """Find this rank's ceiling, unless a search that was killed has left it. On a plain CPU, return its times, too."""
+    prober, known = worker.prober, left[worker.peers.rank]
+    if worker.on_plain_cpu:
+        curve, ceiling = prober.until_it_stops_paying(needed, "rank")
+        return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
+    if known is not None and known.capacity_bytes == prober.runtime.capacities_bytes[0]:
+        return known, ()
+    ceiling = prober.ceiling(0, "rank", accumulates=accumulates)
+    if ceiling.batch_size == 0:
+        raise does_not_fit(prober, 0)
+    return ceiling, ()
+
+
+def _measured(
+    worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]], max_batch_size: int | None
+) -> Measured:
+    """Time this rank's device at a few sizes, and find its evaluation batch."""
+    prober = worker.prober
+    ceiling, timed = found[worker.peers.rank]
+    if not timed:
+        timed = tuple(prober.timed_sizes(0, ceiling.batch_size, role="rank", budget_s=POINT_BUDGET_S))
+    evaluation = evaluation_of(worker, 0, max_batch_size)
+    return Measured(
+        ceiling,
+        timed,
+        0.0 if worker.on_plain_cpu else prober.update_seconds(),
+        prober.least_batch(),  # runs the user's code
+        prober.tracer.leaves_unused(),
+        prober.counts.steps,
+        prober.counts.ooms,
+        evaluation,
+    )
+
+
+def _all_reduce_seconds(worker: Worker) -> float:
+    assert worker.steps is not None, "begin_steps comes first"
+    return worker.steps.all_reduce_seconds(bucket_bytes(worker.prober.tracer.trainee))

@@ -21,10 +21,18 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
-from autosplit.tuning.assemble import DDP_NOTE, Answer, measured_ranks, rank_answer, residuals_of, solved_ranks
+from autosplit.tuning.assemble import (
+    DDP_NOTE,
+    Answer,
+    measured_ranks,
+    rank_answer,
+    residuals_of,
+    solved_ranks,
+    why_single,
+)
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
-from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
+from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 
 DOUBTFUL_ERROR = 0.3
@@ -68,9 +76,10 @@ class LoneSession(Session):
 
     def _begin(self) -> None:
         least, most = self.request.least_effective, self.request.max_batch_size
-        if most is not None and most < least and self.subject.why_single is not None:
+        reason = why_single(self.workload)
+        if most is not None and most < least and reason is not None:
             raise WorkloadError(
-                f"max_batch_size is {most} and effective_batch_size at least {least}, and {self.subject.why_single}; "
+                f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}; "
                 f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples",
                 code="forward-too-small",
             )
@@ -82,11 +91,13 @@ class LoneSession(Session):
             self.notes.append(Note("larger-batches-not-tried", text))
 
     def _found(self) -> Plan:
-        self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
+        self.memory = MemoryBounds(self.request, self.worker, self.store)
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
-            plan = self._with_evaluation(plan, [self._evaluation(i) for i in range(len(self.request.devices))])
-            if any(map(has_compiled_parts, self.subject.workload.modules)):
+            most = self.request.max_batch_size
+            found = [evaluation_of(self.worker, index, most) for index in range(len(self.request.devices))]
+            plan = self._with_evaluation(plan, found)
+            if any(map(has_compiled_parts, self.workload.modules)):
                 plan = plan.with_notes(last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:
@@ -122,7 +133,7 @@ class LoneSession(Session):
         if not isinstance(self.runtime, SimulatedRuntime):
             return plan
         self._report("simulating other machines")
-        return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline_s))
+        return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline.end_s))
 
     def _ddp_plan(self) -> Plan:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
@@ -142,7 +153,7 @@ class LoneSession(Session):
     def compiled_note(self, samples: int) -> Note:
         """Return a note on compiled steps: how one ran, or for simulated GPUs, what was published about others."""
         if self.runtime.simulated:
-            times = compiled_times_note(self.subject.workload.modules)
+            times = compiled_times_note(self.workload.modules)
             return Note(
                 "compiled", f"torch.compile is not simulated: memory and time are those of eager steps. {times}"
             )
@@ -218,7 +229,7 @@ class LoneSession(Session):
 
     def _with_host(self, fitted: StepTime) -> StepTime:
         """Fit what the host takes to a step and a further micro-step of all devices: they take turns with it."""
-        if not self.subject.may_accumulate:
+        if not self.may_accumulate:
             return fitted
         least = self.prober.least_batch()
         for samples in sorted({max(2, least), least}, reverse=True):
@@ -248,7 +259,7 @@ class LoneSession(Session):
 
         splits = [both(share) for share in sorted({few, max(few, most)}) if share <= most]
         measured = [(split, seconds) for split in splits for seconds in self._timed(split, 1)]
-        while measured and self.subject.may_accumulate and most >= few:
+        while measured and self.may_accumulate and most >= few:
             timed = self._timed(both(most), 1, 2)
             if timed:
                 return measured, (both(most), timed[1] - timed[0])
@@ -291,7 +302,8 @@ class LoneSession(Session):
         """
         for _ in range(MOST_SOLVED):
             ddp = solved_ranks(
-                self.subject,
+                self.request,
+                self.workload,
                 ranks,
                 step_time,
                 self._ddp_options(),
@@ -306,7 +318,7 @@ class LoneSession(Session):
 
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
         """Return the ranks' curves with the times of these shares; where one can't be timed, the curve as it was."""
-        if self.runtime.shares_processor or self._on_plain_cpu:
+        if self.runtime.shares_processor or self.worker.on_plain_cpu:
             return curves  # one curve for all, of sizes that really ran
         timed = list(curves)
         for index, share in enumerate(shares):

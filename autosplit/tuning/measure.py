@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -16,10 +15,9 @@ from autosplit.plan.explain import FASTER
 from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
 from autosplit.plan.record import DdpOptions
 from autosplit.probe.prober import Prober
-from autosplit.probe.request import checked_request
-from autosplit.rng import kept_rng
-from autosplit.runtime.live_tensors import untouched
-from autosplit.runtime.prepare import Source, build, workload_source
+from autosplit.probe.request import Request, checked_request
+from autosplit.profiles.key import ProfileKey
+from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import StepLostError
@@ -27,22 +25,17 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import size_text
-from autosplit.tuning.assemble import Subject, why_no_ranks
-from autosplit.tuning.job import Job, refuse_waiting
+from autosplit.tuning.assemble import why_no_ranks, why_single
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.lone_session import LoneSession
-from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress
-from autosplit.tuning.recall import Wanted
 from autosplit.tuning.sensitivity import simulated_without
-from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S, Session
-from autosplit.tuning.tune import NO_GPU_NOTE, job_for, quiet, users_code_named
+from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S
+from autosplit.tuning.tune import NO_GPU_NOTE, quiet, session_of, users_code_named, worker_for
+from autosplit.tuning.worker import Job, Variant, Worker, Workers, drive
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload
-
-if TYPE_CHECKING:  # a torch without torch.distributed measures alone
-    from autosplit.tuning.joint_session import JointSession
 
 PREDICTED_TEXT = (
     "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
@@ -117,65 +110,56 @@ def measure(
         "batch_dim": batch_dim or None,
         "precision": precision,
     }
-    source = workload_source(model_or_workload, sample_batch, described)
-    with job_for(request) as job, users_code_named():
-        return _measured(job, source, split, accumulation_steps, isolate=isolate, tell=progress or quiet)
+
+    def source_of(_variant: Variant) -> Source:
+        return workload_source(model_or_workload, sample_batch, described)
+
+    with worker_for(request, source_of, isolate=isolate) as worker, users_code_named():
+        return drive(worker, lambda workers: _measured(workers, split, accumulation_steps, progress or quiet))
 
 
-def _measured(
-    job: Job, source: Source, split: Any, accumulation_steps: int, *, isolate: bool, tell: Callable[[Progress], None]
-) -> MeasuredStep:
-    """Measure as one process of a job. All processes return the same result."""
-    with kept_rng(), ExitStack() as closing:
-        built = job.peers.each_run(lambda: build(source, job.own.devices))
-        closing.enter_context(untouched(built.workload))
-        asked = job.peers.each_run(lambda: _checked(split, accumulation_steps, job, built.workload))
-        most = sum(asked.split)
-        job = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))
-        session = open_session(job, built, closing, tell, isolate=isolate)
-        followed = session.followed
-        job.peers.all_run(lambda: _refuse_untrainable(asked, session.prober))
-        if job.several:
-            from autosplit.tuning.joint_session import JointSession
-
-            assert isinstance(session, JointSession)
-            found = _run_together(session, asked, closing)
-        else:
-            assert isinstance(session, LoneSession)
-            found = (_rank_by_rank if job.whole.strategy == "ddp" else _balanced)(session, asked)
-            if any(map(has_compiled_parts, followed.workload.modules)):
-                session.notes.append(session.compiled_note(max(asked.split)))
-        defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
-        text = PREDICTED_TEXT if job.whole.kind == "sim" else PREDICTED_TEXT + ON_EVERY_RANK
-        predicted = (Note("ddp-predicted", text),) if found.predicted else ()
-        notes = (
-            *job.peers.gathered(tuple(session.notes))[0],
-            *predicted,
-            *defaulted,
-            *losses_of(job, followed.isolated),
-        )
-        measured, samples = found.measurement, most * asked.accumulation_steps
-        return MeasuredStep(
-            split=asked.split,
-            accumulation_steps=asked.accumulation_steps,
-            effective_batch_size=samples,
-            strategy="ddp" if job.whole.strategy == "ddp" else "balanced",
-            precision=followed.workload.precision or "none",
-            devices=tuple(device.label for device in job.whole.devices),
-            device_names=tuple(device.name for device in job.whole.devices),
-            step_s=measured.seconds,
-            update_s=measured.update_s,
-            spread_s=measured.error_s,
-            samples_per_s=samples / measured.seconds,
-            peak_bytes=measured.peak_bytes,
-            capacity_bytes=found.capacities_bytes,
-            memory=found.memory,
-            bound_by=bounds_of(measured.seconds, samples, found.without),
-            simulated=job.whole.simulated,
-            predicted=found.predicted,
-            rates=tuple(device.spec.rates for device in job.whole.devices if device.spec is not None),
-            notes=notes,
-        )
+def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Callable[[Progress], None]) -> MeasuredStep:
+    job = workers.job
+    workers.ask(Worker.prepare, [Variant()])
+    workers.ask(Worker.build, 0)
+    asked = _checked(split, accumulation_steps, job, workers.own.built.workload)
+    most = sum(asked.split)
+    key = ProfileKey(job.machine, {}, {})
+    request, notes = workers.trace(replace(job.request, max_batch_size=most), key)
+    session = session_of(workers)(workers, request, key, tell, notes)
+    _refuse_untrainable(asked, session.prober)
+    if job.several:
+        found = _run_together(workers, asked)
+    else:
+        assert isinstance(session, LoneSession)
+        found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(session, asked)
+        if any(map(has_compiled_parts, session.workload.modules)):
+            session.notes.append(session.compiled_note(max(asked.split)))
+    defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
+    text = PREDICTED_TEXT if request.simulated else PREDICTED_TEXT + ON_EVERY_RANK
+    predicted = (Note("ddp-predicted", text),) if found.predicted else ()
+    measured, samples = found.measurement, most * asked.accumulation_steps
+    return MeasuredStep(
+        split=asked.split,
+        accumulation_steps=asked.accumulation_steps,
+        effective_batch_size=samples,
+        strategy="ddp" if request.strategy == "ddp" else "balanced",
+        precision=session.workload.precision or "none",
+        devices=tuple(device.label for device in request.devices),
+        device_names=tuple(device.name for device in request.devices),
+        step_s=measured.seconds,
+        update_s=measured.update_s,
+        spread_s=measured.error_s,
+        samples_per_s=samples / measured.seconds,
+        peak_bytes=measured.peak_bytes,
+        capacity_bytes=found.capacities_bytes,
+        memory=found.memory,
+        bound_by=bounds_of(measured.seconds, samples, found.without),
+        simulated=request.simulated,
+        predicted=found.predicted,
+        rates=tuple(device.spec.rates for device in request.devices if device.spec is not None),
+        notes=(*session.notes, *predicted, *defaulted, *workers.losses()),
+    )
 
 
 @dataclass(frozen=True)
@@ -197,6 +181,11 @@ class _Configuration:
         own = tuple(n if place == index else 0 for place, n in enumerate(self.split))
         return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=num_ranks)
 
+    def own_shape(self, rank: int) -> StepShape:
+        """Return the part of a DDP step that runs on the only device of a rank."""
+        own = (self.split[rank],)
+        return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=len(self.split))
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -214,7 +203,7 @@ class _Found:
 
 def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) -> _Configuration:
     """Return the checked configuration. Raise if no step can be made of it."""
-    devices = job.whole.devices
+    devices = job.request.devices
     if split is None:
         split = even_split(workload.sample_batch_size, len(devices))
     shares = checked_split(split, [device.label for device in devices])
@@ -225,21 +214,19 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
             code="accumulation-too-many",
         )
     checked_request(devices=devices, max_batch_size=sum(shares))
-    subject = Subject(Wanted(job.whole, job.machine, {}, {}), workload)
-    if steps > 1 and subject.why_single is not None:
+    reason = why_single(workload)
+    if steps > 1 and reason is not None:
         raise WorkloadError(
-            f"accumulation_steps is {steps}, and {subject.why_single}; expected 1; leave it out",
+            f"accumulation_steps is {steps}, and {reason}; expected 1; leave it out",
             code="accumulation-not-possible",
         )
-    if job.whole.strategy == "ddp":
-        _refuse_no_ranks(shares, subject)
-        if job.several:
-            refuse_waiting(workload)
+    if job.request.strategy == "ddp":
+        _refuse_no_ranks(shares, job.request, workload)
     return _Configuration(shares, steps)
 
 
-def _refuse_no_ranks(split: tuple[int, ...], subject: Subject) -> None:
-    why_not = why_no_ranks(subject, (), 1)
+def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workload) -> None:
+    why_not = why_no_ranks(request, workload, (), 1)
     if why_not is not None:
         raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
     if 0 in split:
@@ -277,7 +264,7 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
     try:
         measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(session, asked))
     except OutOfMemoryError as error:
-        raise _misfit(asked.split, asked.begin, session, error, error.device_index) from error
+        raise _misfit(asked.split, asked.begin, prober, error, error.device_index) from error
     if isinstance(session.runtime, SimulatedRuntime):
         without = tuple(simulated_without(session.runtime, StepShape(asked.splits)))
     else:
@@ -344,7 +331,7 @@ def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
         try:
             peaks.append(prober.confirmed_peaks(shape)[index])
         except OutOfMemoryError as error:
-            raise _misfit(asked.split, shape, session, error, index) from error
+            raise _misfit(asked.split, shape, prober, error, index) from error
     fit = session.rank_fit(asked.split)
     counted = {asked.split: asked.accumulation_steps}
     shapes = [prober.shapes(index, "rank", (), False)(share) for index, share in enumerate(asked.split)]
@@ -374,56 +361,61 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
 # Ranks of a job
 
 
-def _run_together(session: JointSession, asked: _Configuration, closing: ExitStack) -> _Found:
+def _run_together(workers: Workers, asked: _Configuration) -> _Found:
     """Let each rank time its own part alone. Then run the step on all ranks together."""
-    prober, peers = session.prober, session.peers
-    own = asked.split[peers.rank]
-    shape = StepShape(((own,),) * min(2, asked.accumulation_steps), "rank", num_ranks=peers.world_size)
-
-    def by_itself() -> float | str:
-        try:
-            prober.confirmed_peaks(shape)
-            return prober.rank_seconds(0, own, budget_s=POINT_BUDGET_S)
-        except OutOfMemoryError as error:  # all ranks raise it below
-            return str(_misfit(asked.split, shape, session, error, 0))
-
-    alone = peers.all_run(by_itself)
+    count = len(asked.split)
+    alone = workers.ask(_alone_on_rank, asked)
     for rank, found in enumerate(alone):
         if isinstance(found, str):
-            raise _rank_misfit(session, rank, found)
-    unused = any(peers.all_run(prober.tracer.leaves_unused))
-    capacities = tuple(peers.gathered(prober.runtime.capacities_bytes[0]))
-    steps = session.rank_steps(DdpOptions(find_unused_parameters=unused))
-    closing.callback(steps.close)
-    together = steps.measured((own,) * asked.accumulation_steps, budget_s=TRIAL_BUDGET_S)
+            raise _rank_misfit(workers.job.request, rank, found)
+    unused = any(workers.ask(_leaves_unused))
+    workers.ask(Worker.begin_steps, DdpOptions(find_unused_parameters=unused))
+    together = workers.ask(Worker.step, asked.splits, TRIAL_BUDGET_S)[0]
     if isinstance(together, Failure):
-        raise _rank_misfit(session, together.rank, f"split {asked.split} does not fit: {together.message}")
+        why = f"split {asked.split} does not fit: {together.message}"
+        raise _rank_misfit(workers.job.request, together.rank, why)
     peaks, timed = together
     measured = replace(timed, peak_bytes=tuple(peaks))
-    memory = tuple(peers.all_run(lambda: prober.parts(shape, [peaks[peers.rank]])[0]))
+    capacities, memory = zip(*workers.ask(_capacity_and_memory, asked, peaks), strict=True)
     curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
     bare = Fit(StepTime.bare(curves, measured.update_s, adds_up=False))
     counted = {asked.split: asked.accumulation_steps}
     beside_s = max(0.0, measured.seconds - bare.rank_seconds(counted))
-    labels = [f"rank {rank}" for rank in range(peers.world_size)]
+    labels = [f"rank {rank}" for rank in range(count)]
     without = [(what, label, seconds + beside_s) for what, label, seconds in _ranks_without(bare, labels, counted)]
     return _Found(measured, capacities, memory, (*without, ("copies", None, measured.seconds - beside_s)))
 
 
-def _rank_misfit(session: JointSession, rank: int, why: str) -> DoesNotFitError:
-    session.peers.part()
-    label = session.request.devices[rank].label
-    return DoesNotFitError(f"rank {rank}: {why}", device=label, device_index=rank)
+def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
+    """Time this rank's part of a step. Return the error if it does not fit."""
+    prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
+    try:
+        prober.confirmed_peaks(shape)
+        return prober.rank_seconds(0, asked.split[worker.peers.rank], budget_s=POINT_BUDGET_S)
+    except OutOfMemoryError as error:
+        return str(_misfit(asked.split, shape, prober, error, 0))
+
+
+def _leaves_unused(worker: Worker) -> bool:
+    return worker.prober.tracer.leaves_unused()
+
+
+def _capacity_and_memory(worker: Worker, asked: _Configuration, peaks: Sequence[int]) -> tuple[int, MemoryParts | None]:
+    rank, prober = worker.peers.rank, worker.prober
+    return prober.runtime.capacities_bytes[0], prober.parts(asked.own_shape(rank), [peaks[rank]])[0]
+
+
+def _rank_misfit(request: Request, rank: int, why: str) -> DoesNotFitError:
+    return DoesNotFitError(f"rank {rank}: {why}", device=request.devices[rank].label, device_index=rank)
 
 
 # Errors
 
 
 def _misfit(
-    split: tuple[int, ...], shape: StepShape, session: Session, error: OutOfMemoryError, index: int | None
+    split: tuple[int, ...], shape: StepShape, prober: Prober, error: OutOfMemoryError, index: int | None
 ) -> DoesNotFitError:
     """Return the error for a split that does not fit on a device of this process, with needed and available bytes."""
-    prober = session.prober
     if index is None or isinstance(error, StepLostError):
         return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)
     device, share = prober.runtime.devices[index], shape.splits[0][index]

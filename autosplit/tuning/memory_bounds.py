@@ -7,7 +7,7 @@ from typing import Any
 
 from autosplit.oom import DoesNotFitError
 from autosplit.probe.does_not_fit import does_not_fit
-from autosplit.probe.prober import Prober
+from autosplit.probe.request import Request
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
 from autosplit.solve.optuna_search import CeilingStore
@@ -16,28 +16,30 @@ from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.split import proportional_split
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.solve.trial import Trial
-from autosplit.tuning.assemble import Subject
+from autosplit.tuning.assemble import accumulates, why_single
 from autosplit.tuning.session import most_steps
+from autosplit.tuning.worker import Worker
 
 
 class MemoryBounds:
     """Finds ceilings, and the space of the splits that fit.
 
     Args:
-        store: Keeps ceilings for a search that goes on where this one is killed.
-        on_plain_cpu: The device is a processor without a memory budget, which time bounds.
+        request: The request.
+        worker: The worker whose devices are measured.
+        store: Keeps ceilings, so that a search that was killed can go on.
 
     Attributes:
         primary: Device 0's ceiling with nobody beside it.
         plain_cpu_curve: The times of a processor without a budget, which its ceiling comes from.
     """
 
-    def __init__(
-        self, subject: Subject, prober: Prober, store: CeilingStore | None, *, on_plain_cpu: bool = False
-    ) -> None:
-        self.subject, self.request, self.prober, self.store = subject, subject.request, prober, store
-        self.on_plain_cpu = on_plain_cpu
-        self.capacities_bytes = prober.runtime.capacities_bytes
+    def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
+        self.request, self.prober, self.store = request, worker.prober, store
+        self.on_plain_cpu = worker.on_plain_cpu
+        self.why_single = why_single(worker.workload)
+        self.accumulates = accumulates(request, worker.workload)
+        self.capacities_bytes = self.prober.runtime.capacities_bytes
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
         # The same in steps of several micro-steps, where gradients wait; the first only where there are no replicas.
@@ -50,7 +52,7 @@ class MemoryBounds:
 
     def of_roles(self) -> tuple[Ceiling, ...]:
         """Find each device's ceiling as a rank, which is returned, device 0's alone, and the others' as replicas."""
-        devices, accumulates = self.request.devices, self.subject.accumulates
+        devices, accumulates = self.request.devices, self.accumulates
         self.primary = primary = self._alone("primary")
         if len(devices) == 1:
             self._refuse_none(primary)
@@ -65,7 +67,7 @@ class MemoryBounds:
         first = self._alone("rank")
         self._refuse_none(first)
         others = range(1, len(self.request.devices))
-        return (first, *(self._like(first, index, "rank", 0, self.subject.accumulates) for index in others))
+        return (first, *(self._like(first, index, "rank", 0, self.accumulates) for index in others))
 
     def _refuse_none(self, first: Ceiling) -> None:
         if first.batch_size == 0:
@@ -75,10 +77,10 @@ class MemoryBounds:
         """Find device 0's ceiling with nobody beside it."""
         if self.on_plain_cpu:
             # Where a step can't be accumulated, all its samples have to run at once, whether that pays or not.
-            needed = 0 if self.subject.may_accumulate else self.request.least_effective
+            needed = 0 if self.why_single is None else self.request.least_effective
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
-        return self._ceiling(0, role, accumulates=role == "rank" and self.subject.accumulates)
+        return self._ceiling(0, role, accumulates=role == "rank" and self.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
         """Find a ceiling, beginning where another device's says that it should be."""
@@ -136,7 +138,7 @@ class MemoryBounds:
     def space(self) -> Space:
         """Bound the search by what fits, in one micro-step and in several."""
         sizes, least = self.request.effective_batch_sizes, self.request.least_effective
-        alone, why_single = self._measured_primary.batch_size, self.subject.why_single
+        alone, why_single = self._measured_primary.batch_size, self.why_single
         # More than all devices hold by themselves does not fit at once; how much of it does need not be traced then.
         reach = alone + sum(ceiling.batch_size for ceiling in self.replicas)
         single = self._region() if reach >= least or not self._waits else None
@@ -181,7 +183,7 @@ class MemoryBounds:
     @property
     def _waits(self) -> bool:
         """Whether gradients may wait for further micro-steps, and memory is what bounds these."""
-        return self.subject.accumulates and not self.on_plain_cpu
+        return self.accumulates and not self.on_plain_cpu
 
     @property
     def _most_effective(self) -> int:

@@ -71,7 +71,6 @@ class _Told(Generic[T]):
 
     value: T | None
     failure: Failure | None
-    interrupted: bool
 
 
 class Interrupts:
@@ -157,24 +156,28 @@ class _Attempts:
 
 
 class Peers:
-    """The ranks of a job, as one of them sees them; they talk in a gloo group.
+    """The ranks of a job, as one rank sees them. They exchange messages in a gloo group.
 
     Attributes:
-        parted: The last that was said is why all leave.
+        parted: Whether every rank has read the last message, so that each may leave.
+        stopped: Whether an order has told all ranks of Ctrl-C.
+        orders: Number of orders so far, which is equal on all ranks.
     """
 
     def __init__(
         self, rank: int, world_size: int, group: Any, interrupts: Interrupts, watch: Watch | None = None
     ) -> None:
-        self.parted = False
+        self.parted = self.stopped = False
         self.rank = rank
         self.world_size = world_size
         self.interrupts = interrupts
+        self.orders = 0
+        self._came = False
         self._group = group
         self._attempts = _Attempts(watch)
 
     def gathered(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks; a RuntimeError says that one of them has gone."""
+        """Return every rank's value, in the order of the ranks. Raise RuntimeError if a rank has gone."""
         self.parted = False
         if self.world_size == 1:
             return [value]
@@ -182,33 +185,52 @@ class Peers:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
+    def ordered(self, order: Any) -> Any:
+        """Return rank 0's order on every rank. Afterwards, `take_interrupt` is the same on every rank."""
+        self.orders += 1
+        told = self.gathered((order, self.interrupts.came))
+        self._came = any(came for _, came in told)
+        return told[0][0]
+
+    def take_interrupt(self) -> bool:
+        """Return whether the last order told of Ctrl-C. The ranks stop for it once."""
+        if self._came and not self.stopped:
+            self.stopped = True
+            return True
+        return False
+
+    def is_cut_off(self, error: BaseException) -> bool:
+        """Return whether an error keeps this rank from sending another message to the others."""
+        if isinstance(error, KeyboardInterrupt):
+            return not self.stopped  # a second Ctrl-C is raised at once, also amid a message
+        return not isinstance(error, AutosplitError) and has_waited(error)
+
     def all_run(self, run: Callable[[], T]) -> list[T]:
-        """Run something on every rank, and return what each of them made of it.
+        """Run something on every rank, and return each rank's result. If it raises on any rank, all ranks leave.
 
         Raises:
-            Exception: What it raised on this rank.
-            RankFailedError: It raised on another one.
-            KeyboardInterrupt: On all ranks, where Ctrl-C had come on any.
+            Exception: It raised on this rank.
+            RankFailedError: It raised on another rank.
         """
         if self.world_size == 1:
             return [run()]
+        try:
+            return self.answers(run)
+        except Exception:
+            self.part()
+            raise
+
+    def answers(self, run: Callable[[], T]) -> list[T]:
+        """Run something on every rank, as `all_run` does, but stay if it raises."""
         told, own = self._exchanged(run)
         self._raise_first(told, own)
-        if any(one.interrupted for one in told):
-            self.part()
-            raise KeyboardInterrupt
         return [one.value for one in told]  # type: ignore[misc]
 
-    def each_run(self, run: Callable[[], T]) -> T:
-        """Run something on every rank, as `all_run`, and return what it made on this one, which stays here."""
-        kept: list[T] = []
-        self.all_run(lambda: kept.append(run()))
-        return kept[0]
-
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something that may lack memory on every rank; return each one's result, or the first that ran out of it.
+        """Run something that may lack memory on every rank.
 
-        Either is the same on all ranks. For other reasons it raises as `all_run`.
+        Return each rank's result, or the first failure for lack of memory. It is the same on all ranks. For other
+        reasons it raises, as `answers` does.
         """
         if self.world_size == 1:
             try:
@@ -223,11 +245,9 @@ class Peers:
         return [one.value for one in told]  # type: ignore[misc]
 
     def _raise_first(self, told: list[_Told[T]], own: BaseException | None) -> None:
-        """Raise what failed on this rank, or else that it failed on another; whoever only waited is not the cause."""
+        """Raise this rank's own error, or an error for the rank that failed. A rank that only waited did not fail."""
         failures = [one.failure for one in told if one.failure is not None]
         causes = [failure for failure in failures if not failure.waited] or failures
-        if causes:
-            self.part()
         if own is not None and any(cause.rank == self.rank for cause in causes):
             raise own
         if causes:
@@ -242,7 +262,7 @@ class Peers:
         try:
             with self._attempts.next(cut):
                 value = run()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the other ranks wait for an answer
             waited = self._attempts.was_cut or has_waited(error)
             users = isinstance(error, SystemExit) or ran_a_step(error.__traceback__)
             own = (
@@ -251,7 +271,7 @@ class Peers:
                 else error
             )
             failure = replace(self.failure(own), waited=waited)
-        return self.gathered(_Told(value, failure, self.interrupts.came)), own
+        return self.gathered(_Told(value, failure)), own
 
     def part(self) -> None:
         """Wait until every rank has heard what was said last: all call it before they leave.

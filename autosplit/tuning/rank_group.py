@@ -1,6 +1,6 @@
-"""The other processes of a job: who they are, what each brings, and that they were asked for the same.
+"""Join the ranks of a job: each rank brings its device, and all have the same request.
 
-each rank   its device of its machine's | all devices in the order of the ranks | one request, one machine, one key
+each rank   its device of its machine | all devices in the order of the ranks | one request, one machine, one key
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
-from autosplit.tuning.job import Job, refuse_differing, torch_device
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
+from autosplit.tuning.worker import Job, refuse_differing, torch_device
 
 
 def own_part(devices: Any) -> Any:
@@ -50,7 +50,7 @@ def in_a_job() -> bool:
 
 @contextmanager
 def joined(request: Request) -> Iterator[Job]:
-    """Meet the other ranks, and tell each other what there is; this one was asked for all devices of its machine.
+    """Connect to the other ranks of this job, and exchange devices. The request has all devices of this machine.
 
     Raises:
         DeviceError: A machine has not one device for each of its ranks, or has simulated ones.
@@ -58,16 +58,21 @@ def joined(request: Request) -> Iterator[Job]:
     """
     place = place_here()
     with peers_here() as peers:
-        peers.all_run(lambda: _own_device(request.devices, place))  # what is wrong on one machine ends all
+        peers.all_run(lambda: _own_device(request.devices, place))  # an error on one machine ends all ranks
         yield _job(request, place, peers)
-        peers.part()
 
 
 @contextmanager
 def peers_here() -> Iterator[Peers]:
-    """Connect to the other ranks of this job, which all call this, too. Call `Peers.part` at the end."""
+    """Connect to the other ranks of this job, which all call this, too. Call `Peers.part` at the end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came, and no order told the ranks of it.
+    """
     with _talking(place_here()) as peers, peers.interrupts.noted():
         yield peers
+    if peers.interrupts.came and not peers.stopped:
+        raise KeyboardInterrupt
 
 
 def _job(request: Request, place: Place, peers: Peers) -> Job:
@@ -75,23 +80,20 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
     device = request.devices[index]
     if is_accelerator(device.kind):
         backend(device.kind).set_device(device.index)  # NCCL sends from the current device
-    own = replace(
-        request,
-        devices=(device,),
-        capacities_bytes=(request.capacities_bytes[index],),
-        reserved_bytes=(request.reserved_bytes[index],),
-    )
-    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(torch_device(device))))
-    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
+    capacity_bytes = request.capacities_bytes[index]
+    machine, card = machine_of((device,)), card_of(torch_device(device))
+    found = peers.gathered((replace(request, sampler=None), index, machine, place.local_rank, card))
+    requests, indices, machines, locals_, cards = map(list, zip(*found, strict=True))
     peers.all_run(lambda: _refuse_different(requests, machines))
+    pairs = [*zip(requests, indices, strict=True)]
     whole = replace(
-        requests[0],
-        devices=tuple(one.devices[0] for one in requests),
-        capacities_bytes=tuple(one.capacities_bytes[0] for one in requests),
-        reserved_bytes=tuple(one.reserved_bytes[0] for one in requests),
-        deadline_s=request.deadline_s,
+        request,
+        devices=tuple(one.devices[at] for one, at in pairs),
+        capacities_bytes=tuple(one.capacities_bytes[at] for one, at in pairs),
+        reserved_bytes=tuple(one.reserved_bytes[at] for one, at in pairs),
     )
-    return Job(place, peers, own, whole, _machine_of_all(machines, locals_), backend_for(device.kind, cards))
+    machine = _machine_of_all(machines, locals_)
+    return Job(place, peers, (device,), (capacity_bytes,), whole, machine, backend_for(device.kind, cards))
 
 
 def _own_device(devices: Sequence[Device], place: Place) -> int:

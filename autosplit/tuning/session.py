@@ -1,4 +1,4 @@
-"""One tuning: check, measure, search, and put the plan together, the same for a lone process and the ranks of a job."""
+"""One tuning, as its driver sees it: check gradients, measure, search, and make the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 from autosplit.errors import AutosplitError, InputError
@@ -15,10 +14,9 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_check import checks_for, not_checked
-from autosplit.probe.prober import Prober
-from autosplit.probe.request import LARGEST_LOOKED_AT
+from autosplit.probe.request import LARGEST_LOOKED_AT, Request
+from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.memory_tracker import rounded
-from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement
 from autosplit.solve.memory import Ceiling, Fits
 from autosplit.solve.optuna_search import CeilingStore, search
@@ -27,90 +25,85 @@ from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.solve.trial import Trial, best_trial, configuration_of
-from autosplit.tuning.assemble import Answer, Subject, assembled
-from autosplit.tuning.job import Job
+from autosplit.tuning.assemble import Answer, accumulates, assembled, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
+from autosplit.tuning.worker import Worker, Workers
 
 _log = logging.getLogger(__name__)
 
 POINT_BUDGET_S = 0.5
-"""Repeating one measured size stops after this long."""
+"""Seconds after which a measured size is not repeated again."""
 
 TRIAL_BUDGET_S = 1.0
-"""Repeating one trial stops after this long."""
+"""Seconds after which a trial is not repeated again."""
 
 MOST_FORWARDS = 2**16
-"""Forwards of one optimizer step: whoever asks for more has mistaken a data set for a batch."""
+"""Most forwards of one optimizer step. A larger effective batch is probably the size of a dataset."""
 
 INTERRUPTED_NOTE = Note("interrupted", "the search was interrupted: this is the best plan so far")
 
 USUAL_SIZES = 8
-"""Sizes at which a device is timed, of most workloads."""
+"""Number of sizes at which a device is timed, for most workloads."""
 
 
 class Session(ABC):
-    """One tuning: the measurements so far, and the plan they make.
+    """One tuning: the measurements so far, and the plan that they make.
 
     Args:
-        job: The processes that tune together; every one of them has a session, and calls the same of it.
-        followed: The workload with its tracer, in this process.
-        probing: Gets what has to be undone once this process's own devices are measured.
+        workers: All workers. They have traced the workload.
+        request: The request, with all devices.
+        key: The key of the plan's profile.
+        tell: Called with the progress.
+        notes: Notes on the workload.
     """
 
     solver: Solver
-    """Once it was measured for."""
+    """Predicts and refits step times, after the devices were measured."""
 
     def __init__(
         self,
-        job: Job,
-        subject: Subject,
-        followed: Followed,
+        workers: Workers,
+        request: Request,
+        key: ProfileKey,
         tell: Callable[[Progress], None],
-        probing: ExitStack,
-        closing: ExitStack,
+        notes: Sequence[Note] = (),
     ) -> None:
-        self.job, self.peers, self.followed = job, job.peers, followed
-        self.tell, self._probing, self._closing = tell, probing, closing
-        self.notes = [*followed.notes]
-        runtime = runtime_for(job.own.devices, job.own.capacities_bytes, followed, probing)
-        if not job.several:
-            request = replace(subject.request, capacities_bytes=runtime.capacities_bytes)
-            subject = replace(subject, wanted=replace(subject.wanted, request=request))
-        self.subject, self.request = subject, subject.request
-        self.study_name = f"{subject.request.name or 'autosplit'}-{subject.wanted.key}"
-        self.prober = Prober(
-            runtime,
-            followed.tracer,
-            self.request.largest_batch,
-            self._report,
-            num_ranks=self.peers.world_size if job.several else 0,
-            deadline_s=self.request.deadline_s,
-        )
+        self.workers, self.worker, self.request, self.key, self.tell = workers, workers.own, request, key, tell
+        self.notes = [*notes]
+        self.workload, self.prober = self.worker.workload, self.worker.prober
+        self.prober.report = self._report
+        self.study_name = f"{request.name or 'autosplit'}-{key.digest}"
         self.store: CeilingStore | None = None
-        self.recalled = 0  # ceilings that a killed search left there
+        self.recalled = 0  # ceilings from the storage of a search that was killed
         self.stage = "ceilings"
         self._reports: Counter[str] = Counter()  # by stage
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
-        self.evaluated = 0  # of these; the others are those of a search that was cut off
+        self.evaluated = 0  # trials of this search; the others come from a search that was killed
 
     def plan(self) -> Plan:
-        """Measure, search, and put the plan together; the same one on every rank.
+        """Measure, search, and make the plan.
 
-        Where Ctrl-C came it is the best so far, and not `complete`; before any trial had succeeded, KeyboardInterrupt.
+        If Ctrl-C comes, return the best plan so far, which is not `complete`. Without a successful trial, raise
+        KeyboardInterrupt.
         """
-        self.peers.all_run(self._begin)
-        self.peers.all_run(self._check)
+        self._begin()
+        self._check()
         plan = self._found()
         if plan.complete:
             self._end_search()
         return plan
 
-    # Each kind of session has its own
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether an optimizer step may have several micro-steps."""
+        return why_single(self.workload) is None
+
+    # Defined by each kind of session
 
     @abstractmethod
     def _begin(self) -> None:
-        """Refuse what can't be tuned for, and open the storage, before anything is measured."""
+        """Raise if the workload can't be tuned, and open the storage."""
 
     @abstractmethod
     def _found(self) -> Plan:
@@ -118,15 +111,15 @@ class Session(ABC):
 
     @abstractmethod
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        """Run an optimizer step; raise OutOfMemoryError where it does not fit."""
+        """Run an optimizer step. Raise OutOfMemoryError if it does not fit."""
 
     @abstractmethod
     def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
-        """Tell whether no share of these micro-steps is too small."""
+        """Return whether each device gets enough samples in these micro-steps."""
 
     @abstractmethod
     def _quick_answer(self, best: Trial) -> Answer:
-        """Return the solution that the best trial is, without running anything more."""
+        """Return the answer of the best trial, without running anything."""
 
     @property
     def _patience(self) -> int:
@@ -135,7 +128,7 @@ class Session(ABC):
     # Before the search
 
     def _open_storage(self) -> None:
-        if self.request.storage is not None and self.peers.rank == 0:
+        if self.request.storage is not None:
             self.store = CeilingStore(self.request.storage, self.study_name)
 
     def _end_search(self) -> None:
@@ -143,38 +136,19 @@ class Session(ABC):
             self.store.end()
 
     def _check(self) -> None:
-        """See what splitting changes about the training, before anything is searched; on rank 0 for all."""
-        if self.peers.rank != 0:
-            return
+        """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
         self._say("checks", "checking gradients", fraction_of("checks"))
+        followed = self.worker.followed
         try:
-            if self.followed.isolated is not None:  # what might end the process runs in the other one
-                self.checks, notes = self.followed.isolated.ask(checks_for)
+            if followed.isolated is not None:  # a check that crashes must not end this process
+                self.checks, notes = followed.isolated.ask(checks_for)
             else:
-                self.checks, notes = checks_for(self.subject.workload, self.followed.rebuild)
+                self.checks, notes = checks_for(self.workload, followed.rebuild)
         except AutosplitError as error:
             notes = (not_checked(error),)
         for found in self.checks:
             _log.info("check: %s", found)
-        self.notes[:0] = notes  # first: of many, a report shows the first alone
-
-    def _evaluation(self, index: int) -> Ceiling | None:
-        """Find the largest forward without gradients of a device of this process, where it has to be known."""
-        if "eval" not in self.subject.workload.fits:
-            return None
-        if self._on_plain_cpu:
-            return self.prober.until_it_stops_paying(role="eval")[1]
-        bound = self.prober.max_batch_size
-        if self.prober.tracer.fake:  # an effective batch does not bound it
-            self.prober.max_batch_size = self.request.max_batch_size or LARGEST_LOOKED_AT
-        try:
-            return self.prober.ceiling(index, "eval")
-        finally:
-            self.prober.max_batch_size = bound
-
-    @property
-    def _on_plain_cpu(self) -> bool:
-        return self.request.kind == "cpu" and not self.job.own.devices[0].budgeted
+        self.notes[:0] = notes  # first, because a short report shows only the first note
 
     # The search
 
@@ -198,7 +172,7 @@ class Session(ABC):
             n_trials=self.request.n_trials,
             seed=self.request.seed,
             sampler=self.request.sampler,
-            deadline_s=self.request.deadline_s,
+            deadline_s=self.request.deadline.end_s,
             storage=self.request.storage,
             study_name=self.study_name,
             on_trial=self._keep,
@@ -257,7 +231,7 @@ class Session(ABC):
         """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
         count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
-        if self.subject.accumulates:
+        if accumulates(self.request, self.workload):
             sizes += [-(-effective // (best.accumulation_steps + more)) for more in (1, 2, 3)]
         for size in dict.fromkeys(sizes):
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(effective, size))
@@ -299,7 +273,9 @@ class Session(ABC):
 
     def _assembled(self, answer: Answer, *notes: Note) -> Plan:
         plan = assembled(
-            self.subject,
+            self.request,
+            self.workload,
+            self.key,
             answer,
             trials=tuple(self.trials),
             checks=self.checks,
@@ -307,12 +283,12 @@ class Session(ABC):
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,
         )
-        if not self.job.several:
+        if not self.workers.job.several:
             chosen = zip(plan.devices, self.prober.attention(), strict=True)
             plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
         weights, state = self.prober.tracer.trainee.copies
         copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
-        roles = self.subject.workload.copies
+        roles = self.workload.copies
         return replace(plan, fits=Fits(roles, sum(rounded(copy.nbytes) for copy in copies))) if roles else plan
 
     @staticmethod
@@ -352,7 +328,7 @@ class Session(ABC):
 
     def _done_share(self) -> float:
         """Estimate the share of this stage that is done, by what is usual."""
-        count = len(self.job.own.devices)
+        count = len(self.worker.job.devices)
         if self.stage == "search":
             return searched_share(len(self.trials), self.request.n_trials)
         # A device's ceilings are those as a rank and as the replica or the primary that it is.
@@ -366,6 +342,22 @@ class Session(ABC):
     def _counted(self) -> tuple[int, int]:
         """Return the real steps of this process so far, and how many ran out of memory."""
         return self.prober.counts.steps, self.prober.counts.ooms
+
+
+def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Ceiling | None:
+    """Find the largest evaluation batch of a device of this process, or None if `fits` does not ask for it."""
+    prober = worker.prober
+    if "eval" not in worker.workload.fits:
+        return None
+    if worker.on_plain_cpu:
+        return prober.until_it_stops_paying(role="eval")[1]
+    bound = prober.max_batch_size
+    if prober.tracer.fake:  # the effective batch size is no limit
+        prober.max_batch_size = max_batch_size or LARGEST_LOOKED_AT
+    try:
+        return prober.ceiling(index, "eval")
+    finally:
+        prober.max_batch_size = bound
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:

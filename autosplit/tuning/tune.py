@@ -5,13 +5,12 @@ The algorithms are in other modules.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -23,20 +22,17 @@ from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import changed
 from autosplit.probe.request import Request, checked_request
-from autosplit.profiles.key import machine_of, workload_of
+from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.profiles.tuning_lock import WaitingWarning
-from autosplit.rng import kept_rng
-from autosplit.runtime.live_tensors import untouched
-from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
+from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
-from autosplit.tuning.assemble import Subject
-from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.keywords import refuse_unknown
-from autosplit.tuning.lone_session import TIMES_DISAGREE
-from autosplit.tuning.open_session import isolated_for, losses_of, session_of
+from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
-from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
+from autosplit.tuning.recall import Recalled, kept, nearest, nothing_run, recalled_in_turn, tried_again, turn_for
+from autosplit.tuning.session import Session
+from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
@@ -212,13 +208,19 @@ def tune(
     numbers = None if lengths is None else checked_lengths(lengths)
     described = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer, "make_batch": make_batch}
     described |= {"batch_dim": batch_dim or None, "fits": None if fits is None else checked_fits(fits)}
+    precisions, layers = precision_list(precision), checkpointing_list(checkpointing)
 
-    def source(**way: Any) -> Source:
-        return workload_source(model_or_workload, sample_batch, {**described, **way})
+    def source_of(variant: Variant) -> Source:
+        chosen = {**vars(variant), "checkpointing": layers[variant.checkpointing]}
+        return workload_source(model_or_workload, sample_batch, {**described, **chosen})
 
-    with job_for(request) as job, heard_by(progress) as heard:
-        asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
-        plan = _tuned_ways(asked, source, precision, checkpointing, numbers)
+    with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
+
+        def run(workers: Workers) -> Plan:
+            tuning = _Tuning(workers, worker.job.request, onward(heard or quiet), layers, heard=heard is not None)
+            return _tuned_variants(tuning, precisions, numbers)
+
+        plan = drive(worker, run)
     _warn_of(plan)
     return plan
 
@@ -235,29 +237,25 @@ def _warn_of(plan: Plan) -> None:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The arguments of `tune` except the workload.
+class _Tuning:
+    """The arguments of `tune` except the workload, as the driver sees them.
 
     Attributes:
+        workers: All workers.
         request: The checked arguments.
-        reserve: The reserve as the user passed it.
         progress: Called with the progress.
-        isolate: Whether real steps run in a separate process.
-        job: The job of this process.
+        checkpointings: The options of checkpointing.
         heard: Whether the progress is shown or passed to the user.
         ignoring: Variants that are all tuned (precision, checkpointing). A stored plan that differs only in these is
             not mentioned.
-        waits: Seconds spent waiting for other processes so far, which the time limit does not count.
     """
 
+    workers: Workers
     request: Request
-    reserve: object
     progress: Callable[[Progress], None]
-    isolate: bool
-    job: Job
+    checkpointings: Sequence[Checkpointing | None]
     heard: bool = False
     ignoring: tuple[str, ...] = ()
-    waits: list[float] = field(default_factory=list)
 
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, by the user's progress function or else by a warning."""
@@ -267,101 +265,86 @@ class _Asked:
 
 
 @contextmanager
-def job_for(request: Request) -> Iterator[Job]:
-    """Join the other ranks if DDP is tuned by several ranks."""
-    if request.strategy == "ddp":
-        from autosplit.tuning.rank_group import in_a_job, joined
+def worker_for(request: Request, source_of: Callable[[Variant], Source], *, isolate: bool) -> Iterator[Worker]:
+    """Yield the worker of this process. Join the other ranks if several ranks tune DDP."""
+    with ExitStack() as closing:
+        job = None
+        if request.strategy == "ddp":
+            from autosplit.tuning.rank_group import in_a_job, joined
 
-        if in_a_job():
-            with joined(request) as job:
-                yield job
-            return
-    yield alone(request, machine_of(request.devices))
-
-
-@dataclass(frozen=True)
-class Way:
-    """A variant of training to tune for."""
-
-    precision: str | None
-    checkpointing: Checkpointing | None
+            if in_a_job():
+                job = closing.enter_context(joined(request))
+        yield closing.enter_context(
+            Worker(job or alone(request, machine_of(request.devices)), source_of, isolate=isolate)
+        )
 
 
-def _tuned_ways(
-    asked: _Asked,
-    source: Callable[..., Source],
-    precision: str | Sequence[str] | None,
-    checkpointing: Any,
-    lengths: Sequence[int] | None,
-) -> Plan:
+def _tuned_variants(tuning: _Tuning, wanted: tuple[str | None, ...], lengths: Sequence[int] | None) -> Plan:
     """Tune for each requested combination of precision and checkpointing, and for all lengths."""
-    peers, wanted = asked.job.peers, precision_list(precision)
-    lacking = [*itertools.chain(*peers.all_run(lambda: without_bf16(wanted, asked.job.own.devices)))]
-    precisions, notes = native_ones(wanted, lacking)
-    ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
-
-    def make(way: Way, length: int | None = None if lengths is None else max(lengths)) -> Source:
-        return source(**vars(way), length=length)
-
+    lacking = itertools.chain(*tuning.workers.ask(_without_bf16, wanted))
+    precisions, notes = native_ones(wanted, [*lacking])
+    length = None if lengths is None else max(lengths)
+    layers = range(len(tuning.checkpointings))
+    variants = [Variant(*one, length) for one in itertools.product(precisions, layers)]
     if lengths is None:
-        return without_lengths(_fastest_of(ways, make, asked, notes)[0])
-    return _tuned_by_length(lengths, ways, make, asked, notes)
+        plan, _ = _fastest_of(variants, tuning, notes)
+        # A stored plan may have several lengths.
+        return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
+    return _tuned_by_length(lengths, variants, tuning, notes)
 
 
-def without_lengths(plan: Plan) -> Plan:
-    """Return the plan for samples of one length. A stored plan may have several."""
-    return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
+def _without_bf16(worker: Worker, wanted: tuple[str | None, ...]) -> list[str]:
+    return without_bf16(wanted, worker.job.devices)
 
 
 def _tuned_by_length(
-    lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[Note, ...]
+    lengths: Sequence[int], variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...]
 ) -> Plan:
     """Tune for samples of the greatest length (50% of the progress), and then measure shorter ones."""
     from autosplit.extras.tuned_lengths import with_lengths  # a known exception in tests/test_layers.py
 
     def longest(part: Progress) -> None:
         if part.stage != "done":
-            asked.progress(replace(part, fraction=part.fraction / 2))
+            tuning.progress(replace(part, fraction=part.fraction / 2))
 
     def shorter(part: Progress) -> None:
-        asked.progress(replace(part, fraction=0.5 + part.fraction / 2))
+        tuning.progress(replace(part, fraction=0.5 + part.fraction / 2))
 
     try:
-        plan, way = _fastest_of(ways, make, replace(asked, progress=longest), notes, more=1)
+        plan, variant = _fastest_of(variants, replace(tuning, progress=longest), notes, more=1)
     except UserCodeError as error:
         raise UserCodeError(
             f"{error}; its samples had the longest of the lengths, {max(lengths)}: cut them where the model takes none "
             "so long, and where another dimension was taken for the length pass make_batch(n, length=...)",
             error.frames,
         ) from error
-    job = asked.job.with_more_time(sum(asked.waits))
-    told = shorter if job.peers.rank == 0 else quiet
     try:
         with users_code_named():
-            found = with_lengths(plan, lengths, functools.partial(make, way), job, told, isolate=asked.isolate)
+            found = with_lengths(plan, lengths, variant, tuning.request, tuning.workers, shorter)
     except KeyboardInterrupt:
         raise TuningInterrupted(plan.with_notes(LENGTHS_INTERRUPTED_NOTE)) from None
-    told(Progress("done", "done", 1.0))
+    shorter(Progress("done", "done", 1.0))
     return found
 
 
 def _fastest_of(
-    ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[Note, ...], more: int = 0
-) -> tuple[Plan, Way]:
+    variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...], more: int = 0
+) -> tuple[Plan, Variant]:
     """Tune each variant, and return the plan of the fastest.
 
     The time is divided by the variants and `more` other tasks.
     """
-    names, sources = _names_of(ways), [make(way) for way in ways]  # an invalid variant raises before any is tuned
+    tuning.workers.ask(Worker.prepare, variants)
+    names = _names_of(variants, tuning.checkpointings)
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
-    ignoring = tuple(part for part in ("precision", "checkpointing") if len({getattr(way, part) for way in ways}) > 1)
-    for number, (name, source) in enumerate(zip(names, sources, strict=True)):
-        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(ways) + more - number)
-        told = asked.progress if len(ways) == 1 else part_of(asked.progress, number, len(ways), name)
+    parts = ("precision", "checkpointing")
+    ignoring = tuple(part for part in parts if len({getattr(variant, part) for variant in variants}) > 1)
+    for number, name in enumerate(names):
+        timed = replace(tuning.request, deadline=tuning.request.deadline.part(len(variants) + more - number))
+        told = tuning.progress if len(variants) == 1 else part_of(tuning.progress, number, len(variants), name)
         try:
-            one = replace(asked, request=timed, progress=told, ignoring=ignoring)
-            plans[name] = _tune_source(one, source)
+            plans[name] = _tuned_variant(replace(tuning, request=timed, progress=told, ignoring=ignoring), number)
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
@@ -374,43 +357,43 @@ def _fastest_of(
             notes = (*notes, Note("variant-left-out", f"{name} is left out: {misfit}"))
     if not plans:
         raise misfits[0]
-    return _chosen(plans, asked.job).with_notes(*notes), ways[names.index(_fastest(plans)[0])]
+    return _chosen(plans, tuning.workers).with_notes(*notes), variants[names.index(_fastest(plans)[0])]
 
 
-def _names_of(ways: Sequence[Way]) -> list[str]:
+def _names_of(variants: Sequence[Variant], checkpointings: Sequence[Checkpointing | None]) -> list[str]:
     """Return names that distinguish the variants."""
-    precise = len({way.precision for way in ways}) > 1
-    chosen = len({way.checkpointing for way in ways}) > 1
-    return [
-        ", ".join(
-            [f"precision {way.precision}"] * precise + [str(way.checkpointing or "no layer checkpointed")] * chosen
-        )
-        for way in ways
-    ]
+    precise = len({variant.precision for variant in variants}) > 1
+    names = []
+    for variant in variants:
+        parts = [f"precision {variant.precision}"] if precise else []
+        if len(checkpointings) > 1:
+            parts.append(str(checkpointings[variant.checkpointing] or "no layer checkpointed"))
+        names.append(", ".join(parts))
+    return names
 
 
 def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
     return max(plans.items(), key=lambda named: named[1].samples_per_s)
 
 
-def _chosen(plans: Mapping[str, Plan], job: Job) -> Plan:
+def _chosen(plans: Mapping[str, Plan], workers: Workers) -> Plan:
     """Return the plan of the fastest variant, with the results of all variants. Its profile gets them, too."""
     name, best = _fastest(plans)
     if len(plans) < 2:
         return replace(best, ways=()).kept_at(best.path)
     named = {name: best, **plans}
     ways = tuple(TunedWay(one, plan.batch_size, plan.samples_per_s) for one, plan in named.items())
-    return amended(best, job, ways=ways)
+    return workers.amended(best, ways=ways)
 
 
 def quiet(progress: Progress) -> None:
     """Do not report progress."""
 
 
-def _tune_source(asked: _Asked, source: Source) -> Plan:
+def _tuned_variant(tuning: _Tuning, number: int) -> Plan:
     try:
         with users_code_named():
-            return _tuned(asked, asked.job, source)
+            return _tuned(tuning, number)
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was a plan
@@ -431,65 +414,56 @@ def users_code_named() -> Iterator[None]:
         raise
 
 
-def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
-    """Tune as one process of a job. All processes return the same plan, and each machine stores it."""
-    peers, deadline_s = job.peers, asked.request.deadline_s
-    told = asked.progress if peers.rank == 0 else quiet
-    told(Progress("building", "building the model", 0.0))
-    job = replace(job, own=replace(job.own, deadline_s=deadline_s), whole=replace(job.whole, deadline_s=deadline_s))
-    with kept_rng(), ExitStack() as closing:
-        built = peers.each_run(lambda: build(source, job.own.devices))
-        closing.enter_context(untouched(built.workload))
-        described = job.agreed("the workload", workload_of(built.workload))
-        wanted = Wanted(job.whole, job.machine, described, job.whole.facts(asked.reserve), measured=job.several)
-        turn = closing.enter_context(wanted.turn(asked.tell_waiting)) if peers.rank == 0 else None
-        found = wanted.recalled_in_turn(turn, job)
+def _tuned(tuning: _Tuning, number: int) -> Plan:
+    """Return a stored plan of a variant, or else measure and search."""
+    workers, request = tuning.workers, tuning.request
+    tuning.progress(Progress("building", "building the model", 0.0))
+    workers.ask(Worker.build, number)
+    key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
+    with turn_for(key, request, tuning.tell_waiting) as turn:
+        found = recalled_in_turn(key, request, turn, workers)
         _log.info(
             "profile %s: %s",
-            wanted.key,
+            key.digest,
             "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
         )
         # This note belongs to the run, not to the plan. The stored plan may be returned for an explicit "cpu", too.
-        defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
+        defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
         if found.holds:
-            return found.told(wanted.nothing_run(found), *found.wait_notes, *defaulted)
-        asked.waits.append(found.waited_s)
-        job = job.with_more_time(found.waited_s)
-        told(Progress("tracing", "tracing the model", fraction_of("tracing")))
-        return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
+            return found.told(nothing_run(found, request), *found.wait_notes, *defaulted)
+        tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
+        request, notes = workers.trace(request, key)
+        if found.plan is not None:
+            plan, found = tried_again(key, request, found, workers)
+            if plan is not None:
+                return plan.with_notes(last=[*defaulted, *workers.losses()])
+        return _tuned_anew(tuning, request, key, found, notes, defaulted)
 
 
 def _tuned_anew(
-    asked: _Asked,
-    job: Job,
-    source: Source,
-    built: Built,
-    wanted: Wanted,
+    tuning: _Tuning,
+    request: Request,
+    key: ProfileKey,
     found: Recalled,
+    notes: tuple[Note, ...],
     defaulted: tuple[Note, ...],
 ) -> Plan:
-    """Confirm the stored plan if there is one, or else measure and search."""
-    with ExitStack() as closing:
-        if job.several:
-            job.peers.each_run(lambda: refuse_waiting(built.workload))
-        children = closing.enter_context(ExitStack())
-        isolated = isolated_for(job, source, children) if asked.isolate else None
-        followed = job.peers.each_run(
-            lambda: follow(built, job.own.devices, closing, isolated, described=wanted.described)
-        )
-        probing = closing.enter_context(ExitStack())  # entered later, so a borrowed model is restored last
-        probing.callback(children.close)
-        if found.plan is not None:
-            plan, found = tried_again(wanted, found, followed, job)
-            if plan is not None:
-                return plan.with_notes(last=[*defaulted, *losses_of(job, isolated)])
-        nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
-        told = asked.progress if job.peers.rank == 0 else quiet
-        session = session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
-        plan = replace(session.plan(), checkpointed=followed.checkpointed).with_notes(last=losses_of(job, isolated))
-        said = (*found.wait_notes, *found.notes, *nearest)
-        plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
-        if not plan.complete:
-            job.peers.part()
-            raise TuningInterrupted(plan)
-        return plan
+    """Measure, search, and store the plan."""
+    workers = tuning.workers
+    similar = () if found.notes else nearest(key, request, tuning.ignoring)
+    session = session_of(workers)(workers, request, key, tuning.progress, notes)
+    plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed).with_notes(last=workers.losses())
+    said = (*found.wait_notes, *found.notes, *similar)
+    plan = kept(plan, key, found, workers, said=said, always=defaulted)
+    if not plan.complete:
+        raise TuningInterrupted(plan)
+    return plan
+
+
+def session_of(workers: Workers) -> type[Session]:
+    """Return the kind of session for a job."""
+    if not workers.job.several:
+        return LoneSession
+    from autosplit.tuning.joint_session import JointSession
+
+    return JointSession

@@ -137,12 +137,12 @@ def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
 
 def test_shorter_samples_that_take_as_much_are_as_many(monkeypatch):
     """Told from the times of the next longer ones, rounded, they were fewer, and no plan was made of them."""
-    real = tuned_lengths._Steps.most_within
+    real = tuned_lengths._most_within
 
-    def stuck(steps: Any, full: Any, least: int, most: int) -> int:
-        return real(steps, full, least, most) if least == steps.plan.batch_size else least
+    def stuck(worker: Any, plan: Any, full: Any, least: int, most: int) -> int:
+        return real(worker, plan, full, least, most) if least == plan.batch_size else least
 
-    monkeypatch.setattr(tuned_lengths._Steps, "most_within", stuck)
+    monkeypatch.setattr(tuned_lengths, "_most_within", stuck)
     found = tuned("sim:RTX3090@1331KiB+RTX3090@1126KiB", lengths=[64, 8])
     assert found.lengths is not None
     assert len({point.times for point in found.lengths.points[1:]}) == 1

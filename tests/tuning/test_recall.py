@@ -35,7 +35,7 @@ from autosplit.probe import request
 from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
-from autosplit.profiles.key import machine_of
+from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
@@ -43,12 +43,12 @@ from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import open_session, session
 from autosplit.tuning import recall as recalling
+from autosplit.tuning import session
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.job import alone
-from autosplit.tuning.recall import Recalled, Wanted
+from autosplit.tuning.recall import Recalled
 from autosplit.tuning.tune import tune
+from autosplit.tuning.worker import Variant, Worker, Workers, alone
 from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
@@ -66,7 +66,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
         def fail(*_args: object, **_options: object) -> None:
             raise AssertionError("a remembered plan needs no search")
 
-        monkeypatch.setattr(open_session, "LoneSession", fail)
+        monkeypatch.setattr(tuning, "LoneSession", fail)
 
     return begin
 
@@ -300,11 +300,14 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     fixed = max(device.ceiling.fixed_bytes for device in whole.devices)
     kib = int(fixed + share * (most - fixed)) // 1024
     lowered = request_for(on(kib), effective, strategy=strategy, max_batch_size=1024)
-    with staging.ExitStack() as closing:
-        built = staging.build(make, lowered.devices)
-        followed = staging.follow(built, lowered.devices, closing)
+    key = ProfileKey({}, {}, {})
+    with Worker(alone(lowered, {}), lambda _variant: make) as worker:
+        workers = Workers(worker)
+        workers.ask(Worker.prepare, [Variant()])
+        workers.ask(Worker.build, 0)
+        workers.trace(lowered, key)
         found = Recalled(whole, Path("ab12.json"), short="less memory is free")
-        again, _ = recalling.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
+        again, _ = recalling.tried_again(key, lowered, found, workers)
     assert again is not None
     assert again != whole
     assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)
@@ -367,7 +370,7 @@ def test_a_plan_of_another_request_under_a_key_is_foreign():
     tune(bias(), **SIM)
     ((path, plan),) = profiles.profiles()
     assert plan is not None
-    assert plan.request == {**request_for("sim:1xRTX3090", 16, max_batch_size=16).facts(None), "name": None}
+    assert plan.request == request_for("sim:1xRTX3090", 16, max_batch_size=16).facts()
     replace(plan, request={**plan.request, "strategy": "ddp"}).save(path)
     assert "it is for another request (strategy differ" in tune(bias(), **SIM).notes[0].text
 

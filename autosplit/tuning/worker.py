@@ -1,0 +1,409 @@
+"""The processes of a tuning. Each process is a worker, and rank 0 (or the only process) drives all workers.
+
+rank 0        ask(f) | collect answers | ask(g) | collect answers | ... | end: return the plan
+other ranks   run f  | send answer     | run g  | send answer     | ... |      return the same plan
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from autosplit.accelerators import backend, bounded, is_accelerator
+from autosplit.devices.device import Device
+from autosplit.errors import AutosplitError, InputError, UserCodeError, WorkloadError
+from autosplit.notes import Note
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpOptions
+from autosplit.probe.prober import Prober
+from autosplit.probe.request import Deadline, Request
+from autosplit.profiles import store as profiles
+from autosplit.profiles.key import ProfileKey, workload_of
+from autosplit.rng import kept_rng
+from autosplit.runtime.child_process import decoded, encoded
+from autosplit.runtime.live_tensors import untouched
+from autosplit.runtime.prepare import Built, Followed, Source, build, follow, isolated_runtime, runtime_for
+from autosplit.runtime.protocol import Measurement
+from autosplit.runtime.subprocess_runtime import IsolatedRuntime
+from autosplit.tuning.peers import Failure, Interrupts, Peers
+from autosplit.workload.fingerprint import digest_of
+from autosplit.workload.workload import Workload
+
+if TYPE_CHECKING:  # a torch without torch.distributed tunes in one process
+    from autosplit.ddp.rendezvous import Place
+    from autosplit.tuning.rank_steps import RankSteps
+
+T = TypeVar("T")
+
+_CODE = ("model_tree", "model_factory", "loss_fn", "compute_loss", "step", "make_batch")
+"""Parts of a workload's description that are digests of code and of the values that the code refers to."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that tune together, as one process sees them.
+
+    Attributes:
+        place: The place of this rank; None for a process that tunes alone.
+        peers: The other ranks.
+        devices: The devices of this process.
+        capacities_bytes: Memory that training may use on each device of this process.
+        request: The request, with the devices of all ranks in the order of the ranks.
+        machine: The machine of the whole job, as `key.machine_of` returns it. If there are several machines, it also
+            has ``ranks_per_machine``.
+        backend: Back end of the process group that reduces gradients.
+    """
+
+    place: Place | None
+    peers: Peers
+    devices: tuple[Device, ...]
+    capacities_bytes: tuple[int, ...]
+    request: Request
+    machine: dict[str, Any]
+    backend: str = "gloo"
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.peers.world_size > 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return torch_device(self.devices[0])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of training to tune for.
+
+    Attributes:
+        precision: See `tune`; None for the workload's own.
+        checkpointing: Index of an option of `checkpointing_list`. Ranks do not exchange the classes of layers.
+        length: Sequence length that samples should have; None to leave them unchanged.
+    """
+
+    precision: str | None = None
+    checkpointing: int = 0
+    length: int | None = None
+
+
+def alone(request: Request, machine: dict[str, Any]) -> Job:
+    """Return the job of a process that tunes all devices by itself."""
+    peers = Peers(0, 1, None, Interrupts())
+    return Job(None, peers, request.devices, request.capacities_bytes, request, machine)
+
+
+class Worker(AbstractContextManager["Worker"]):
+    """One process of a tuning: it builds, traces and measures the workload on its own devices.
+
+    Args:
+        job: The processes that tune together.
+        source_of: Makes the source of a variant of the workload.
+        isolate: Whether real steps run in a separate process.
+
+    Attributes:
+        built: The current variant, after `build`.
+        followed: The traced workload, after `trace`.
+        prober: Measures this process's devices, after `trace`.
+        steps: Runs steps of all ranks together, after `begin_steps`; None before.
+    """
+
+    built: Built
+    followed: Followed
+    prober: Prober
+    steps: RankSteps | None = None
+
+    def __init__(self, job: Job, source_of: Callable[[Variant], Source], *, isolate: bool = False) -> None:
+        self.job, self.peers = job, job.peers
+        self._source_of, self._isolate = source_of, isolate
+        self._sources: list[Source] = []
+        self._isolated: IsolatedRuntime | None = None
+        self._closing, self._probing = ExitStack(), ExitStack()
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the model, end the process of isolated steps, and free the memory."""
+        self._closing.close()
+
+    @property
+    def workload(self) -> Workload:
+        """The workload that is traced."""
+        return self.followed.workload
+
+    @property
+    def on_plain_cpu(self) -> bool:
+        """Whether the device is a CPU without a memory budget, so that time limits its batch."""
+        return self.job.request.kind == "cpu" and not self.job.devices[0].budgeted
+
+    # Asked by the driver, in this order
+
+    def prepare(self, variants: Sequence[Variant]) -> None:
+        """Make the sources of all variants, so that an invalid variant raises before any is tuned."""
+        self._sources = [*map(self._source_of, variants)]
+
+    def build(self, number: int) -> None:
+        """Build a variant of the workload. The previous variant is closed."""
+        self._closing.close()
+        self.steps = self._isolated = None
+        self._closing.enter_context(kept_rng())
+        self.built = build(self._sources[number], self.job.devices)
+        self._closing.enter_context(untouched(self.built.workload))
+
+    def description(self) -> dict[str, Any]:
+        """Describe the workload that was built."""
+        return workload_of(self.built.workload)
+
+    def trace(
+        self, largest_batch: int, remaining_s: float | None = None, described: Any = None
+    ) -> tuple[tuple[Note, ...], tuple[int, ...]]:
+        """Trace a step and prepare to measure this process's devices.
+
+        Args:
+            largest_batch: The largest batch to try.
+            remaining_s: The remaining seconds; None for no limit.
+            described: See `follow`.
+
+        Returns:
+            Notes on the workload, and the memory that training may use on each device.
+        """
+        job, world_size = self.job, self.peers.world_size
+        if job.several:
+            refuse_waiting(self.built.workload)
+        deadline_s = Deadline(remaining_s).end_s
+        children = self._closing.enter_context(ExitStack())
+        if self._isolate:
+            source, devices, capacities_bytes = self.built.source, job.devices, job.capacities_bytes
+            self._isolated = isolated_runtime(source, devices, capacities_bytes, children, deadline_s=deadline_s)
+        self.followed = follow(self.built, job.devices, self._closing, self._isolated, described=described)
+        # Entered last, so a borrowed model is restored after the runtime has closed.
+        self._probing = self._closing.enter_context(ExitStack())
+        self._probing.callback(children.close)
+        runtime = runtime_for(job.devices, job.capacities_bytes, self.followed, self._probing)
+        ranks = world_size if job.several else 0
+        self.prober = Prober(runtime, self.followed.tracer, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
+        # The session refers to the prober. Without this, the cycle outlives the tuning with the traced copy: torch
+        # holds a part of it where the garbage collector does not look.
+        self._closing.callback(setattr, self.prober, "report", str)
+        return self.followed.notes, runtime.capacities_bytes
+
+    def begin_steps(self, options: DdpOptions) -> None:
+        """Prepare steps of all ranks together. The device of this rank is not measured alone any more."""
+        from autosplit.tuning.rank_steps import RankSteps
+
+        job, runtime = self.job, self.prober.runtime
+        if is_accelerator(job.request.kind):
+            self._probing.close()  # free the GPU's memory before all ranks step together
+            # From now on, the allocator holds at most this rank's capacity, or the user's own limit.
+            most_bytes = runtime.capacities_bytes[0]
+            self._closing.enter_context(bounded(backend(job.request.kind), job.device, most_bytes))
+        self.steps = RankSteps(
+            self.workload, runtime, job.device, self.peers, backend=job.backend, options=options.keywords()
+        )
+        self._closing.callback(self.steps.close)
+
+    def step(self, splits: Sequence[Sequence[int]], budget_s: float) -> tuple[list[int], Measurement] | Failure:
+        """Run this rank's part of a step of all ranks."""
+        assert self.steps is not None, "begin_steps comes first"
+        return self.steps.measured([split[self.peers.rank] for split in splits], budget_s=budget_s)
+
+    def losses(self) -> tuple[Note, ...]:
+        """Return notes on processes of isolated steps that were lost."""
+        return () if self._isolated is None else self._isolated.notes
+
+    def store(self, key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
+        """Save a plan as a profile. One rank of each machine does so."""
+        return profiles.stored(key, plan) if self._is_first_of_machine else (None, ())
+
+    def amend(self, plan: Plan, changes: dict[str, Any]) -> None:
+        """Change the saved profile of a plan."""
+        if self._is_first_of_machine and plan.path is not None:
+            profiles.amend(plan.path.stem, plan, changes)
+
+    def idle(self) -> None:
+        """Do nothing. Ranks that wait hear of Ctrl-C, and their collectives do not time out."""
+
+    @property
+    def _is_first_of_machine(self) -> bool:
+        return self.job.place is None or not self.job.place.local_rank
+
+
+class Workers:
+    """All workers of a job, as the driver sees them.
+
+    Attributes:
+        own: The worker in the driver's process: rank 0, or the only one.
+    """
+
+    def __init__(self, own: Worker) -> None:
+        self.own, self.job, self._peers = own, own.job, own.peers
+        self._raised: list[tuple[BaseException, int]] = []
+
+    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call a function with every worker at the same time, and return the answers in the order of the ranks.
+
+        In a job of several ranks, the function can be imported, and the arguments and answers are picklable.
+
+        Raises:
+            Exception: Rank 0 raised it.
+            RankFailedError: Another rank raised.
+            DoesNotFitError: The workload does not fit on a rank's device.
+            KeyboardInterrupt: Ctrl-C came on any rank.
+        """
+        if not self.job.several:
+            return [function(self.own, *args)]
+        self._peers.ordered((function, args))
+        if self._peers.take_interrupt():
+            raise KeyboardInterrupt
+        try:
+            return self._peers.answers(partial(function, self.own, *args))
+        except Exception as error:
+            self._raised.append((error, self._peers.orders))
+            raise
+
+    def trace(self, request: Request, key: ProfileKey) -> tuple[Request, tuple[Note, ...]]:
+        """Trace the workload on all ranks.
+
+        Returns:
+            The request, with the memory that is left when the processes of isolated steps have started, and notes.
+        """
+        traces = self.ask(Worker.trace, request.largest_batch, request.deadline.remaining_s, key.workload)
+        first = traces[0][0]
+        others = [
+            Note(note.kind, f"rank {rank}: {note}")
+            for rank, (notes, _) in enumerate(traces[1:], 1)
+            for note in notes
+            if note not in first
+        ]
+        if not self.job.several:
+            request = replace(request, capacities_bytes=traces[0][1])
+        return request, (*first, *others)
+
+    def losses(self) -> tuple[Note, ...]:
+        """Return notes on processes of isolated steps that were lost on any rank."""
+        return tuple(dict.fromkeys(itertools.chain(*self.ask(Worker.losses))))
+
+    def amended(self, plan: Plan, **changes: Any) -> Plan:
+        """Return a plan with changes. Its profiles on all machines get them, too."""
+        if self.job.request.profile != "off":
+            self.ask(Worker.amend, plan, changes)
+        return replace(plan, **changes).kept_at(plan.path)
+
+    def end_for(self, error: BaseException) -> _End:
+        """Return the end of the tuning for the other ranks if it raised on rank 0."""
+        order = next((order for raised, order in self._raised if raised is error), None)
+        if order is not None:
+            return _End(order=order)
+        is_ours = isinstance(error, (AutosplitError, KeyboardInterrupt)) and not isinstance(error, UserCodeError)
+        return _End(error=encoded(error if is_ours else self._peers.failure(error).as_error()))
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last message of rank 0.
+
+    Attributes:
+        value: The result, which every rank returns.
+        error: An encoded exception, which every rank raises.
+        order: The number of the order that failed. Each rank raises its own error for it.
+    """
+
+    value: Any = None
+    error: Any = None
+    order: int | None = None
+
+
+def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
+    """Run a tuning on rank 0, and serve it on the other ranks. Every rank returns or raises the same."""
+    peers = worker.peers
+    if peers.rank > 0:
+        return _serve(worker)  # type: ignore[no-any-return]  # rank 0 returned it
+    workers = Workers(worker)
+    try:
+        value = run(workers)
+    except (Exception, KeyboardInterrupt) as error:
+        # A Ctrl-C that was not taken from a message, and a lost rank: the others do not wait for a message.
+        if worker.job.several and not peers.is_cut_off(error):
+            _leave(peers, workers.end_for(error))
+        raise
+    if worker.job.several:
+        _leave(peers, _End(value))
+    return value
+
+
+def _leave(peers: Peers, end: _End) -> None:
+    peers.ordered(end)
+    peers.part()
+
+
+def _serve(worker: Worker) -> Any:
+    """Do what rank 0 asks until it ends the tuning."""
+    peers = worker.peers
+    raised: dict[int, BaseException] = {}
+    while True:
+        order = peers.ordered(None)
+        if isinstance(order, _End):
+            peers.part()
+            if order.order is not None:
+                raise raised[order.order]
+            if order.error is not None:
+                raise decoded(*order.error)
+            return order.value
+        if peers.take_interrupt():
+            continue  # rank 0 raises KeyboardInterrupt, and decides what comes next
+        function, args = order
+        try:
+            peers.answers(partial(function, worker, *args))
+        except Exception as error:  # noqa: BLE001  # rank 0 knows, and ends the tuning or goes on
+            raised[peers.orders] = error
+
+
+def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the description of a workload that is the same on all ranks. Raise InputError if it differs.
+
+    Code may refer to values of one rank (its number, its part of the data). If only these differ, the description gets
+    a digest of all ranks' values.
+    """
+    found = dict(described[0])
+    for name in found:
+        values = [one.get(name) for one in described]
+        if name in _CODE and None not in values and any(value != values[0] for value in values):
+            found[name] = digest_of(values)
+        else:
+            refuse_differing(f"the workload's {name}", values)
+    return found
+
+
+def refuse_waiting(workload: Workload) -> None:
+    """Raise WorkloadError if the model's forward waits for other ranks, because each rank measures its device alone."""
+    for part in (part for one in workload.modules for part in one.modules()):
+        if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
+            raise WorkloadError(
+                f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "
+                "measures its device by itself; expected a plain model; tune that, and convert or shard it in training "
+                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model))",
+                code="model-synchronises",
+            )
+
+
+def torch_device(device: Device) -> torch.device:
+    """Return the torch device of a device. All CPU budgets are on one torch device."""
+    return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
+
+
+def refuse_differing(name: str, values: Sequence[Any]) -> None:
+    """Raise InputError if a value differs between ranks."""
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise InputError(
+            f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}; expected the same on all; start "
+            "all ranks with one command line and one installation",
+            code="ranks-disagree",
+        )
