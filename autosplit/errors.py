@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
+import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class AutosplitError(Exception):
@@ -128,11 +133,47 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     frames = []
     while trace is not None:
         path, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not path.startswith((OWN_FOLDER, "<frozen")) and not is_installed(path):
+        if _is_users(path):
             source = linecache.getline(path, line).strip()
             frames.append(f"{path}:{line} in {trace.tb_frame.f_code.co_name}: {source}")
         trace = trace.tb_next
     return tuple(frames)
+
+
+def ends_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function, so that tracebacks of autosplit's errors end at its call.
+
+    An error of the user's code keeps the user's frames. With ``AUTOSPLIT_DEBUG=1``, tracebacks have all frames.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except AutosplitError as error:
+            if os.environ.get("AUTOSPLIT_DEBUG") == "1":
+                raise
+            cause = error.__cause__ if isinstance(error, UserCodeError) else None
+            if cause is not None:
+                cause.__traceback__ = _users_part(cause.__traceback__)
+                cause.__cause__, cause.__suppress_context__ = None, True
+            raise error.with_traceback(None) from cause
+
+    return call
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith((OWN_FOLDER, "<frozen")) and not is_installed(path)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with only the user's own frames."""
+    if trace is None:
+        return None
+    rest = _users_part(trace.tb_next)
+    if not _is_users(trace.tb_frame.f_code.co_filename):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def first_line(error: BaseException) -> str:

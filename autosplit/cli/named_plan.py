@@ -37,10 +37,11 @@ def profile_path(key: str) -> Path:
     matches = [path for path in paths if key and path.stem.startswith(key)]
     if len(matches) == 1:
         return matches[0]
-    found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5]) or "none"
+    found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5])
+    problem = f"{len(matches)} plans begin with {key!r}: {found}." if matches else f"There is no plan {key!r}."
+    newest = f" The newest keys are: {found}." if found and not matches else ""
     raise InputError(
-        f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
-        f"{'these begin so' if matches else 'the newest keys are'}: {found}",
+        f"{problem}{newest} Expected a plan's file or the first digits of its key. autosplit profiles lists the keys.",
         code="plan-not-found",
     )
 

@@ -313,6 +313,7 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
         SystemExit: The help was printed.
     """
     parser = make_parser()
+    _refuse_unknown_command(parser, words)
     found, unknown = parser.parse_known_args(_with_torchruns_words_apart(words) if words[:1] == ["launch"] else words)
     typed = vars(found)
     if unknown:
@@ -327,6 +328,15 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
     if o.WORKLOAD.items() <= command.panels.get("Workload", {}).items():
         typed["model_options"] = {name: typed.pop(name) for name in o.MODEL_OPTIONS if name in typed}
     return functools.partial(_run, command.body, manner, typed)
+
+
+def _refuse_unknown_command(parser: _Parser, words: Sequence[str]) -> None:
+    import difflib
+
+    known = [name for name in COMMANDS if " " not in name]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        near = difflib.get_close_matches(words[0], known, 1)
+        parser.error(f"{shown(words[0])} is not a command; did you mean {near[0] if near else ' or '.join(known)}?")
 
 
 def _with_torchruns_words_apart(words: Sequence[str]) -> list[str]:

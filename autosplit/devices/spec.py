@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.accelerator import Found, accelerator_at, devices_of
@@ -38,7 +38,7 @@ def list_devices() -> tuple[Device, ...]:
 
 
 def parse_devices(
-    spec: str | Device | torch.device | Sequence[str | Device | torch.device] | None = None,
+    spec: str | Device | torch.device | Sequence[str | int | Device | torch.device] | None = None,
     *,
     ask_memory: bool = True,
 ) -> tuple[Device, ...]:
@@ -47,8 +47,9 @@ def parse_devices(
     Args:
         spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` (any accelerator type of torch), ``"cpu"``,
             ``"cpu:2GiB,cpu:1GiB"`` (enforced budgets), ``"sim:2xA100-40GB+1xRTX3090"``, ``"sim:3xRTX3090@10GiB"``
-            (reduced memory), a `Device`, a ``torch.device``, or a sequence of these. All must have one kind. None and
-            ``"auto"`` select every visible accelerator, or the CPU if there are none.
+            (reduced memory), a `Device`, a ``torch.device``, or a sequence of these. All must have one kind. A sequence
+            may have the numbers of visible accelerators, as in ``[0, 1]``. None and ``"auto"`` select every visible
+            accelerator, or the CPU if there are none.
         ask_memory: If False, use an accelerator's total memory as its capacity. If NVML is missing, reading the free
             memory creates a context, which a process that does not compute there should avoid.
 
@@ -65,17 +66,27 @@ def parse_devices(
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         found = accelerator_at()._replace(ask_memory=ask_memory)
         return (_plain_cpu(),) if found.module is None else _accelerator_piece(found, None)
-    parts = [spec] if isinstance(spec, (str, Device, Mapping)) or not isinstance(spec, Iterable) else list(spec)
+    is_one = isinstance(spec, (str, Device, Mapping)) or not isinstance(spec, Iterable)
+    parts: Iterable[Any] = [spec] if is_one else spec  # type: ignore[assignment]
     devices: list[Device] = []
     for part in parts:
-        devices.extend([part] if isinstance(part, Device) else _parse_text(_spec_text(part), ask_memory))
+        text = "" if isinstance(part, Device) else _spec_text(part, in_sequence=not is_one)
+        devices.extend([part] if isinstance(part, Device) else _parse_text(text, ask_memory))
     return _joined(devices, spec)
 
 
-def _spec_text(part: object) -> str:
+def _spec_text(part: object, *, in_sequence: bool) -> str:
     """Return a part of a spec as text. The text of a ``torch.device`` is a valid spec."""
     if isinstance(part, str):
         return part
+    if isinstance(part, int) and not isinstance(part, bool):
+        if in_sequence:
+            return f"{accelerator_at().kind}:{part}"
+        raise DeviceError(
+            f"devices={part} is a number. Expected names or a list. Use 'cuda:{part}' for the GPU with this number, or "
+            "'cuda:0,1' for the first two GPUs.",
+            code="device-number",
+        )
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
@@ -243,13 +254,20 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
 
 
+def _absent_advice(found: Found) -> str:
+    """Return the first step for a user whose accelerator is missing."""
+    if "build without" in str(found.why_not):
+        return f"Install a build of torch for {found.kind} (https://pytorch.org/get-started/locally)."
+    return f"Make a {found.kind} device visible to this process."
+
+
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     """Parse ``cuda``, or one index of it."""
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
         raise DeviceError(
-            f"device {shown(spec)} is not here ({found.why_not}): expected a visible GPU; use 'cpu', or 'sim:' with a "
-            "card",
+            f"Device {shown(spec)} is not available: {found.why_not}. {_absent_advice(found)} Or use 'cpu', or a "
+            "simulated GPU such as 'sim:2xRTX3090'.",
             code="gpu-absent",
         )
     visible = range(found.module.device_count())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import DeviceError, InputError, one_line, shown
+from autosplit.errors import DeviceError, InputError, ends_tracebacks, one_line, shown
 from autosplit.plan.plan import Plan
 from autosplit.probe.request import checked_request
 from autosplit.text import rate_text
@@ -269,6 +269,7 @@ def _price(name: str, value: object) -> float:
     )
 
 
+@ends_tracebacks
 def compare(
     model_or_workload: Any,
     sample_batch: Any = None,

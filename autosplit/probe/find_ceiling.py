@@ -9,7 +9,7 @@ from typing import Any, get_args
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.spec import list_devices
-from autosplit.errors import DeviceError, InputError
+from autosplit.errors import DeviceError, InputError, ends_tracebacks
 from autosplit.probe.does_not_fit import does_not_fit
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
@@ -23,6 +23,7 @@ _UNBOUNDED_BYTES = 2**62
 """More memory than any device has."""
 
 
+@ends_tracebacks
 def find_ceiling(
     workload: Any,
     device: Any,

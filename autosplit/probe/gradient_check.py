@@ -17,7 +17,7 @@ from torch import nn
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import WorkloadError, one_line, users_errors
+from autosplit.errors import WorkloadError, ends_tracebacks, one_line, users_errors
 from autosplit.notes import Note
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
@@ -47,6 +47,7 @@ KEPT_GRADIENTS = 6
 """Most gradients in memory at a time: the copy, its gradient, and the gradients to compare."""
 
 
+@ends_tracebacks
 def check(workload: Any) -> tuple[Check, ...]:
     """Check which parts of a training change when the batch is split.
 
@@ -85,6 +86,15 @@ def check(workload: Any) -> tuple[Check, ...]:
     return found
 
 
+NOT_FINITE = "gradient-not-finite"
+"""The code of an error, and the kind of a note: the loss or its gradient has NaN or infinity."""
+
+NOT_FINITE_TEXT = (
+    "The loss of the sample batch, or its gradient, is NaN or infinite. Expected finite numbers. Train a few steps in "
+    "float32 without autosplit, and look at the loss."
+)
+
+
 def checks_for(
     workload: Workload, rebuild: Callable[[], Workload] | None = None
 ) -> tuple[tuple[Check, ...], tuple[Note, ...]]:
@@ -110,6 +120,8 @@ def checks_for(
         except TooDearError as error:
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor took over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning reports errors of the workload
+            if getattr(error, "code", None) == NOT_FINITE:
+                return (), (Note(NOT_FINITE, NOT_FINITE_TEXT),)
             why = one_line(error)
     return (), (not_checked(why),)
 

@@ -314,8 +314,7 @@ class Comparison:
                 looping = "; and in the loop step.backward(loss / step.weight)" if reduce == "sum" else ""
                 return (
                     f"it is a {rule.reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} "
-                    f"was given: pass loss_reduction={rule.reduction!r}, as in "
-                    f"tune(Workload(..., loss_reduction={rule.reduction!r})){looping}"
+                    f"was given: pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}"
                 )
         split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
         if split and accumulation_is_off:

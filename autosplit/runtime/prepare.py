@@ -36,7 +36,7 @@ from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.sequence_length import at_length
-from autosplit.workload.workload import PRECISIONS, Workload
+from autosplit.workload.workload import PRECISIONS, Workload, precision_name
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _with(workload: Workload, changes: Mapping[str, Any]) -> Workload:
 
 
 def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
-    precision = changes.get("precision", "none")
+    precision = precision_name(changes.get("precision", "none"))
     if precision not in PRECISIONS:
         raise WorkloadError(
             f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them",

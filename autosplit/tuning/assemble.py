@@ -104,6 +104,21 @@ def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Ans
     )
 
 
+def idle_notes(request: Request, answer: Answer) -> tuple[Note, ...]:
+    """Return a note if a device gets no samples."""
+    pairs = zip(request.devices, answer.split, strict=True)
+    idle = [device.label for device, share in pairs if share == 0]
+    if not idle:
+        return ()
+    why = "The other devices are faster without it."
+    if answer.effective_batch_size < len(request.devices):
+        why = (
+            f"The effective batch size is {answer.effective_batch_size}, and there are {len(request.devices)} devices. "
+            "Pass a larger effective_batch_size to use all of them."
+        )
+    return (Note("device-idle", f"{', '.join(idle)} gets no samples. {why}"),)
+
+
 def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
     device, share = request.devices[position], answer.split[position]
     return PlanDevice(

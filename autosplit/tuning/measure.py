@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autosplit.errors import InputError, WorkloadError
+from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.explain import FASTER
@@ -44,6 +44,7 @@ PREDICTED_TEXT = (
 ON_EVERY_RANK = "; call it on every rank (torchrun, or the command autosplit measure) to run them"
 
 
+@ends_tracebacks
 def measure(
     model_or_workload: Any,
     sample_batch: Any = None,
@@ -53,6 +54,7 @@ def measure(
     accumulation_steps: int = 1,
     compute_loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
+    loss_reduction: str | None = None,
     batch_dim: int = 0,
     make_batch: Callable[[int], Any] | None = None,
     devices: Any = None,
@@ -78,6 +80,7 @@ def measure(
         accumulation_steps: Forwards per optimizer step, each with the whole split.
         compute_loss: As in `tune`.
         optimizer: As in `tune`.
+        loss_reduction: As in `tune`.
         batch_dim: As in `tune`.
         make_batch: As in `tune`.
         devices: As in `tune`. Default: every visible GPU, or the CPU if there is none.
@@ -107,6 +110,7 @@ def measure(
         "compute_loss": compute_loss,
         "optimizer": optimizer,
         "make_batch": make_batch,
+        "loss_reduction": loss_reduction,
         "batch_dim": batch_dim or None,
         "precision": precision,
     }

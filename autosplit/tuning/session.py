@@ -25,7 +25,7 @@ from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.solve.trial import Trial, best_trial, configuration_of
-from autosplit.tuning.assemble import Answer, accumulates, assembled, why_single
+from autosplit.tuning.assemble import Answer, accumulates, assembled, idle_notes, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
 from autosplit.tuning.worker import Worker, Workers
 
@@ -279,7 +279,7 @@ class Session(ABC):
             answer,
             trials=tuple(self.trials),
             checks=self.checks,
-            notes=(*self.notes, *notes),
+            notes=(*self.notes, *notes, *idle_notes(self.request, answer)),
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,
         )

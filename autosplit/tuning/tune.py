@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autosplit.errors import AutosplitError, UserCodeError, from_user_code
+from autosplit.errors import AutosplitError, UserCodeError, ends_tracebacks, from_user_code
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import changed
+from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.profiles.tuning_lock import WaitingWarning
@@ -59,6 +60,10 @@ class DoubtfulTimesWarning(UserWarning):
     """The times of a plan contradict each other, because the machine was busy during the tuning."""
 
 
+class NotFiniteWarning(UserWarning):
+    """The loss of the sample batch, or its gradient, is NaN or infinite."""
+
+
 class TuningInterrupted(KeyboardInterrupt):
     """The tuning was interrupted by Ctrl-C.
 
@@ -77,6 +82,7 @@ class TuningInterrupted(KeyboardInterrupt):
         return "tuning was interrupted"
 
 
+@ends_tracebacks
 def tune(
     model_or_workload: Any,
     sample_batch: Any = None,
@@ -84,6 +90,7 @@ def tune(
     *,
     compute_loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
+    loss_reduction: str | None = None,
     batch_dim: int = 0,
     make_batch: Callable[[int], Any] | None = None,
     devices: Any = None,
@@ -119,6 +126,7 @@ def tune(
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
         optimizer: A class, a factory or an optimizer object. Default: AdamW.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. Default: ``"mean"``.
         batch_dim: The batch dimension. Default: 0.
         make_batch: ``make_batch(n)``; with `lengths`, ``make_batch(n, length=length)``.
         devices: Devices such as ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"`` or ``"sim:2xA100-40GB+1xRTX3090"``. Default:
@@ -184,6 +192,7 @@ def tune(
     Warns:
         ChangedTrainingWarning: The check found that splitting the batch changes the training, see `Plan.checks`.
         DoubtfulTimesWarning: The plan's times contradict each other. A stored plan warns, too.
+        NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
         WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
     refuse_unknown(tune, unknown)
@@ -207,7 +216,8 @@ def tune(
     )
     numbers = None if lengths is None else checked_lengths(lengths)
     described = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer, "make_batch": make_batch}
-    described |= {"batch_dim": batch_dim or None, "fits": None if fits is None else checked_fits(fits)}
+    described |= {"batch_dim": batch_dim or None, "loss_reduction": loss_reduction}
+    described["fits"] = None if fits is None else checked_fits(fits)
     precisions, layers = precision_list(precision), checkpointing_list(checkpointing)
 
     def source_of(variant: Variant) -> Source:
@@ -225,15 +235,19 @@ def tune(
     return plan
 
 
+_WARNINGS = {TIMES_DISAGREE: DoubtfulTimesWarning, NOT_FINITE: NotFiniteWarning}
+"""The kinds of notes that `tune` also warns of."""
+
+
 def _warn_of(plan: Plan) -> None:
-    """Warn the caller of `tune` if times contradict each other, or if splitting changes the training."""
+    """Warn the caller of `tune` of a NaN loss, of doubtful times, and if splitting changes the training."""
     for note in plan.notes:
-        if note.kind == TIMES_DISAGREE:
-            warnings.warn(note.text, DoubtfulTimesWarning, stacklevel=3)
+        if note.kind in _WARNINGS:
+            warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
     found = changed(plan.checks)
     if found:
         others = f"; {len(found) - 1} more in plan.checks" if len(found) > 1 else ""
-        warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=3)
+        warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=4)
 
 
 @dataclass(frozen=True)

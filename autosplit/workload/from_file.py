@@ -254,5 +254,8 @@ def _suggestion(place: str, name: str, candidates: Iterable[str]) -> str:
     names = [candidate for candidate in candidates if candidate != name]
     near = difflib.get_close_matches(name, names, n=3) or names[:8]
     if not near:
-        return f"define {DEFAULT_NAME} in it"
+        return (
+            f"add these lines to {place}, with your own model, batch and loss:\n"
+            f"    import autosplit\n    {DEFAULT_NAME} = autosplit.Workload(model, (inputs, targets), loss_fn)"
+        )
     return f"it has {', '.join(near)}: write {place}:{near[0]}"

@@ -11,7 +11,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import WorkloadError
 from autosplit.notes import Note
-from autosplit.workload.workload import PRECISIONS
+from autosplit.workload.workload import PRECISIONS, precision_name
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
@@ -31,7 +31,7 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (tuple, list)) or not names:
         names = [value]
-    known = [name.strip() if isinstance(name, str) else name for name in names]
+    known = [precision_name(name.strip() if isinstance(name, str) else name) for name in names]
     for name in known:
         if not isinstance(name, str) or name not in PRECISIONS:
             raise WorkloadError(

@@ -36,6 +36,19 @@ from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("float32", "fp32", "32", torch.float32), "none"),
+    **dict.fromkeys(("bfloat16", torch.bfloat16), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", torch.float16), "fp16"),
+}
+
+
+def precision_name(value: Any) -> Any:
+    """Return autosplit's name of a precision that is given as a dtype or by torch's name. Return others unchanged."""
+    return _OTHER_NAMES.get(value, value) if isinstance(value, (str, torch.dtype)) else value
+
+
 """The autocast dtype of each precision. `fp16` also uses a GradScaler."""
 
 ModelFactory = Callable[[], Any]
@@ -107,7 +120,7 @@ class Workload:
     _made: MadeBatches | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", self.precision or "none")
+        object.__setattr__(self, "precision", precision_name(self.precision) or "none")
         _expect("precision", self.precision, tuple(PRECISIONS), "'none' is fp32, or what the model is in")
         _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _expect("loss_scope", self.loss_scope, ("sample", "batch"))
@@ -146,6 +159,14 @@ class Workload:
                 "next(iter(loader)), or a Workload.from_loader(loader, model=model)",
                 code="sample-batch-type",
             )
+        self._check_pair()
+        if self.make_batch is not None:
+            self._count_made(self.make_batch)
+        else:
+            object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
+
+    def _check_pair(self) -> None:
+        """Raise WorkloadError if `loss_fn` is given and the sample batch is no pair of inputs and targets."""
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             pair = "such a pair, ((a, b), targets) where the model takes two inputs"
@@ -155,10 +176,12 @@ class Workload:
                 "compute_loss=(model, batch) -> loss",
                 code="sample-batch-not-a-pair",
             )
-        if self.make_batch is not None:
-            self._count_made(self.make_batch)
-        else:
-            object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
+        if self.loss_fn is not None and isinstance(self.sample_batch[1], Tensor) and self.sample_batch[1].dim() == 0:
+            raise WorkloadError(
+                "The targets of the sample batch are a single number. Expected a batch of samples. To make a batch of "
+                "one sample, pass (inputs.unsqueeze(0), targets.unsqueeze(0)).",
+                code="sample-batch-unbatched",
+            )
 
     def _count_made(self, make_batch: MakeBatch) -> None:
         made = MadeBatches.of(make_batch, self.batch_dim)
@@ -269,6 +292,8 @@ class Workload:
         counted = counted_text(self.sample_batch_size, "sample")
         if self.make_batch is None:
             counted += f" along dimension {self.batch_dim}"
+        if isinstance(self.model, type):
+            counted = f"with {self.model.__name__}(), made from the class that was passed as the model, {counted}"
         return f"the workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
 
     @property
@@ -344,7 +369,15 @@ class Workload:
 
     def _loss(self, model: Any, batch: Any) -> Any:
         if self.compute_loss is not None:
-            return self.compute_loss(model, on_first_device(batch, Models.of(model)))
+            try:
+                return self.compute_loss(model, on_first_device(batch, Models.of(model)))
+            except TypeError as error:
+                if is_list_of_samples(self.sample_batch):
+                    raise
+                advise(
+                    error, "compute_loss is called as compute_loss(model, batch). Pass a loss of outputs as loss_fn=."
+                )
+                raise
         if self.loss_fn is None:
             try:
                 return loss_of(call_model(model, batch))

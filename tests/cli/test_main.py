@@ -127,7 +127,8 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
 
     assert main(["tune", "--help"]) == 0
     out = capsys.readouterr().out
-    in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler", "progress"}
+    in_python = {"loss_fn", "compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch", "sampler"}
+    in_python.add("progress")
     parameters = inspect.signature(tuning.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]
@@ -194,7 +195,7 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tun"], "COMMAND: invalid choice 'tun' (choose from"),
+        (["tun"], "'tun' is not a command; did you mean tune?; see autosplit --help"),
         (["--nothing"], "'--nothing' is not an option; expected one of its options; see autosplit --help"),
         (["--"], "; see autosplit --help"),
         (["tune", "a.py", "--device=cpu"], "'--device=cpu' is not an option; expected --devices; see autosplit tune"),
@@ -930,7 +931,7 @@ def test_show_prints_the_newest_plan_and_says_that_it_is_one_of_several(capsys):
 def test_show_a_profile_by_the_beginning_of_its_key(capsys, fails):
     store("ab" * 16, made_plan((100, 156)))
     store("cd" * 16, made_plan((300,)))
-    assert "the newest keys are: cdcdcdcdcdcd, abababababab" in fails("show", "zzzz")[0]
+    assert "The newest keys are: cdcdcdcdcdcd, abababababab." in fails("show", "zzzz")[0]
     assert main(["show", "abab", "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
 
@@ -945,8 +946,8 @@ def test_show_without_any_profile(capsys, fails):
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        ("ab", "these begin so: "),
-        ("ef", "the newest keys are: "),
+        ("ab", "2 plans begin with 'ab': "),
+        ("ef", "There is no plan 'ef'. The newest keys are: "),
         ("plan.json", "check the path"),
         ("m1.py:work", "m1.py:work is a Python file; expected a plan; make one with autosplit tune m1.py:work"),
         ("", "''"),

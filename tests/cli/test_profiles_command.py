@@ -121,7 +121,7 @@ def test_remove_says_what(stored, capsys):
 
 def test_nothing_is_removed_unless_all_are_found(stored, capsys):
     assert main(["profiles", "remove", "ab", "12"]) == 2
-    assert "'12' is neither a file nor the beginning of one" in capsys.readouterr().err
+    assert "There is no plan '12'." in capsys.readouterr().err
     assert len(profile_paths()) == 3
 
 
@@ -170,8 +170,8 @@ def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
         ([], "neither a key nor --all is given; expected one of them"),
         (["ab", "--all"], "keys and --all are both given"),
         (["--all"], "--all would remove 3 profiles in"),
-        (["../../secret"], "'../../secret' is neither a file nor the beginning"),
-        ([""], "'' is neither a file nor the beginning"),
+        (["../../secret"], "There is no plan '../../secret'."),
+        ([""], "There is no plan ''."),
     ],
 )
 def test_what_is_not_removed(stored, capsys, words, said):

@@ -249,7 +249,7 @@ BAD_SPECS = {
     "tpu": "did you mean 'cpu'",
     "0": "write 'cuda:0'",
     "RTX3090": "write 'sim:RTX3090'",
-    "mps": "device 'mps' is not here",
+    "mps": "Device 'mps' is not available",
     "meta": "device 'meta' is unknown",
     "cpu:0": "has no unit: expected a size such as 2GiB; write 'cpu:2GiB,cpu:2GiB' for two devices",
     "cpu:0,1": "has no unit: expected a size such as 2GiB; write 'cpu:2GiB,cpu:2GiB' for two devices",
@@ -296,15 +296,25 @@ def test_bad_specs(spec, message):
         parse_devices(spec)
     text = str(caught.value)
     assert message in text
-    assert "expected" in text
+    assert "expected" in text or "visible to this process" in text
     assert "\n" not in text
     assert len(text) < 500
 
 
-@pytest.mark.parametrize("spec", [[], (), [3], 3, [None], {"sim:T4": 4}, {"cuda": 1}.values(), [torch.device("meta")]])
+@pytest.mark.parametrize("spec", [[], (), [None], [True], {"sim:T4": 4}, [torch.device("meta")]])
 def test_bad_sequences(spec):
     with pytest.raises(DeviceError, match="expected 'auto', 'cuda'"):
         parse_devices(spec)
+
+
+def test_numbers_are_those_of_visible_gpus(monkeypatch):
+    """nn.DataParallel takes ``device_ids=[0, 2]``."""
+    stand_in(monkeypatch, accelerators=lambda kind=None: Found(FakeCuda(cards("A100", "T4", "A100")), kind or "cuda"))
+    assert [device.label for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
+    with raises(DeviceError, "gpu-not-visible", "cuda:3"):
+        parse_devices([0, 3])
+    with raises(DeviceError, "device-number", "'cuda:2'", "'cuda:0,1'"):
+        parse_devices(2)
 
 
 @given(st.text(max_size=30))

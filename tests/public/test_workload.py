@@ -197,7 +197,7 @@ LINEAR = nn.Linear(2, 2)
     ("arguments", "message"),
     [
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of 'none', 'bf16', 'fp16'"),
-        ({"precision": "fp32"}, "precision is 'fp32'; .*; 'none' is fp32, or what the model is in"),
+        ({"precision": "fp64"}, "precision is 'fp64'; .*; 'none' is fp32, or what the model is in"),
         ({"fits": "evaluation"}, "fits has 'evaluation'; expected some of resume, save, eval; did you mean 'eval'"),
         ({"loss_reduction": "max"}, "loss_reduction is 'max'; expected one of 'mean', 'sum'"),
         ({"loss_scope": "token"}, "loss_scope is 'token'; expected one of 'sample', 'batch'"),

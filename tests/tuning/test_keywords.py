@@ -29,7 +29,7 @@ BATCH = (torch.zeros(8, 4), torch.zeros(8, 2))
         ("mixed_precision", "Use precision."),
         ("reserved", "Use reserve."),
         ("n_trial", "Use n_trials."),
-        ("loss_reduction", "pass Workload(model, sample_batch, loss_reduction=...)."),
+        ("loss_scope", "pass Workload(model, sample_batch, loss_scope=...)."),
         ("accumulation_steps", "Use effective_batch_size."),
         ("sample_batch_size", "Use sample_batch."),  # a Workload computes it, and takes no such argument
     ],

@@ -1,0 +1,151 @@
+"""Typical mistakes of a new user. Each answer names the next step, and its traceback ends at the call."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from raised import raises
+from torch import nn
+
+import autosplit
+from autosplit.cli.main import main
+from autosplit.errors import ArgumentError, AutosplitError, DeviceError, UserCodeError, WorkloadError
+
+BATCH = torch.randn(8, 16), torch.randint(0, 4, (8,))
+LOSS = nn.CrossEntropyLoss()
+SMALL: dict[str, Any] = {"devices": "sim:1xRTX3090", "profile": "off", "n_trials": 1, "max_batch_size": 8}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def of_outputs(outputs: Any, targets: Any) -> Any:
+    """A loss_fn that is passed as compute_loss."""
+    return LOSS(outputs, targets)
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], type[AutosplitError], str, str]] = {
+    "batch_size": (
+        lambda: autosplit.tune(net(), BATCH, LOSS, batch_size=8, **SMALL),
+        ArgumentError,
+        "argument-unknown",
+        "effective_batch_size",
+    ),
+    "one sample": (
+        lambda: autosplit.tune(net(), (BATCH[0][0], BATCH[1][0]), LOSS, **SMALL),
+        WorkloadError,
+        "sample-batch-unbatched",
+        "unsqueeze(0)",
+    ),
+    "a class": (
+        lambda: autosplit.tune(nn.Transformer, BATCH, LOSS, **SMALL),
+        UserCodeError,
+        "user-code",
+        "Transformer(), made from the class",
+    ),
+    "a loss of outputs": (
+        lambda: autosplit.tune(net(), BATCH, compute_loss=of_outputs, **SMALL),
+        UserCodeError,
+        "user-code",
+        "compute_loss(model, batch)",
+    ),
+    "a number of devices": (
+        lambda: autosplit.tune(net(), BATCH, LOSS, **{**SMALL, "devices": 2}),
+        DeviceError,
+        "device-number",
+        "'cuda:0,1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_answer_names_the_next_step(name: str) -> None:
+    run, kind, code, words = MISTAKES[name]
+    with raises(kind, code, words):
+        run()
+
+
+def files_of(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_traceback_ends_at_the_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user saw 10 to 71 frames of autosplit and torch above the message."""
+    monkeypatch.delenv("AUTOSPLIT_DEBUG", raising=False)
+    run = MISTAKES[name][0]
+    with pytest.raises(AutosplitError) as caught:
+        run()
+    own = str(Path(autosplit.__file__).parent)
+    inside = [path for path in files_of(caught.value) if path.startswith(own)]
+    assert inside == [str(Path(own) / "errors.py")]
+    cause = caught.value.__cause__
+    assert cause is None or not [
+        path for path in files_of(cause) if path.startswith((own, str(Path(torch.__file__).parent)))
+    ]
+
+
+def test_a_cause_keeps_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOSPLIT_DEBUG", raising=False)
+    with pytest.raises(UserCodeError) as caught:
+        MISTAKES["a loss of outputs"][0]()
+    assert caught.value.__cause__ is not None
+    assert set(files_of(caught.value.__cause__)) == {__file__}
+
+
+def test_a_developer_sees_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSPLIT_DEBUG", "1")
+    with pytest.raises(AutosplitError) as caught:
+        MISTAKES["batch_size"][0]()
+    assert len(files_of(caught.value)) > 3
+
+
+def test_precisions_have_the_names_of_torch() -> None:
+    for given, name in ((torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("float16", "fp16"), (torch.float32, "none")):
+        assert autosplit.Workload(net(), BATCH, LOSS, precision=given).precision == name
+        assert autosplit.tune(net(), BATCH, LOSS, precision=given, **SMALL).precision == name
+
+
+def test_a_sum_is_passed_to_tune() -> None:
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    plan = autosplit.tune(net(), BATCH, loss, loss_reduction="sum", **SMALL)
+    assert plan.loss_reduction == "sum"
+    assert not [check for check in plan.checks if check.depends]
+
+
+def test_a_loss_of_nan_warns() -> None:
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        plan = autosplit.tune(net(), BATCH, lambda outputs, targets: LOSS(outputs, targets) * float("nan"), **SMALL)
+    assert "gradient-not-finite" in [note.kind for note in plan.notes]
+
+
+def test_an_idle_device_is_named() -> None:
+    options = {**SMALL, "devices": "sim:2xRTX3090"}
+    plan = autosplit.tune(net(), BATCH, LOSS, effective_batch_size=1, **options)
+    (note,) = [note for note in plan.notes if note.kind == "device-idle"]
+    assert "sim:1 gets no samples" in note.text
+    assert "effective_batch_size" in note.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tuen"], "did you mean tune?"),
+        (["report", "zzz"], "There is no plan 'zzz'"),
+        (["tune", "{file}"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
+        (["tune", "{file}:model"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
+    ],
+)
+def test_the_command_line_names_the_next_step(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from torch import nn\nmodel = nn.Linear(2, 1)\n")
+    assert main([part.format(file=file) for part in arguments]) == 2
+    assert words in capsys.readouterr().err
