@@ -369,15 +369,7 @@ class Workload:
 
     def _loss(self, model: Any, batch: Any) -> Any:
         if self.compute_loss is not None:
-            try:
-                return self.compute_loss(model, on_first_device(batch, Models.of(model)))
-            except TypeError as error:
-                if is_list_of_samples(self.sample_batch):
-                    raise
-                advise(
-                    error, "compute_loss is called as compute_loss(model, batch). Pass a loss of outputs as loss_fn=."
-                )
-                raise
+            return self._computed_loss(self.compute_loss, model, batch)
         if self.loss_fn is None:
             try:
                 return loss_of(call_model(model, batch))
@@ -406,6 +398,16 @@ class Workload:
         except TypeError as error:
             if "positional argument" in str(error):
                 advise(error, "loss_fn is called as loss_fn(outputs, targets), of one forward")
+            raise
+
+    def _computed_loss(self, compute_loss: Callable[..., Any], model: Any, batch: Any) -> Any:
+        try:
+            return compute_loss(model, on_first_device(batch, Models.of(model)))
+        except TypeError as error:
+            if not is_list_of_samples(self.sample_batch):
+                advise(
+                    error, "compute_loss is called as compute_loss(model, batch). Pass a loss of outputs as loss_fn=."
+                )
             raise
 
     def _refuse_unlike_arguments(self) -> None:
