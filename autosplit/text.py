@@ -172,8 +172,7 @@ def rate_text(samples_per_s: float) -> str:
 
 def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str:
     """Return a text that names the bottleneck of a run: the loader or the devices."""
-    slower = "loader bounds" if loader_samples_per_s < devices_samples_per_s else "devices bound"
-    return f"the {slower} the run"
+    return f"the {'loader limits' if loader_samples_per_s < devices_samples_per_s else 'devices limit'} training"
 
 
 # ------------------------------------------------------------------------------------------------------------ HTML

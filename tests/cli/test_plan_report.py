@@ -274,8 +274,8 @@ def explained(plan, **options):
 
 def test_the_explanation_is_told_without_what_stands_elsewhere():
     advice, data = explained(made_plan((100, 156), sample_batch_size=128), width=300).splitlines()
-    assert advice.startswith("- a step has 512 samples, the sample batch has 128: multiply")
-    assert data == "- data loading is not measured: the loader has to deliver 10,234 samples/s"
+    assert advice.startswith("- A step has 512 samples, and the sample batch has 128. Multiply")
+    assert data == "- Data loading was not measured. The loader must deliver 10,234 samples/s."
 
 
 @pytest.mark.parametrize(
@@ -662,13 +662,15 @@ def test_what_batches_of_like_length_bring_is_beside_the_throughput(details):
     text = printed(made_plan(lengths=LENGTHS), details=details)
     assert row_of(text, "by length").split(maxsplit=2)[2] == "300 samples/s, 2.00 times batches of one size (predicted)"
     if details:
-        assert "bring 300 samples/s with 10% of padding, against 150 samples/s with 50%" in " ".join(text.split())
+        assert "give 300 samples/s with 10% padding. Batches of one size give 150 samples/s with 50%" in " ".join(
+            text.split()
+        )
 
 
 def test_the_loader_has_to_deliver_what_batches_of_like_length_take():
     found = made_plan(lengths=LENGTHS, loader_samples_per_s=200.0, loader_settings=LoaderSettings(2, 4))
-    assert "the loader bounds the run" in printed(found)
-    assert "the loader bounds the run" in found.explain().reasons()[0]
+    assert "the loader limits training" in printed(found)
+    assert "The loader limits training" in found.explain().reasons()[0]
 
 
 @pytest.mark.parametrize(

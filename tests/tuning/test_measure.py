@@ -63,7 +63,7 @@ class TestSimulated:
         gains = {(bound.what, bound.device): bound.gain for bound in found.bound_by}
         assert [*gains.values()] == sorted(gains.values(), reverse=True)
         assert ("copies", None) in gains
-        assert "parameters and gradients copied in no time (+" in found.faster_with
+        assert "free copies of parameters and gradients (+" in found.faster_with
 
     def test_a_device_may_have_nothing(self):
         found = measure(devices=CARDS, split=(64, 0))
