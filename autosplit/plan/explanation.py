@@ -15,7 +15,7 @@ from msgspec import Meta
 from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.trial import KNEE_SHARE
-from autosplit.text import bound_text, counted_text, rate_text, size_text, tuple_text
+from autosplit.text import bound_text, counted_text, percent_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
 """Least relative gain in predicted samples/s. Bounds with a smaller gain are not reported."""
@@ -364,7 +364,7 @@ def _attention_text(backends: Mapping[str, Sequence[str]]) -> str:
 
 def _knee_text(knee: Knee) -> str:
     return (
-        f"{knee.batch_size:,} is the smallest tried batch with {_percent(KNEE_SHARE)} of the best throughput "
+        f"{knee.batch_size:,} is the smallest tried batch with {percent_text(KNEE_SHARE)} of the best throughput "
         f"({rate_text(knee.fastest_samples_per_s)} with {knee.fastest_batch_size:,})."
     )
 
@@ -388,9 +388,9 @@ def fits_text(fits: Fits) -> str:
 def lengths_text(lengths: LengthPlan) -> str:
     """Return a text on the gain of batches with similar lengths."""
     return (
-        f"Batches of similar length give {rate_text(lengths.samples_per_s)} with {_percent(lengths.padding_share)} "
+        f"Batches of similar length give {rate_text(lengths.samples_per_s)} with {percent_text(lengths.padding_share)} "
         f"padding. Batches of one size give {rate_text(lengths.fixed_samples_per_s)} with "
-        f"{_percent(lengths.fixed_padding_share)} padding (predicted)."
+        f"{percent_text(lengths.fixed_padding_share)} padding (predicted)."
     )
 
 
@@ -434,16 +434,10 @@ def _learning_rate_text(advice: LearningRate) -> str:
 
 
 def _fit_text(fit: FitQuality) -> str:
-    noise = f" The measured times vary by {_percent(fit.noise_share)}." if fit.noise_share else ""
-    return (
-        f"The time model is off by {_percent(fit.median_share)} (median) and {_percent(fit.largest_share)} (largest) "
-        f"over {counted_text(fit.count, 'trial')}.{noise}"
-    )
+    noise = f" The measured times vary by {percent_text(fit.noise_share)}." if fit.noise_share else ""
+    errors = f"{percent_text(fit.median_share)} (median) and {percent_text(fit.largest_share)} (largest)"
+    return f"The time model is off by {errors} over {counted_text(fit.count, 'trial')}.{noise}"
 
 
 def _more(gain: float) -> str:
-    return f"+{_percent(gain - 1)}" if gain < MOST_GAIN else f"over +{_percent(MOST_GAIN - 1)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
+    return f"+{percent_text(gain - 1)}" if gain < MOST_GAIN else f"over +{percent_text(MOST_GAIN - 1)}"
