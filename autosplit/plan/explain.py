@@ -203,7 +203,7 @@ def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> It
 
 
 def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed], float]) -> Iterator[Change]:
-    """Yield the samples/s of changed problems. Leave out problems with a rate of 0, for which nothing fits.
+    """Yield the samples/s of changed problems. Leave out problems with a rate of 0, because nothing fits.
 
     Unlimited memory on all devices is tried only if unlimited memory on a single device does not raise the rate.
     """

@@ -39,7 +39,7 @@ What = Literal[
 """The kinds of bounds of a plan, see `Bound`."""
 
 Changed = Literal[What, "one_gib_more", "alone"]
-"""The property in which a simulated machine, or the request, differs from the plan's."""
+"""The property of a simulated machine or request that differs from the plan's."""
 
 MOST_TIMES = 3
 """Most time costs to print, the largest gains first."""

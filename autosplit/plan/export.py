@@ -308,7 +308,7 @@ _USES = {
     ("Accelerator", "DistributedDataParallelKwargs"): "kwargs_handlers=[ddp]",
     ("Trainer", "DDPStrategy"): "strategy=ddp",
 }
-"""The argument with which a class uses another class of the settings."""
+"""The argument that passes the second class to the first."""
 
 
 def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) -> Export:

@@ -17,7 +17,7 @@ MOST_FORWARDS = 20_000
 """Most forwards of an optimizer step to try in the search for a step of exactly the requested samples."""
 
 MOST_RANKS = 64
-"""Most ranks for which leaving some out is tried. With more it would take seconds."""
+"""If there are more ranks, leaving some out is not tried, because it would take seconds."""
 
 
 @dataclass(frozen=True)
