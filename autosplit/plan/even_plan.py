@@ -16,6 +16,7 @@ from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import Problem
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import counted_text, percent_text, printable, rate_text, tuple_text
 
 
@@ -70,15 +71,8 @@ class _Ranks:
 def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
     """Return even settings for a tool, and an export with notes but without the tool's settings."""
     ranks = _ranks_of(plan)
-    even, search = ranks.even, _search(plan, ranks)
-    exact = even is not None
-    if even is None:
-        if search is None:
-            raise PlanError(
-                f"the plan has no time model, which is needed to find one batch size for {tool.called}. Tune again.",
-                code="plan-without-fits",
-            )
-        even = search.best()
+    search = _search(plan, ranks)
+    even, exact = ranks.even or search.best(), ranks.even is not None
     if even is None:
         raise PlanError(
             f"no batch size fits all ranks, whose ceilings are {shown([one.batch_size for one in ranks.ceilings])}, "
@@ -88,7 +82,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
         )
     notes, lost_share = first_notes(plan), None
     even = replace(even, samples_per_s=None)
-    if search is not None and not plan.shares_processor:
+    if plan.fit is not None and not plan.shares_processor:
         even = replace(even, samples_per_s=search.rate(even.batch_size, even.accumulation_steps))
         lost_share, compared = _lost(plan, ranks, search, even)
         if not exact:
@@ -96,7 +90,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
         elif lost_share > BINDING_SHARE:
             notes.append(f"{tool.called} runs DDP. Predicted: {compared}.")
         notes += _faster_notes(plan, search, even, tool)
-    elif search is not None and not exact:
+    elif not exact:
         notes += _nearest_notes(ranks, search, even, tool, "")
     notes += _training_notes(plan, even, tool)
     return even, Export(tool.to, {}, "", exact, tuple(map(printable, notes)), even, lost_share)
@@ -119,10 +113,8 @@ def _ranks_of(plan: PlanRecord) -> _Ranks:
     return _Ranks(sizes, ceilings, plan.ddp.ranks[0].accumulation_steps, effective)
 
 
-def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem | None:
-    """Return the search for one batch size for all ranks, or None if the plan has no fit."""
-    if plan.fit is None:
-        return None
+def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
+    """Return the search for one batch size for all ranks."""
     caps = [ceiling.batch_size for ceiling in ranks.ceilings]
     normed = any(check.depends and "BatchNorm" in check.subject for check in plan.checks)
     least = plan.region.least_share if plan.region is not None else 1 + normed
@@ -131,7 +123,11 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem | None:
     # Without an effective batch size, the ceilings are for steps of one forward. They do not count gradients that wait
     # for a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
-    problem = Problem(plan.fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)
+    # A plan made by hand has no time model. Assume a fixed time per forward with which a step of the requested size is
+    # worth up to twice the fewest forwards, see `WITHIN_REACH`.
+    curve = TimeCurve(tuple((samples, samples + min(caps) / 3) for samples in (1, 2)))
+    fit = plan.fit or Fit(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
+    problem = Problem(fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)
     return EvenProblem(problem, ranks.effective_batch_size)
 
 

@@ -163,11 +163,18 @@ def test_where_balanced_is_faster_than_ddp_an_even_plan_says_so():
     assert "fewer than with plan.wrap(model), BalancedDataParallel and (50, 50)" in found.notes[0]
 
 
-def test_a_plan_without_a_fit_is_exported_only_if_it_is_even():
-    found = replace(even_plan(), fit=None).export("transformers")
-    assert (numbers(found), found.exact, found.lost_share) == ((50, 2), True, None)
-    with raises(PlanError, "plan-without-fits"):
-        replace(uneven_plan(), fit=None).export("transformers")
+def test_an_export_of_a_plan_without_a_fit_has_no_rates():
+    found = replace(uneven_plan(), fit=None).export("transformers")
+    assert numbers(found) == (24, 2)
+    assert found.lost_share is None
+    assert "samples/s" not in found.text
+
+
+def test_without_a_fit_an_exact_step_has_at_most_twice_the_fewest_forwards():
+    plan = replace(solved_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018), fit=None)
+    found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
+    assert found.even.effective_batch_size in (1016, 1020)
+    assert found.even.accumulation_steps <= 4
 
 
 def test_devices_that_share_a_processor_claim_no_figure():

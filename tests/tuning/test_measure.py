@@ -129,7 +129,7 @@ WRONG = {
         r"split is \(4, 4, 4\); expected one whole number per device, .* as many, or name other devices than ",
     ),
     "one for two": ({"split": 8}, r"split is \(8,\); expected one whole number per device"),
-    "nothing": ({"split": (0, 0)}, "expected at least one share above 0"),
+    "nothing": ({"split": (0, 0)}, "has no samples"),
     "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
     "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
     "no forward": ({"split": (4, 4), "accumulation_steps": 0}, "accumulation_steps is 0"),
