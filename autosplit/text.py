@@ -159,6 +159,11 @@ def tuple_text(numbers: Sequence[int]) -> str:
     return f"({', '.join(map(str, numbers))})"
 
 
+def percent_text(share: float) -> str:
+    """Format a fraction as a percentage: no decimals from 10% upwards, one below."""
+    return f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
+
+
 def ms_text(seconds: float) -> str:
     """Format seconds as milliseconds: two decimals below 10 ms, one below 1,000 ms, and none above."""
     ms = seconds * 1000
@@ -172,8 +177,7 @@ def rate_text(samples_per_s: float) -> str:
 
 def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str:
     """Return a text that names the bottleneck of a run: the loader or the devices."""
-    slower = "loader bounds" if loader_samples_per_s < devices_samples_per_s else "devices bound"
-    return f"the {slower} the run"
+    return f"the {'loader limits' if loader_samples_per_s < devices_samples_per_s else 'devices limit'} training"
 
 
 # ------------------------------------------------------------------------------------------------------------ HTML

@@ -1,8 +1,8 @@
-"""Draws docs/pictures/*.svg: python docs/pictures.py; it takes no card, and half a minute.
+"""Draw docs/pictures/*.svg: python docs/pictures.py. It needs no GPU, and takes half a minute.
 
-Those of README are charts of the plan that its example makes for its cards; those of "How it works" of a plan for the
-same cards with less memory, where ceilings bind, and of one training step on the processor under the tracker. A picture
-has its own colours for light and dark pages, those of the report.
+The pictures of README are charts of the plan in its example. The pictures of "How it works" are charts of a plan for
+the same GPUs with less memory, whose ceilings limit the batch, and of one tracked training step on the CPU. Each
+picture has the report's colours for light and dark pages.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def tracker_chart(entries: tuple[Entry, ...]) -> Chart:
         canvas.finish("storages that came or went", "memory, MiB", 2)
 
     peak = max(sum(values) for values in zip(*heights.values(), strict=True))
-    said = f"What a training step holds as {len(entries):,} storages come and go; at its fullest {peak:.0f} MiB."
-    return drawn("tracker", "Memory in a step", said, 300, draw)
+    text = f"Memory of a training step with {len(entries):,} allocations and releases. The peak is {peak:.0f} MiB."
+    return drawn("tracker", "Memory in a step", text, 300, draw)
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
         plan = autosplit.tune(workload, devices=devices, effective_batch_size=EFFECTIVE_BATCH_SIZE, profile="off")
         found |= {names[chart.name]: chart for chart in charts_of(plan, plan.explain()) if chart.name in names}
     for name, chart in found.items():
-        assert chart.svg, chart.said
+        assert chart.svg, chart.text
         (FOLDER / f"{name}.svg").write_text(picture(chart.svg) + "\n", encoding="utf-8")
 
 

@@ -65,8 +65,8 @@ def _given(plan: Plan) -> str:
     loss_from = _loss_from(plan)
     loss = "" if loss_from == "output" else f", {loss_from}"
     loss += ", class_weights" if "class_weights" in _count_of(plan) else ""
-    one_by_one = "; several models are wrapped one by one" if loss_from == "step" else ""
-    return f"# model, optimizer{loss}{more} are your script's{one_by_one}"
+    one_by_one = ". Wrap several models one by one." if loss_from == "step" else ""
+    return f"# Your script defines model, optimizer{loss}{more}{one_by_one}"
 
 
 def _loss_from(plan: Plan) -> str:
@@ -106,7 +106,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
     if any(check.count for check in of_loss) and not count:
-        yield "# the plan's count of a batch is left out, because autosplit did not write it: run autosplit check"
+        yield "# The plan's count of a batch is left out, because autosplit did not write it. Run autosplit check."
     yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("split: "))
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
@@ -137,7 +137,7 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
     """Yield the loop for a workload whose `step` function is the whole optimizer step."""
     sizes = [rank.batch_size for rank in plan.ddp.ranks]
     if of == "ctx" and len({*sizes}) > 1:
-        yield f"# shares are unlike: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
+        yield f"# Batch sizes differ: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
     yield "for batch in loader:"
     where = "  # the batch on ctx.device" if of == "ctx" else ""
     if plan.precision == "none":
@@ -151,8 +151,8 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
     """Return the loop variables for a batch of the loader, and the expression for its loss.
 
     Args:
-        device: Python expression for the rank's device. Empty in a single process, where the wrapper moves the
-            model's inputs.
+        device: Python expression for the rank's device. Empty in a single process, because the wrapper moves
+            the model's inputs.
     """
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
@@ -199,7 +199,7 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
         "import autosplit.ddp",
         *_imports(plan),
         "",
-        f"# in train.py, started by: python -m autosplit launch{given} train.py",
+        f"# Start train.py with: python -m autosplit launch{given} train.py",
         "with autosplit.ddp.setup() as ctx:",
         "    model = ctx.wrap(model)",
         *(f"    {line}" for line in _loader_lines(plan, "ctx")),

@@ -84,7 +84,7 @@ def full_report(plan: Plan, origin: Origin) -> Group:
         *_section(ddp_heading(explanation), ddp_lines(plan)),
         *_section("explained", [*_unused_lines(plan), *explained_lines(explanation)]),
         *_section("notes", notes),
-        *_pasted("on the machine that has the cards" if plan.simulated else "to use it", paste_lines(plan, origin)),
+        *_pasted("on the machine that has the GPUs" if plan.simulated else "to use it", paste_lines(plan, origin)),
     )
 
 
@@ -93,7 +93,7 @@ def _status(plan: Plan) -> Iterator[Text]:
     from rich.text import Text
 
     if plan.simulated:
-        yield Text("simulated: predicted for cards that this machine does not have", "yellow")
+        yield Text("simulated: predicted for GPUs that this machine does not have", "yellow")
     if not plan.complete:
         yield Text("interrupted: the best so far", "yellow")
 
@@ -129,12 +129,11 @@ def _unused_lines(plan: Plan) -> list[str]:
     unused = [device for device in plan.devices if not device.share]
     full = [device.label for device in unused if not device.ceiling.batch_size]
     slow = [device.label for device in unused if device.ceiling.batch_size]
-    lines = [f"{listed(full, 4)} can't hold a sample beside the model"] if full else []
+    lines = [f"The memory of {listed(full, 4)} is too small for the model and one sample."] if full else []
     if slow:
-        line = f"no samples for {listed(slow, 4)}: copying the model there takes longer than it saves"
-        if not plan.ddp.ranks:
-            line += "; a larger effective batch may use them"
-        lines.append(line + "; DDP trains on all" * (plan.ddp.samples_per_s > plan.samples_per_s))
+        line = f"No samples for {listed(slow, 4)}: copying the model there takes longer than it saves."
+        line += "" if plan.ddp.ranks else " A larger effective batch may use more devices."
+        lines.append(line + " DDP uses all devices." * (plan.ddp.samples_per_s > plan.samples_per_s))
     return lines
 
 
@@ -255,7 +254,7 @@ def _gain_text(plan: Plan) -> str:
     """Return a text on the gain over the even split of the same batch, if that is meaningful."""
     even = even_split(plan.batch_size, len(plan.split))
     if plan.shares_processor:
-        return "not claimed: these devices share one processor"
+        return "not claimed, because these devices share one CPU"
     if plan.split == even:
         return "none: the even split is the fastest"
     if plan.even_samples_per_s is not None:

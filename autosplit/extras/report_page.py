@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from autosplit.cli import plan_report as told
+from autosplit.cli import plan_report
 from autosplit.cli.pasted_code import paste_lines
-from autosplit.cli.plan_report import request_text
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 from autosplit.plan.canvas import check_drawing, check_installed
@@ -45,18 +44,19 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Raise if `write_page` could not make or write the page. Call this before long work."""
-    check_installed("jinja2", "the report", "it fills the page")
+    check_installed("jinja2", "the report")
     check_drawing("the report")
     target = Path(path)
     stands = what_stands_at(target)
     if stands is not None:
         raise InputError(
-            f"{target} is {stands}; expected a new file, or a report to replace; choose another by -o PATH",
+            f"{target} is {stands}, not a new file or an earlier report. Choose another path with -o PATH.",
             code="report-not-a-file",
         )
     if not target.parent.is_dir():
         raise InputError(
-            f"{target}: expected a folder that exists; make {target.parent}, or choose another", code="report-folder"
+            f"the folder of {target} does not exist. Make {target.parent}, or choose another folder.",
+            code="report-folder",
         )
     if force or not target.exists():
         return
@@ -64,15 +64,15 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         if _MARK.encode() in file.read(_MARKED_WITHIN):
             return
     raise InputError(
-        f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose another "
-        "by -o PATH, or replace it with --force",
+        f"{target} exists and is not an autosplit report. Choose another path with -o PATH, or replace the file with "
+        "--force.",
         code="report-exists",
     )
 
 
 def page_of(plan: Plan) -> str:
     """Return a plan's page."""
-    check_installed("jinja2", "the report", "it fills the page")
+    check_installed("jinja2", "the report")
     import jinja2
 
     shown = shareable(plan)  # only this redacted plan reaches the page
@@ -99,16 +99,16 @@ def _values(plan: Plan) -> dict[str, object]:
     explanation = plan.explain()
     charts = charts_of(plan, explanation)
     model = plan.workload.get("model")
-    numbers = dict(told.all_numbers(plan))
+    numbers = dict(plan_report.all_numbers(plan))
     shown = {name: numbers.pop(name) for name in HEADLINE if name in numbers}
     shown["throughput"] = shown["throughput"].removesuffix(" (simulated)")
     ranks = list(_rank_rows(plan))
     return {
         "plan": plan,
-        "columns": told.device_columns(plan),
-        "devices": list(told.device_cells(plan)),
-        "explained": told.explained_lines(explanation),
-        "ddp_heading": told.ddp_heading(explanation),
+        "columns": plan_report.device_columns(plan),
+        "devices": list(plan_report.device_cells(plan)),
+        "explained": plan_report.explained_lines(explanation),
+        "ddp_heading": plan_report.ddp_heading(explanation),
         "title": f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
         "headline": shown,
         "other_numbers": [*numbers.items(), *_made(plan)],
@@ -118,7 +118,7 @@ def _values(plan: Plan) -> dict[str, object]:
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": told.ddp_lines(plan)[-1:] if ranks else told.ddp_lines(plan),  # the rest is in the table
+        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the rest is in the table
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
@@ -128,7 +128,7 @@ def _values(plan: Plan) -> dict[str, object]:
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts on how the plan was made. Old plans do not contain the request."""
     if plan.request:
-        yield "asked for", request_text(plan.request) or "nothing but the defaults"
+        yield "requested", plan_report.request_text(plan.request) or "only the defaults"
     names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}
     versions = [f"{name} {plan.machine[part]}" for part, name in names.items() if plan.machine.get(part) is not None]
     if versions:
@@ -138,7 +138,7 @@ def _made(plan: Plan) -> Iterator[tuple[str, str]]:
 def _part_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for device in plan.devices:
         parts = known_parts(device)
-        sizes = ("not known" if parts is None else _size(getattr(parts, name)) for name, _, _ in MEMORY_PARTS)
+        sizes = ("unknown" if parts is None else _size(getattr(parts, name)) for name, _, _ in MEMORY_PARTS)
         reserve = max(0, device.memory_bytes - device.capacity_bytes)
         free = max(0, device.capacity_bytes - device.peak_bytes)
         yield device.label, *sizes, _size(reserve), _size(free)
@@ -152,7 +152,7 @@ def _check_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for check in sorted(plan.checks, key=lambda check: not check.depends):
         more = "; ".join(filter(None, (check.advice, check.remark)))
         errors = error_text(check.split_error), error_text(check.accumulation_error)
-        yield check.subject, *errors, "depends" if check.depends else "does not depend", more
+        yield check.subject, *errors, "yes" if check.depends else "no", more
 
 
 def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -6,7 +6,8 @@ import importlib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -61,30 +62,29 @@ class Chart:
     Attributes:
         name: Identifier of the chart.
         title: Title of the chart.
-        said: Description of the chart in one or two sentences, for readers who can't see it.
-        svg: An ``<svg>`` element; empty if nothing could be drawn. Then `said` has the reason.
+        text: Description of the chart in a few sentences, for readers who can't see it.
+        svg: An ``<svg>`` element; empty if nothing could be drawn. Then `text` has the reason.
     """
 
     name: str
     title: str
-    said: str
+    text: str
     svg: str = ""
 
 
 def check_drawing(what: str) -> None:
-    """Raise InputError if matplotlib is not installed."""
-    check_installed("matplotlib.figure", what, "it draws")
+    """Raise InputError if matplotlib, which `what` needs, is not installed."""
+    check_installed("matplotlib.figure", what)
 
 
-def check_installed(module: str, what: str, why: str) -> None:
-    """Raise InputError if a module is not installed."""
+def check_installed(module: str, what: str) -> None:
+    """Raise InputError if a module that `what` needs is not installed."""
     try:
         importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
         raise InputError(
-            f"{what} needs {name}, which is not installed; expected it, for {why}; pip install {name}",
-            code="package-missing",
+            f"{what} needs {name}, which is not installed. Install it: pip install {name}.", code="package-missing"
         ) from None
 
 
@@ -101,7 +101,7 @@ class Canvas:
         for side in ("top", "right"):
             self.axes.spines[side].set_visible(False)
 
-    def tell(self, artist: Any, text: str) -> None:
+    def tooltip(self, artist: Any, text: str) -> None:
         """Add a tooltip to a mark."""
         key = f"mark{len(self.titles)}"
         artist.set_gid(key)
@@ -113,7 +113,7 @@ class Canvas:
             dot = self.axes.scatter(
                 [x], [y], label=label, **{"color": self.colors[color], "s": 46, "zorder": 3, **style}
             )
-            self.tell(dot, text)
+            self.tooltip(dot, text)
             label = ""
 
     def star(self, x: float, y: float, text: str) -> None:
@@ -142,26 +142,22 @@ class Canvas:
         self.figure.legend(loc=place, ncols=columns, frameon=False, handlelength=1.6, columnspacing=1.2, **given)
 
 
-def drawn(name: str, title: str, said: str, height: int, draw: Callable[[Canvas], None]) -> Chart:
-    """Draw a chart with fixed settings, independent of the user's matplotlib settings."""
-    import matplotlib as mpl
+def drawn(name: str, title: str, text: str, height: int, draw: Callable[[Canvas], None]) -> Chart:
+    """Draw a chart for a page."""
     from matplotlib.figure import Figure
 
     stream = io.StringIO()
-    with warnings.catch_warnings(), mpl.rc_context():
-        warnings.simplefilter("ignore")  # about missing glyphs, which the page's font has
-        _set_style(COLORS, name)
+    with _style(COLORS, name):
         # SVG has 72 units per inch. They are the page's pixels.
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
         canvas = Canvas(figure, COLORS)
         draw(canvas)
         figure.savefig(stream, format="svg", metadata={"Date": None})
-    return Chart(name, title, said, _inlined(stream.getvalue(), said, canvas.titles))
+    return Chart(name, title, text, _inlined(stream.getvalue(), text, canvas.titles))
 
 
 def side_by_side(height: int, *draws: Callable[[Canvas], None]) -> Figure:
     """Draw charts next to each other as one figure in light colours, without pyplot, its windows and its state."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     class Shown(Figure):
@@ -172,9 +168,7 @@ def side_by_side(height: int, *draws: Callable[[Canvas], None]) -> Figure:
             self.savefig(stream, format="png")
             return stream.getvalue()
 
-    with warnings.catch_warnings(), mpl.rc_context():
-        warnings.simplefilter("ignore")  # as above
-        _set_style(LIGHT, "figure")
+    with _style(LIGHT, "figure"):
         figure = Shown(figsize=(len(draws) * WIDTH / 72, height / 72), dpi=100, layout="constrained")
         figure.set_facecolor(LIGHT["paper"])
         for part, draw in zip(figure.subfigures(1, len(draws), squeeze=False).flat, draws, strict=True):
@@ -182,25 +176,30 @@ def side_by_side(height: int, *draws: Callable[[Canvas], None]) -> Figure:
     return figure
 
 
-def _set_style(colors: dict[str, str], salt: str) -> None:
+@contextmanager
+def _style(colors: dict[str, str], salt: str) -> Iterator[None]:
+    """Replace the user's matplotlib settings within a ``with`` block."""
     import matplotlib as mpl
 
     muted, ink = colors["muted"], colors["ink"]
-    mpl.rcdefaults()
-    mpl.rc("axes", axisbelow=True, edgecolor=muted, grid=True, labelcolor=ink)
-    mpl.rc("xtick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
-    mpl.rc("ytick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
-    mpl.rc("font", size=FONT_PIXELS)
-    mpl.rc("grid", color=colors["grid"], linewidth=1)
-    mpl.rc("hatch", linewidth=1.2)
-    mpl.rc("legend", fontsize=FONT_PIXELS, labelcolor=ink)
-    # Keep text as text in the SVG, so that it uses the page's font and can be searched and read aloud. With the salt,
-    # the same plan gives the same page, and no two charts have the same ids.
-    mpl.rc("svg", fonttype="none", hashsalt=salt)
-    mpl.rc("text", color=ink, parse_math=False)  # device names may contain dollar signs
+    with warnings.catch_warnings(), mpl.rc_context():
+        warnings.simplefilter("ignore")  # matplotlib's font lacks some glyphs, which the page's font has
+        mpl.rcdefaults()
+        mpl.rc("axes", axisbelow=True, edgecolor=muted, grid=True, labelcolor=ink)
+        mpl.rc("xtick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
+        mpl.rc("ytick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
+        mpl.rc("font", size=FONT_PIXELS)
+        mpl.rc("grid", color=colors["grid"], linewidth=1)
+        mpl.rc("hatch", linewidth=1.2)
+        mpl.rc("legend", fontsize=FONT_PIXELS, labelcolor=ink)
+        # Keep text as text in the SVG, so that it uses the page's font and can be searched and read aloud. With the
+        # salt, the same plan gives the same page, and no two charts have the same ids.
+        mpl.rc("svg", fonttype="none", hashsalt=salt)
+        mpl.rc("text", color=ink, parse_math=False)  # device names may contain dollar signs
+        yield
 
 
-def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
+def _inlined(svg: str, text: str, titles: dict[str, str]) -> str:
     """Convert matplotlib's SVG file to an element of a page. The page forbids inline styles, so use attributes."""
     root = ET.fromstring(svg)  # noqa: S314  # written by matplotlib
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
@@ -215,7 +214,7 @@ def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
             own = ET.Element("title")
             own.text = visible(title)
             element.insert(0, own)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(said)}
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(text)}
     return ET.tostring(root, encoding="unicode", short_empty_elements=False)
 
 

@@ -20,7 +20,7 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
 from autosplit.solve.trial import Trial
-from autosplit.text import rate_text, size_text, tuple_text, visible
+from autosplit.text import counted_text, rate_text, size_text, tuple_text, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,12 +94,12 @@ def known_parts(device: PlanDevice) -> MemoryParts | None:
 
 
 def _devices_chart(plan: PlanRecord) -> Chart:
-    said = (
-        "A bar for each device, as long as its memory: what the plan holds of it at its fullest, what is kept free on "
-        "purpose, and what is left. The figures are in the table of devices."
+    text = (
+        "Each bar is the memory of a device: the peak of the plan's step, the reserve, and the free rest. The table of "
+        "devices has the figures."
     )
     draw = partial(_draw_devices, plan=plan)
-    return drawn("devices", "Memory of each device", said, _devices_height(plan), draw)
+    return drawn("devices", "Memory of each device", text, _devices_height(plan), draw)
 
 
 def _devices_height(plan: PlanRecord) -> int:
@@ -110,7 +110,7 @@ def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
     most = max(device.memory_bytes for device in plan.devices)
     # Bars in bytes show which GPU is large. If a small GPU's bar would be too short, scale each bar to 100%.
     by_share = most > MOST_UNLIKE * min(device.memory_bytes for device in plan.devices)
-    unit, factor = ("% of the device's own", 0.0) if by_share else _unit_of(most)
+    unit, factor = ("% of each device", 0.0) if by_share else _unit_of(most)
     texts = []
     labelled: set[str] = set()
     for row, device in enumerate(plan.devices):
@@ -119,7 +119,7 @@ def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
         for label, nbytes, style in _segments(canvas, device):
             own = "" if label in labelled else label
             bar = canvas.axes.barh(row, nbytes / scale, 0.42, left=left / scale, label=own, linewidth=0.8, **style)
-            canvas.tell(bar.patches[0], f"{device.label}: {label}, {size_text(nbytes)}")
+            canvas.tooltip(bar.patches[0], f"{device.label}: {label}, {size_text(nbytes)}")
             labelled.add(label)
             left += nbytes
         name = f"{device.label} {_short(device.name)}" if device.kind != "cpu" else device.label
@@ -168,31 +168,33 @@ def _line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
 
 def _memory_chart(plan: PlanRecord, index: int, alike: list[PlanDevice]) -> Chart:
     first, line = alike[0], alike[0].ceiling
-    who = first.label if len(alike) == 1 else f"{first.label} and {len(alike) - 1} like it"
+    who = first.label if len(alike) == 1 else f"{first.label} and {counted_text(len(alike) - 1, 'identical device')}"
     name = "" if first.kind == "cpu" else f" ({_short(first.name)})"
-    title = f"Memory against samples: {who}{name}"
+    title = f"Memory by samples: {who}{name}"
     if line.batch_size < 1:
-        return Chart(f"line{index}", title, f"{who}: not even one sample fits in this plan, and there is no line.")
-    how = {
-        "memory": f"The ceiling is {line.batch_size:,} samples, where its memory ends.",
-        "max_batch_size": f"{line.batch_size:,} samples fit, and no more were looked for.",
-        "kernel": f"The ceiling is {line.batch_size:,} samples: a kernel takes no larger tensors.",
-        "time": f"The ceiling is {line.batch_size:,} samples: more would bring no more throughput.",
+        return Chart(f"line{index}", title, f"Not even one sample fits on {who} in this plan, so there is no line.")
+    limit = {
+        "memory": "limited by memory",
+        "max_batch_size": "the largest size that was tried",
+        "kernel": "because a kernel accepts no larger tensors",
+        "time": "because more samples would not raise the throughput",
     }[line.limited_by]
-    fixed, slope, is_beside = _line_of(plan, first)
-    beside = ", beside what the others have in this plan" if is_beside else ""
-    how += " The points were taken with the others at their ceilings." if is_beside else ""
-    said = (
-        f"What {who} may hold is {size_text(line.capacity_bytes)}; a step takes about "
-        f"{size_text(max(0, round(fixed)))} of it, and {size_text(round(slope))} more for each sample, in the role of "
-        f"{_ROLES[line.role]}{beside}. {how}"
+    fixed, slope, has_others = _line_of(plan, first)
+    others, points = "", ""
+    if has_others:
+        others = " in addition to the samples of the other devices in this plan"
+        points = " The points are for other devices at their ceilings."
+    text = (
+        f"The capacity of {who} is {size_text(line.capacity_bytes)}. As {_ROLES[line.role]}, a step uses about "
+        f"{size_text(max(0, round(fixed)))}{others}, and {size_text(round(slope))} more for each sample. The ceiling "
+        f"is {line.batch_size:,} samples, {limit}.{points}"
     )
-    return drawn(f"line{index}", title, said, 300, lambda canvas: _draw_memory(canvas, plan, alike))
+    return drawn(f"line{index}", title, text, 300, lambda canvas: _draw_memory(canvas, plan, alike))
 
 
 def _draw_memory(canvas: Canvas, plan: PlanRecord, alike: list[PlanDevice]) -> None:
     axes, line = canvas.axes, alike[0].ceiling
-    fixed, slope, is_beside = _line_of(plan, alike[0])
+    fixed, slope, has_others = _line_of(plan, alike[0])
     points = [point for point in line.points if point[0] <= 1.5 * line.batch_size]
     most = max(line.batch_size, *(device.share for device in alike), *(n for n, _, _ in points), 1)
     # A GPU with a much larger capacity would flatten the chart, so its capacity is a text.
@@ -202,8 +204,8 @@ def _draw_memory(canvas: Canvas, plan: PlanRecord, alike: list[PlanDevice]) -> N
     unit, factor = _unit_of(top)
     ends = [fixed / factor, (fixed + slope * most) / factor]
     (fitted,) = axes.plot([0, most], ends, color=canvas.colors["c1"], linewidth=2, label="fitted line")
-    canvas.tell(fitted, f"{size_text(round(fixed))} + {size_text(round(slope))} per sample")
-    note = ", others at their ceilings" if is_beside else ""
+    canvas.tooltip(fitted, f"{size_text(round(fixed))} + {size_text(round(slope))} per sample")
+    note = ", others at their ceilings" if has_others else ""
     for it_ran, marker, label in ((False, "x", "traced"), (True, "o", "measured")):
         marks = (
             (n, nbytes / factor, f"{n:,} samples: {size_text(nbytes)}, {label}{note}")
@@ -240,13 +242,13 @@ def _trials_chart(plan: PlanRecord) -> Chart:
     title = "Throughput over the trials"
     ran = [trial.samples_per_s for trial in plan.trials if trial.samples_per_s is not None]
     if not plan.trials:
-        return Chart("trials", title, "There were no trials: the answer was computed from each device's measurements.")
+        return Chart("trials", title, "There were no trials. The plan was computed from measurements of each device.")
     if not ran:
-        return Chart("trials", title, "No trial ran to its end.")
+        return Chart("trials", title, "No trial finished.")
     failed = len(plan.trials) - len(ran)
-    said = f"{len(ran)} trials ran, of which the best had {rate_text(max(ran))} ({_measured(plan)})."
-    said += f" {failed} failed: the crosses." if failed else ""
-    return drawn("trials", title, said, 290, lambda canvas: _draw_trials(canvas, plan))
+    text = f"{counted_text(len(ran), 'trial')} ran. The best reached {rate_text(max(ran))} ({_measured(plan)})."
+    text += f" {failed} failed (crosses)." if failed else ""
+    return drawn("trials", title, text, 290, lambda canvas: _draw_trials(canvas, plan))
 
 
 def _measured(plan: PlanRecord) -> str:
@@ -283,7 +285,7 @@ def _draw_trials(canvas: Canvas, plan: PlanRecord) -> None:
 
 def _trial_text(trial: Trial) -> str:
     split = f"split {tuple_text(trial.split)}" if len(trial.split) > 1 else f"batch {trial.batch_size}"
-    what = f"trial {trial.number}: {split}, {trial.accumulation_steps} forwards a step"
+    what = f"trial {trial.number}: {split}, {counted_text(trial.accumulation_steps, 'forward')} per step"
     return f"{what}: {trial.failure}" if trial.samples_per_s is None else f"{what}: {rate_text(trial.samples_per_s)}"
 
 
@@ -293,20 +295,20 @@ def _trial_text(trial: Trial) -> str:
 def _landscape_chart(plan: PlanRecord) -> Chart:
     if len(plan.devices) == 1:
         return _curve_chart(plan)
-    title = "The landscape: gpu0_bsz and batch_size"
+    title = "Throughput by gpu0_bsz and batch_size"
     if plan.fit is None or plan.region is None:
-        why = "the ranks of DDP have no gpu0_bsz" if plan.region is None else "the plan holds no fit"
-        return Chart("landscape", title, f"There is no landscape to draw: {why}.")
+        why = "DDP ranks have no gpu0_bsz" if plan.region is None else "the plan has no time model"
+        return Chart("landscape", title, f"There is no landscape, because {why}.")
     shares, batches, rates = _landscape(plan, plan.fit, plan.region)
     known = {rate for row in rates for rate in row if not math.isnan(rate)}
     if min(len(shares), len(batches), len(known)) < 2:
-        return Chart("landscape", title, "There is no landscape to draw: only one configuration fits.")
-    said = (
-        "Throughput that the fitted model predicts for each share of device 0 (gpu0_bsz) and each batch, as a share of "
-        "the best; what does not fit is left empty. Dots are trials, crosses failed ones, and the star is this plan."
+        return Chart("landscape", title, "There is no landscape, because only one configuration fits.")
+    text = (
+        "Predicted throughput for each gpu0_bsz and batch_size, as a percentage of the best. Configurations that do "
+        "not fit are empty. Dots are trials, crosses are failed trials, and the star is this plan."
     )
     draw = partial(_draw_landscape, plan=plan, shares=shares, batches=batches, rates=rates, best=max(known))
-    return drawn("landscape", title, said, 380, draw)
+    return drawn("landscape", title, text, 380, draw)
 
 
 def _landscape(plan: PlanRecord, fit: Fit, region: Region) -> tuple[list[int], list[int], list[list[float]]]:
@@ -375,14 +377,14 @@ def _draw_ran(canvas: Canvas, places: Iterable[tuple[float, float, Trial]]) -> N
 
 def _curve_chart(plan: PlanRecord) -> Chart:
     """Draw throughput by batch size, in place of the landscape, for a plan with one device."""
-    title = "Throughput against batch_size"
+    title = "Throughput by batch_size"
     if plan.fit is None or plan.region is None:
-        return Chart("landscape", title, "There is no curve to draw: the plan holds no fit.")
-    said = (
-        f"Samples per second of {plan.devices[0].label} against the batch of a forward: the line is the fitted "
-        "model's, dots are trials, and the star is this plan."
+        return Chart("landscape", title, "There is no curve, because the plan has no time model.")
+    text = (
+        f"Samples per second of {plan.devices[0].label} by samples per forward. The line is the prediction, dots are "
+        "trials, and the star is this plan."
     )
-    return drawn("landscape", title, said, 300, lambda canvas: _draw_curve(canvas, plan))
+    return drawn("landscape", title, text, 300, lambda canvas: _draw_curve(canvas, plan))
 
 
 def _curve(plan: PlanRecord) -> dict[int, float]:
@@ -434,17 +436,17 @@ def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, flo
 
 
 def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart:
-    title = "Beside an even split"
+    title = "Compared with an even split"
     if len(plan.devices) == 1:
-        return Chart("rates", title, "There is one device, and nothing to split.")
+        return Chart("rates", title, "There is only one device, so there is nothing to split.")
     if explanation.shares_processor:
-        return Chart("rates", title, "These devices share one processor: no gain over an even split is claimed.")
+        return Chart("rates", title, "The devices share one CPU, so no gain over an even split is claimed.")
     rates = _rates_of(plan, explanation)
     if len(rates) == 1:
-        return Chart("rates", title, "Nothing was measured or predicted that this plan could be compared with.")
+        return Chart("rates", title, "No other option was measured or predicted.")
     texts = [f"{name}: {rate_text(rate)} ({_measured(plan) if ran else 'predicted'})" for name, rate, ran in rates]
-    said = f"Samples per second. {'; '.join(texts)}."
-    return drawn("rates", title, said, 110 + 50 * len(rates), lambda canvas: _draw_rates(canvas, plan, rates))
+    text = f"Samples per second. {'; '.join(texts)}."
+    return drawn("rates", title, text, 110 + 50 * len(rates), lambda canvas: _draw_rates(canvas, plan, rates))
 
 
 def _draw_rates(canvas: Canvas, plan: PlanRecord, rates: Sequence[tuple[str, float, bool]]) -> None:
@@ -454,7 +456,7 @@ def _draw_rates(canvas: Canvas, plan: PlanRecord, rates: Sequence[tuple[str, flo
     for row, (name, rate, ran) in enumerate(rates):
         how = _measured(plan) if ran else "predicted"
         bar = canvas.axes.barh(row, rate, 0.42, **_filled_or_hatched(canvas, "c1" if row else "accent", ran))
-        canvas.tell(bar.patches[0], f"{name}: {rate_text(rate)}, {how}")
+        canvas.tooltip(bar.patches[0], f"{name}: {rate_text(rate)}, {how}")
         legend[how] = Patch(label=how, **_filled_or_hatched(canvas, "c1", ran))
     canvas.rows([(name, rate_text(rate)) for name, rate, _ in rates], 1.02 * max(rate for _, rate, _ in rates))
     canvas.axes.xaxis.set_major_formatter(compact)

@@ -7,7 +7,8 @@ predictions by the model that was fitted to the trials.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -18,12 +19,12 @@ from autosplit.plan.explanation import (
     Alternative,
     Bound,
     Change,
+    Changed,
     Explanation,
     FitQuality,
     Knee,
     LearningRate,
     MoreMemory,
-    What,
 )
 from autosplit.plan.record import PlanRecord
 from autosplit.solve.memory import Ceiling, Region
@@ -53,7 +54,7 @@ def explanation_of(plan: PlanRecord) -> Explanation:
     return Explanation(
         **plan.repeated(),
         predicted_samples_per_s=predicted,
-        **_relaxed(plan, problem, predicted, alone=compares),
+        **_changed(plan, problem, predicted),
         even=_even(plan, problem, predicted) if compares else None,
         even_measured=Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None,
         fit=_fit_quality(plan),
@@ -62,18 +63,27 @@ def explanation_of(plan: PlanRecord) -> Explanation:
     )
 
 
-def _relaxed(plan: PlanRecord, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
-    """Return the gains on changed machines: simulated ones, or predictions for real devices and for ranks."""
+def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> dict[str, Any]:
+    """Return the bounds, single devices and additional memory: simulated, or predicted for real devices and ranks."""
     if plan.changes is not None:
-        return _as_simulated(plan, plan.changes)
+        return _gains(plan.changes, base_of(plan), plan.samples_per_s, simulated=True)
     if problem is None or predicted is None or (plan.simulated and plan.region is not None):
         return {"bounds": (), "alone": (), "more_memory": None}
     base = max(problem.best(), predicted)
-    return {
-        "bounds": _bounds(plan, problem, base),
-        "alone": _alone(plan, problem, predicted) if alone else (),
-        "more_memory": _more_memory(plan, problem, base),
-    }
+
+    def rate(relaxed: Relaxed) -> float:
+        # More memory does not change a ceiling that a kernel or the time limits.
+        is_same = relaxed.what == "one_gib_more" and relaxed.problem is problem
+        return 0.0 if is_same else relaxed.problem.best()
+
+    # Measurements of whole steps show the total cost between devices, but not its parts.
+    costs: tuple[Cost, ...] = ("copies" if plan.region is None else "overhead", "update")
+    changes = tuple(changes_of(relaxations(plan, problem, costs), base, rate))
+    gains = _gains(changes, base, predicted, simulated=False)
+    # Drop gains so large that the remaining time is smaller than the error of the fit or the measurement.
+    quality = _fit_quality(plan)
+    error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
+    return {**gains, "bounds": tuple(bound for bound in gains["bounds"] if bound.gain * error_share < 1)}
 
 
 def problem_of(plan: PlanRecord) -> Problem | None:
@@ -101,8 +111,8 @@ def required_problem(plan: PlanRecord) -> Problem:
     problem = problem_of(plan)
     if problem is None:
         raise PlanError(
-            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
-            "made; tune again, or autosplit.measure(workload, split=...) runs the split itself",
+            "the plan has no time model, or its step has too many forwards to predict. Tune again, or run the split "
+            "with autosplit.measure(workload, split=...).",
             code="plan-without-fits",
         )
     return problem
@@ -113,99 +123,107 @@ def base_of(plan: PlanRecord) -> float:
     return max([plan.samples_per_s, *(trial.samples_per_s or 0.0 for trial in plan.trials)])
 
 
-def _as_simulated(plan: PlanRecord, changes: tuple[Change, ...]) -> dict[str, Any]:
-    base, bounds, alone, memory = base_of(plan), [], [], None
+def _gains(changes: Iterable[Change], base: float, own: float, *, simulated: bool) -> dict[str, Any]:
+    """Compare changed machines with the plan's machine, on which `base` is the best rate, and `own` the plan's rate."""
+    bounds, alone, memory = [], [], None
     for change in changes:
         rate = change.samples_per_s
         if change.what == "alone":
             if change.device is not None:
-                alone.append(Alternative((change.device,), (), 0, rate, plan.samples_per_s / rate, measured=True))
+                alone.append(Alternative((change.device,), (), 0, rate, own / rate, measured=simulated))
         elif change.what == "one_gib_more":
             if change.device is not None and memory is None:
-                memory = MoreMemory(change.device, max(base, rate), max(base, rate) / base, simulated=True)
+                memory = MoreMemory(change.device, max(base, rate), max(base, rate) / base, simulated=simulated)
         elif rate > base * (1 + BINDING_SHARE):
             bounds.append(Bound(change.what, change.device, rate, rate / base))
-    return {"bounds": _in_order(bounds), "alone": _fastest_first(alone), "more_memory": memory}
+    return {
+        "bounds": tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain))),
+        "alone": tuple(sorted(alone, key=lambda one: -one.samples_per_s)),
+        "more_memory": memory,
+    }
 
 
-def _fastest_first(alone: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    return tuple(sorted(alone, key=lambda one: -one.samples_per_s))
+@dataclass(frozen=True)
+class Relaxed:
+    """A plan's problem with one property changed.
+
+    Attributes:
+        what: The property, as in `Change`.
+        device: Label of the device that differs; None for all devices, or if it concerns no single device.
+        indices: The devices that differ.
+        problem: The changed problem.
+    """
+
+    what: Changed
+    device: str | None
+    indices: tuple[int, ...]
+    problem: Problem
 
 
-def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
-    """Sort bounds of memory and sizes first, each group by gain."""
-    return tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain)))
+Cost = Literal["link", "copies", "gather", "overhead", "update"]
 
 
-def _bounds(plan: PlanRecord, problem: Problem, base: float) -> tuple[Bound, ...]:
-    memory = _binding(memory_relaxed(plan, problem), base)
-    if not memory and len(plan.devices) > 1:
-        memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
-    times = _binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)
-    # Drop gains so large that the remaining time is smaller than the error of the fit or the measurement.
-    quality = _fit_quality(plan)
-    error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
-    return _in_order([bound for bound in (*memory, *times) if bound.gain * error_share < 1])
+def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> Iterator[Relaxed]:
+    """Yield the problem without each bound of the plan, with 1 GiB more memory, and for each kind of device alone.
 
-
-def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:
-    found = []
-    for what, device, problem in relaxed:
-        rate = max(base, problem.best())
-        if rate > base * (1 + BINDING_SHARE):
-            found.append(Bound(what, device, rate, rate / base))
-    return found
-
-
-Relaxed = tuple[What, "str | None", Problem]
-
-
-def memory_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem without the memory limit of one device, for a device of each kind."""
-    for index in kinds_of(plan):
-        yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
-
-
-def all_memory_relaxed(problem: Problem) -> Problem:
-    """Return the problem without any memory limits."""
-    for index in range(len(problem.ceilings)):
-        problem = problem.with_memory(index, NO_LIMIT_BYTES)
-    return problem
-
-
-def sizes_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem with larger forwards, and with larger steps."""
-    most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
-    asked = plan.max_batch_size
+    Args:
+        plan: The plan.
+        problem: Its problem.
+        costs: The costs between devices that can be changed separately.
+    """
+    labels = [device.label for device in plan.devices]
+    every = tuple(range(len(labels)))
+    kinds = _kinds_of(plan)
+    full = tuple(index for index in every if plan.devices[index].ceiling.limited_by == "memory")
+    for index in kinds:
+        yield Relaxed("memory", labels[index], (index,), problem.with_memory(index, NO_LIMIT_BYTES))
+    if len(labels) > 1:
+        without_limits = problem
+        for index in every:
+            without_limits = without_limits.with_memory(index, NO_LIMIT_BYTES)
+        yield Relaxed("memory", None, full, without_limits)
+    asked, most = plan.max_batch_size, None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
     if asked is not None and (most is None or asked < most):
-        yield "max_batch_size", None, problem.with_most(int(FASTER * asked) if most is None else most)
+        larger = problem.with_most(int(FASTER * asked) if most is None else most)
+        yield Relaxed("max_batch_size", None, (), larger)
     if most is not None:
         larger = problem.with_effective(int(FASTER * most), max_batch_size=asked)
-        yield "effective_batch_size", None, larger
-
-
-def _times_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
-    if problem.step_time.adds_up or len(plan.devices) == 1:
-        label = plan.devices[0].label if len(plan.devices) == 1 else None
-        yield "device", label, problem.faster(range(len(plan.devices)), FASTER)
+        yield Relaxed("effective_batch_size", None, (), larger)
+    fullest = max(every, key=lambda index: plan.devices[index].peak_bytes / max(1, plan.devices[index].capacity_bytes))
+    yield Relaxed("one_gib_more", labels[fullest], (fullest,), problem.with_memory(fullest, GIB))
+    if problem.step_time.adds_up and len(labels) > 1:
+        yield Relaxed("device", None, every, problem.faster(every, FASTER))
     else:
-        for index in kinds_of(plan):
-            yield "device", plan.devices[index].label, problem.faster((index,), FASTER)
-    # Measurements of whole steps show the total cost between devices, but not its parts.
-    overhead: Literal["copies", "overhead"] = "copies" if plan.region is None else "overhead"
-    yield overhead, None, problem.without(overhead)
-    yield "update", None, problem.without("update")
+        for index in kinds:
+            yield Relaxed("device", labels[index], (index,), problem.faster((index,), FASTER))
+    for cost in costs:
+        yield Relaxed(cost, None, every, problem.with_links(FASTER) if cost == "link" else problem.without(cost))
+    for index, ceiling in _alone_of(plan) if len(labels) > 1 and not plan.shares_processor else ():
+        yield Relaxed("alone", labels[index], (index,), problem.alone(index, ceiling))
 
 
-def kinds_of(plan: PlanRecord) -> list[int]:
+def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed], float]) -> Iterator[Change]:
+    """Yield the samples/s of changed problems. Leave out problems with a rate of 0, because nothing fits.
+
+    Unlimited memory on all devices is tried only if unlimited memory on a single device does not raise the rate.
+    """
+    binds = False
+    for one in relaxed:
+        found = 0.0 if binds and (one.what, one.device) == ("memory", None) else rate(one)
+        binds = binds or (one.what == "memory" and found > base * (1 + BINDING_SHARE))
+        if found > 0:
+            yield Change(one.what, one.device, found)
+
+
+def _kinds_of(plan: PlanRecord) -> list[int]:
     """Return one device of each kind: device 0, and the first of each kind of the others."""
-    found: dict[tuple[bool, str, int, int], int] = {}
+    firsts: dict[object, int] = {}
     for index, device in enumerate(plan.devices):
-        found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
-    return list(found.values())[:MOST_KINDS]
+        firsts.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
+    return list(firsts.values())[:MOST_KINDS]
 
 
-def alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
+def _alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
     """Yield one device of each name, with the most samples that it can run alone."""
     names = set()
     ranks = [rank.ceiling.batch_size for rank in plan.ddp.ranks] or [0] * len(plan.devices)
@@ -216,12 +234,6 @@ def alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
             yield index, ceiling
 
 
-def fullest_of(plan: PlanRecord) -> int:
-    """Return the index of the device with the least free memory, relative to its capacity."""
-    shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
-    return max(range(len(shares)), key=lambda index: shares[index])
-
-
 def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> Alternative | None:
     if plan.even_samples_per_s is not None or plan.split == even_split(sum(plan.split), len(plan.split)):
         return None  # the plan is even, or the even split was measured
@@ -230,20 +242,6 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
         return None
     labels, rate = tuple(device.label for device in plan.devices), found.samples_per_s
     return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
-
-
-def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
-    rates = [(plan.devices[index].label, problem.alone(index, ceiling).best()) for index, ceiling in alone_of(plan)]
-    return _fastest_first(Alternative((label,), (), 0, rate, predicted / rate) for label, rate in rates if rate > 0)
-
-
-def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory | None:
-    fullest = fullest_of(plan)
-    more = problem.with_memory(fullest, GIB)
-    if more is problem:  # limited by a kernel or by time
-        return None
-    rate = max(base, more.best())
-    return MoreMemory(plan.devices[fullest].label, rate, rate / base)
 
 
 def _knee(plan: PlanRecord) -> Knee | None:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.trial import KNEE_SHARE
-from autosplit.text import bound_text, counted_text, rate_text, size_text, tuple_text
+from autosplit.text import bound_text, counted_text, percent_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
 """Least relative gain in predicted samples/s. Bounds with a smaller gain are not reported."""
@@ -39,7 +39,7 @@ What = Literal[
 """The kinds of bounds of a plan, see `Bound`."""
 
 Changed = Literal[What, "one_gib_more", "alone"]
-"""The property in which a simulated machine, or the request, differs from the plan's."""
+"""The property of a simulated machine or request that differs from the plan's."""
 
 MOST_TIMES = 3
 """Most time costs to print, the largest gains first."""
@@ -269,36 +269,62 @@ class Explanation:
         limits the batch. If the data loader is slower than the devices, it is the only reason.
         """
         if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
-            return (_loader_text(self),)
-        limits = [bound for bound in self.bounds if bound.what in LIMITS]
-        times = [bound for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
+            return (self._loader_text(),)
+        limits = [_limit_text(bound) for bound in self.bounds if bound.what in LIMITS]
+        times = [time_text(bound) for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
         if not times:
-            return tuple(map(_limit_text, limits))
-        gains = ", ".join(map(time_text, times))
-        if any(bound.what != "effective_batch_size" for bound in limits):
-            return (*map(_limit_text, limits), f"beside that, it would be faster with {gains}")
-        return (f"memory is no limit; it would be faster with {gains}", *map(_limit_text, limits))
+            return tuple(limits)
+        faster = f"would be faster with {', '.join(times)}."
+        if any(bound.what in ("memory", "max_batch_size") for bound in self.bounds):
+            return (*limits, f"Apart from that, the plan {faster}")
+        return (f"Not memory-bound. The plan {faster}", *limits)
 
     def sentences(self) -> dict[str, str]:
         """Return the texts of the explanation by subject. Subjects without a text are left out."""
-        said = {
+        known = "simulated" if self.simulated else "measured"
+        reasons, loader = self.reasons(), self._loader_text()
+        texts = {
             "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
             "fits": "" if self.fits is None else fits_text(self.fits),
             "knee": "" if self.knee is None else _knee_text(self.knee),
-            "bounds": "; ".join(self.reasons()),
-            "even": _even_text(self),
-            "alone": "; ".join(map(_alone_text, self.alone)),
+            "bounds": " ".join(reasons),
+            "even": self._even_text(known),
+            "alone": " ".join(_alternative_text(f"{one.devices[0]} alone", one, known) for one in self.alone),
             "memory": "" if self.more_memory is None else _memory_text(self.more_memory),
-            "ddp": _ddp_text(self),
+            "ddp": self._ddp_text(known),
             "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
             "fit": "" if self.fit is None else _fit_text(self.fit),
             "attention": _attention_text(self.attention),
-            "data": _loader_text(self),
+            "data": "" if reasons == (loader,) else loader,
         }
-        if said["data"] == said["bounds"]:
-            del said["data"]
-        return {subject: text for subject, text in said.items() if text}
+        return {subject: text for subject, text in texts.items() if text}
+
+    def _loader_text(self) -> str:
+        devices, loader = self.takes_samples_per_s, self.loader_samples_per_s
+        if loader is None:
+            return f"Data loading was not measured. The loader must deliver {rate_text(devices)}."
+        rates = f"the loader delivers {rate_text(loader)}, and the devices take {rate_text(devices)}"
+        return f"{bound_text(loader, devices).capitalize()}: {rates}."
+
+    def _even_text(self, known: str) -> str:
+        if self.shares_processor:
+            return "The devices share one CPU, so no gain over an even split or a single device is claimed."
+        texts = []
+        if self.even is not None:
+            forwards = counted_text(self.even.accumulation_steps, "forward")
+            subject = f"The even split {tuple_text(self.even.split)} in {forwards}"
+            texts.append(_alternative_text(subject, self.even, known))
+        if self.even_measured is not None:
+            texts.append(_alternative_text("An even split of the plan's batch", self.even_measured, known))
+        return " ".join(texts)
+
+    def _ddp_text(self, known: str) -> str:
+        if self.fastest is None:
+            return ""
+        ddp = f"{rate_text(self.ddp_samples_per_s)} ({known if self.ddp_measured else 'predicted'})"
+        own = f"{rate_text(self.samples_per_s)} ({known})"
+        return f"{self.comparison()}: DistributedDataParallel {ddp}, BalancedDataParallel {own}."
 
     def __str__(self) -> str:
         """Return one line for each subject."""
@@ -321,152 +347,97 @@ class Explained:
 # --------------------------------------------------------------------------------------------------------- sentences
 
 
+def _alternative_text(subject: str, alternative: Alternative, known: str) -> str:
+    how = known if alternative.measured else "predicted"
+    same = abs(alternative.gain - 1) <= BINDING_SHARE
+    times = "as fast" if same else f"{alternative.gain:.2f} times as fast"
+    return f"{subject} gives {rate_text(alternative.samples_per_s)} ({how}). The plan is {times}."
+
+
 def _attention_text(backends: Mapping[str, Sequence[str]]) -> str:
-    """Return the back ends of attention. The devices are named if they have different ones."""
-    if not backends:
-        return ""
-    alike = len({tuple(labels) for labels in backends.values()}) == 1
-    texts = [name if alike else f"{name} on {', '.join(labels)}" for name, labels in backends.items()]
-    return f"attention: {', '.join(texts) if alike else '; '.join(texts)}"
-
-
-def _loader_text(explanation: Explanation) -> str:
-    devices, loader = explanation.takes_samples_per_s, explanation.loader_samples_per_s
-    if loader is None:
-        return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
-    return f"{bound_text(loader, devices)}: it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
+    """Return the back ends of attention. The devices are named if they have different back ends."""
+    if len({tuple(labels) for labels in backends.values()}) > 1:
+        texts = [f"{name} on {', '.join(labels)}" for name, labels in backends.items()]
+        return f"Attention: {'; '.join(texts)}."
+    return f"Attention: {', '.join(backends)}." if backends else ""
 
 
 def _knee_text(knee: Knee) -> str:
     return (
-        f"{knee.batch_size:,} is the smallest batch tried that has {100 * KNEE_SHARE:.0f} % of the throughput of the "
-        f"fastest ({knee.fastest_batch_size:,}: {rate_text(knee.fastest_samples_per_s)})"
+        f"{knee.batch_size:,} is the smallest tried batch with {percent_text(KNEE_SHARE)} of the best throughput "
+        f"({rate_text(knee.fastest_samples_per_s)} with {knee.fastest_batch_size:,})."
     )
 
 
 def _ways_text(ways: tuple[TunedWay, ...]) -> str:
-    given = [f"{way.name} {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
-    return ", against ".join((given[0], ", ".join(given[1:]))) if len(given) > 1 else ""
+    texts = [f"{way.name}: {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
+    return f"Chose {texts[0]}. Also tried {'; '.join(texts[1:])}." if len(texts) > 1 else ""
 
 
 def fits_text(fits: Fits) -> str:
     """Return a text on the memory that is left for saving, loading and evaluating."""
-    copies = " and for ".join(_COPIES[role] for role in fits.roles if role in _COPIES)
-    said = [f"each step leaves {size_text(fits.copies_bytes)} for {copies}"] if copies else []
+    names = {"resume": "loading a checkpoint", "save": "a copy of model and optimizer that is being saved"}
+    copies = " and for ".join(names[role] for role in fits.roles if role in names)
+    texts = [f"Each step leaves {size_text(fits.copies_bytes)} for {copies}."] if copies else []
     if fits.evaluation:
         most = ", ".join(f"{ceiling.batch_size:,} on {ceiling.device}" for ceiling in fits.evaluation)
-        said.append(f"evaluation fits in batches of up to {most}, each device by itself as a DDP rank")
-    return "; ".join(said)
-
-
-_COPIES = {
-    "resume": "a checkpoint that was loaded onto the device",
-    "save": "a copy of model and optimizer that is being saved",
-}
+        texts.append(f"Evaluation on each device alone, as a DDP rank, fits batches of up to {most}.")
+    return " ".join(texts)
 
 
 def lengths_text(lengths: LengthPlan) -> str:
     """Return a text on the gain of batches with similar lengths."""
     return (
-        f"batches of like length bring {rate_text(lengths.samples_per_s)} with {_percent(lengths.padding_share)} of "
-        f"padding, against {rate_text(lengths.fixed_samples_per_s)} with {_percent(lengths.fixed_padding_share)} in "
-        "batches of one size (predicted)"
+        f"Batches of similar length give {rate_text(lengths.samples_per_s)} with {percent_text(lengths.padding_share)} "
+        f"padding. Batches of one size give {rate_text(lengths.fixed_samples_per_s)} with "
+        f"{percent_text(lengths.fixed_padding_share)} padding (predicted)."
     )
 
 
 def _limit_text(bound: Bound) -> str:
+    gain = _more(bound.gain)
     if bound.what == "memory":
-        whose = bound.device if bound.device is not None else "all devices together"
-        return f"the memory of {whose} limits the batch: {_more(bound.gain)} without that limit"
+        return f"The memory of {bound.device or 'all devices together'} limits the batch: {gain} without this limit."
     if bound.what == "max_batch_size":
-        return f"max_batch_size limits the batch: up to {_more(bound.gain)} with a larger one"
-    return f"a larger effective batch is faster: up to {_more(bound.gain)} with one twice as large"
+        return f"max_batch_size limits the batch: up to {gain} with a larger one."
+    return f"A larger effective batch is faster: up to {gain} at twice the size."
 
 
 def time_text(bound: Bound) -> str:
     """Return a text on a time cost and its gain."""
-    cause = {
+    change = {
         "device": f"{bound.device or 'all devices'} twice as fast",
         "link": "links twice as fast",
-        "copies": "parameters and gradients copied in no time",
-        "gather": "outputs gathered in no time",
-        "overhead": "no time lost between devices",
-        "contention": "no time lost between devices",
-        "update": "an optimizer that takes no time",
-        "host": "operations that the processor starts in no time",
+        "copies": "free copies of parameters and gradients",
+        "gather": "a free gather of the outputs",
+        "overhead": "no overhead between devices",
+        "contention": "no overhead between devices",
+        "update": "a free optimizer update",
+        "host": "no launch overhead of the CPU",
     }[bound.what]
-    return f"{cause} ({_more(bound.gain)})"
-
-
-def _even_text(explanation: Explanation) -> str:
-    if explanation.shares_processor:
-        return "the devices share one processor: no gain over an even split or a single device is claimed"
-    parts = []
-    if explanation.even is not None:
-        even = explanation.even
-        forwards = counted_text(even.accumulation_steps, "forward")
-        parts.append(
-            f"the even split, {tuple_text(even.split)} in {forwards}, gives {rate_text(even.samples_per_s)} "
-            f"(predicted): the plan {_times(even.gain)}"
-        )
-    if explanation.even_measured is not None:
-        even = explanation.even_measured
-        how = "simulated" if explanation.simulated else "measured"
-        parts.append(
-            f"the plan's batch split evenly gives {rate_text(even.samples_per_s)} ({how}): the plan {_times(even.gain)}"
-        )
-    return "; ".join(parts)
-
-
-def _alone_text(alone: Alternative) -> str:
-    how = "simulated" if alone.measured else "predicted"
-    return f"{alone.devices[0]} alone gives {rate_text(alone.samples_per_s)} ({how}): the plan {_times(alone.gain)}"
+    return f"{change} ({_more(bound.gain)})"
 
 
 def _memory_text(more: MoreMemory) -> str:
-    if not more.pays:
-        return f"1 GiB more on {more.device}, the fullest device, would bring nothing"
+    subject = f"1 GiB more on {more.device}, the fullest device, would"
     how = "simulated" if more.simulated else "predicted"
-    return f"1 GiB more on {more.device}, the fullest device, would bring {_more(more.gain)} samples/s ({how})"
-
-
-def _ddp_text(explanation: Explanation) -> str:
-    if explanation.fastest is None:
-        return ""
-    known = "simulated" if explanation.simulated else "measured"
-    ddp = f"{rate_text(explanation.ddp_samples_per_s)} ({known if explanation.ddp_measured else 'predicted'})"
-    own = f"{rate_text(explanation.samples_per_s)} ({known})"
-    return f"{explanation.comparison()}: DistributedDataParallel {ddp}, BalancedDataParallel {own}"
+    return f"{subject} give {_more(more.gain)} ({how})." if more.pays else f"{subject} not help."
 
 
 def _learning_rate_text(advice: LearningRate) -> str:
+    linear, root = (f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in (advice.linear, advice.square_root))
     return (
-        f"a step has {advice.effective_batch_size} samples, the sample batch has {advice.sample_batch_size}: multiply "
-        f"a learning rate that suits the sample batch by {_factor(advice.linear)} for SGD with warm-up (linear rule, "
-        f"Goyal et al. 2017), by {_factor(advice.square_root)} for Adam (square-root rule, Malladi et al. 2022)"
+        f"A step has {advice.effective_batch_size} samples, and the sample batch has {advice.sample_batch_size}. "
+        f"Multiply a learning rate that suits the sample batch by {linear} for SGD with warm-up (linear rule, Goyal et "
+        f"al. 2017), or by {root} for Adam (square-root rule, Malladi et al. 2022)."
     )
 
 
 def _fit_text(fit: FitQuality) -> str:
-    noise = f"; the measured times vary by {_percent(fit.noise_share)}" if fit.noise_share else ""
-    return (
-        f"the model of a step's time is off by {_percent(fit.median_share)} in the median and "
-        f"{_percent(fit.largest_share)} at most, over {counted_text(fit.count, 'trial')}{noise}"
-    )
-
-
-def _times(gain: float) -> str:
-    return "is as fast" if abs(gain - 1) <= BINDING_SHARE else f"is {gain:.2f} times as fast"
+    noise = f" The measured times vary by {percent_text(fit.noise_share)}." if fit.noise_share else ""
+    errors = f"{percent_text(fit.median_share)} (median) and {percent_text(fit.largest_share)} (largest)"
+    return f"The time model is off by {errors} over {counted_text(fit.count, 'trial')}.{noise}"
 
 
 def _more(gain: float) -> str:
-    return f"+{_percent(gain - 1)}" if gain < MOST_GAIN else f"over +{_percent(MOST_GAIN - 1)}"
-
-
-def _percent(share: float) -> str:
-    percent = 100 * share
-    return f"{percent:,.0f} %" if percent >= 10 else f"{percent:.1f} %"
-
-
-def _factor(factor: float) -> str:
-    return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
+    return f"+{percent_text(gain - 1)}" if gain < MOST_GAIN else f"over +{percent_text(MOST_GAIN - 1)}"

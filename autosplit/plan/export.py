@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,10 @@ from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
-from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines
+from autosplit.plan.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
-from autosplit.solve.even_ranks import EvenRanks
 from autosplit.text import printable, tuple_text
 
 SCRIPT = "train.py"
@@ -35,13 +35,13 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(
-            f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them", code="export-format"
+            f"to={shown(to)} is not an export format. Choose one of {', '.join(FORMATS)}.", code="export-format"
         )
     if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
-            f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them "
-            f"{printable(plan.checkpointed[0])}, and {shown(to)} has no setting that does; "
-            "expected a plan without; train with autosplit or its integrations, or tune without checkpointing",
+            f"the plan checkpoints {len(plan.checkpointed)} layers, such as {printable(plan.checkpointed[0])}, but "
+            f"{shown(to)} has no setting for this. Train with autosplit or its integrations, or tune without "
+            "checkpointing.",
             code="export-checkpointing",
         )
     return make(plan, path)
@@ -88,16 +88,16 @@ class _Start:
         if not self.several:
             return f"{before}torchrun --standalone --nproc-per-node={self.machines[0]} {SCRIPT}"
         here = str(self.machines[0]) if len(set(self.machines)) == 1 else "RANKS_HERE"
-        meeting = "--rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE"
-        return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {meeting} {SCRIPT}"
+        rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE"
+        return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {rendezvous} {SCRIPT}"
 
     def remark(self) -> list[str]:
         """Return an explanation of the placeholders in that line."""
         if not self.several:
             return []
         listed = ", ".join(map(str, self.machines))
-        ranks = f"; RANKS_HERE is {listed}, in this order" if len(set(self.machines)) > 1 else ""
-        return [f"on each of {len(self.machines)} machines, with the first one's name for FIRST_MACHINE{ranks}"]
+        ranks = f" RANKS_HERE is {listed}, in this order." if len(set(self.machines)) > 1 else ""
+        return [f"Run it on each of {len(self.machines)} machines. FIRST_MACHINE is the name of the first.{ranks}"]
 
 
 def _comma(numbers: Sequence[int]) -> str:
@@ -111,7 +111,7 @@ _PRECISIONS = {"none": ("no", "32-true"), "bf16": ("bf16", "bf16-mixed"), "fp16"
 def _precision(plan: PlanRecord) -> tuple[str, str]:
     if plan.precision not in _PRECISIONS:
         raise PlanError(
-            f"the plan's precision is {shown(plan.precision)}; expected one of {', '.join(_PRECISIONS)}; tune again",
+            f"the plan's precision is {shown(plan.precision)}, not one of {', '.join(_PRECISIONS)}. Tune again.",
             code="export-precision",
         )
     return _PRECISIONS[plan.precision]
@@ -143,9 +143,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         first = plan.devices[0]
         shown = f"{_VISIBLE[first.kind]}={first.index} " if first.kind in _VISIBLE else ""
         command = f"{shown}python {SCRIPT}"
-    calls = [assignment_lines("arguments", "TrainingArguments", arguments)]
-    settings = {"TrainingArguments": arguments, "command": command}
-    return _script(found, settings, ["from transformers import TrainingArguments"], calls, start)
+    return _script(found, {"TrainingArguments": arguments, "command": command}, start)
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
@@ -168,16 +166,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     by_torchrun = start.several or (on_cpu and several)
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
-    imported = [name for name in ("DataLoaderConfiguration", "DistributedDataParallelKwargs") if name in settings]
-    config = "DataLoaderConfiguration(split_batches=False)"
-    arguments = {**settings["Accelerator"], "dataloader_config": Code(config)}
-    calls = []
-    if several:
-        calls.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))
-        arguments["kwargs_handlers"] = Code("[ddp]")
-    calls += [assignment_lines("accelerator", "Accelerator", arguments), _loader_line(even)]
-    imports = ["from accelerate import Accelerator", f"from accelerate.utils import {', '.join(imported)}", _IMPORT]
-    return _script(found, settings, imports, calls, start if by_torchrun else None)
+    return _script(found, settings, start if by_torchrun else None)
 
 
 def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
@@ -196,8 +185,8 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     (even, found), start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:
         raise PlanError(
-            f"the plan's machines have {tuple_text(start.machines)} ranks; expected as many on each, as Lightning's "
-            "Trainer does; train with autosplit.ddp, or export to torchrun",
+            f"the plan's machines have {tuple_text(start.machines)} ranks, but Lightning's Trainer needs the same "
+            "number on each machine. Train with autosplit.ddp, or export to torchrun.",
             code="export-machines",
         )
     kind, several = plan.devices[0].kind, even.num_ranks > 1
@@ -219,13 +208,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     # On several machines, Lightning finds the other processes by torchrun's variables.
     command = start.by_torchrun() if start.several else f"python {SCRIPT}"
     settings["command"] = command
-    imports, calls, arguments = ["from lightning.pytorch import Trainer"], [], dict(trainer)
-    if several:
-        imports.append("from lightning.pytorch.strategies import DDPStrategy")
-        calls.append(assignment_lines("ddp", "DDPStrategy", settings["DDPStrategy"]))
-        arguments["strategy"] = Code("ddp")
-    calls += [assignment_lines("trainer", "Trainer", arguments), _loader_line(even)]
-    return _script(found, settings, [*imports, _IMPORT], calls, start if start.several else None)
+    return _script(found, settings, start if start.several else None)
 
 
 def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
@@ -235,10 +218,14 @@ def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
     start = _Start.of(plan)
     if start.several:
         notes.append(
-            f"the plan's ranks are on {len(start.machines)} machines, {tuple_text(start.machines)}: give torchrun "
-            "--nnodes and where they meet, by autosplit launch"
+            f"The plan's {len(start.machines)} machines have {tuple_text(start.machines)} ranks. Pass --nnodes and the "
+            "rendezvous options of torchrun to autosplit launch."
         )
-    notes = [*first_notes(plan), *notes, f"{SCRIPT} stands for your script, which calls autosplit.ddp.setup()"]
+    notes = [
+        *first_notes(plan),
+        *notes,
+        f"{SCRIPT} is a placeholder for your script, which calls autosplit.ddp.setup().",
+    ]
     settings = {"command": list(command.command), "variables": dict(command.variables)}
     return Export("torchrun", settings, command.line(), notes=tuple(map(printable, notes)))
 
@@ -249,7 +236,7 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     notes = first_notes(plan)
     variables: dict[str, str] = {}
     if plan.simulated:
-        notes.append(f"{PLAN_VARIABLE} is left out: no job trains with a plan for cards that are not here")
+        notes.append(f"{PLAN_VARIABLE} is left out, because no job can train with a plan for simulated GPUs.")
     else:
         file, more = _file_of(plan, path)
         variables[PLAN_VARIABLE] = str(file.absolute())
@@ -273,7 +260,7 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
         if not _Start.of(plan).several:
             variables["PET_NPROC_PER_NODE"] = str(len(ranks))
     notes = [printable(note) for note in notes]
-    lines = [*comment_lines(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
+    lines = [*_comment_lines(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
     return Export("env", variables, "\n".join(lines), notes=tuple(notes))
 
 
@@ -289,7 +276,7 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
         return Path(path), []
     if plan.path is not None:
         return plan.path, []
-    return Path(UNSAVED), [f'the plan is in no file yet: plan.save("{UNSAVED}") makes the one that is named here']
+    return Path(UNSAVED), [f'The plan is not saved. plan.save("{UNSAVED}") writes the file named here.']
 
 
 _MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Export]] = {
@@ -305,18 +292,48 @@ FORMATS = tuple(_MAKERS)
 """Names of the export formats."""
 
 
-_IMPORT = "from torch.utils.data import DataLoader"
+_HOMES = {
+    "TrainingArguments": ("transformers", "arguments"),
+    "DataLoaderConfiguration": ("accelerate.utils", "config"),
+    "DistributedDataParallelKwargs": ("accelerate.utils", "ddp"),
+    "Accelerator": ("accelerate", "accelerator"),
+    "DDPStrategy": ("lightning.pytorch.strategies", "ddp"),
+    "Trainer": ("lightning.pytorch", "trainer"),
+    "DataLoader": ("torch.utils.data", "loader"),
+}
+"""The module of each class in the settings, and its variable in the text to paste, in the order of their use."""
+
+_USES = {
+    ("Accelerator", "DataLoaderConfiguration"): "dataloader_config=config",
+    ("Accelerator", "DistributedDataParallelKwargs"): "kwargs_handlers=[ddp]",
+    ("Trainer", "DDPStrategy"): "strategy=ddp",
+}
+"""The argument that passes the second class to the first."""
 
 
-def _loader_line(even: EvenRanks) -> str:
-    of_each = "  # of each process" if even.num_ranks > 1 else ""
-    return f"loader = DataLoader(dataset, batch_size={even.batch_size}, shuffle=True){of_each}"
+def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) -> Export:
+    """Return an export with its settings. Its text has the notes, the calls that make the settings, and the command.
 
-
-def _script(
-    found: Export, settings: Mapping[str, Any], imports: Sequence[str], calls: Sequence[str], start: _Start | None
-) -> Export:
-    """Return an export with its settings. Its text has the notes, the calls that make the settings, and the command."""
-    started = [f"# start it by: {settings['command']}", *comment_lines([] if start is None else start.remark())]
-    text = "\n".join([*comment_lines(found.notes), *imports, "", *calls, *started])
+    Args:
+        found: The export without settings.
+        settings: Keyword arguments by class, and the command.
+        start: How torchrun is started on several machines; None if torchrun is not used.
+    """
+    imports, calls = [], []
+    per_process = "  # batch_size is per process" if found.even is not None and found.even.num_ranks > 1 else ""
+    for name in (name for name in _HOMES if name in settings):
+        module, variable = _HOMES[name]
+        imports.append(f"from {module} import {name}")
+        arguments = ["dataset", "shuffle=True"] if name == "DataLoader" else []
+        arguments += [f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in settings[name].items()]
+        arguments += [use for (user, used), use in _USES.items() if user == name and used in settings]
+        lines = "".join(f"    {argument},\n" for argument in arguments)
+        calls.append(f"{variable} = {name}({per_process * (name == 'DataLoader')}\n{lines})")
+    started = [f"# Start it with: {settings['command']}", *_comment_lines([] if start is None else start.remark())]
+    text = "\n".join([*_comment_lines(found.notes), *imports, "", *calls, *started])
     return replace(found, settings=settings, text=text)
+
+
+def _comment_lines(notes: Sequence[str]) -> list[str]:
+    """Format notes as comments, which have the same form in Python and in shells."""
+    return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,7 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(
-                f"{target} is a folder; expected a file; write it as {target / 'settings'}", code="output-is-folder"
+                f"{target} is a folder, not a file. Write to {target / 'settings'}.", code="output-is-folder"
             )
         write(target, self.text + "\n")
 
@@ -72,29 +70,6 @@ def write(path: Path, text: str, called: str = "") -> None:
     except (OSError, ValueError) as error:  # a name with a null character raises ValueError
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another",
+            f"{called or path} can't be written ({reason}). Choose a file in an existing folder.",
             code="output-not-written",
         ) from error
-
-
-def comment_lines(notes: Sequence[str]) -> list[str]:
-    """Format notes as comments, which have the same form in Python and in shells."""
-    return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]
-
-
-class Code(str):
-    """Python code that is inserted into an argument unchanged."""
-
-    __slots__ = ()
-
-
-def assignment_lines(name: str, function: str, arguments: Mapping[str, Any]) -> str:
-    """Format a call that is assigned to a name, with one argument per line."""
-    lines = "".join(f"    {keyword}={_literal(value)},\n" for keyword, value in arguments.items())
-    return f"{name} = {function}(\n{lines})"
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, Code):
-        return str(value)
-    return json.dumps(value) if isinstance(value, str) else repr(value)

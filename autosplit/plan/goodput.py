@@ -116,8 +116,8 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
     value, ends = _value_and_ends(noise_scale)
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
-            f"noise_scale is {shown(value)}; expected an autosplit.NoiseScale that was passed to plan.steps, or a "
-            "finite number of samples, 0 or more; estimate it over more steps",
+            f"noise_scale={shown(value)} is not a finite number of samples, 0 or more. Pass a number, or an "
+            "autosplit.NoiseScale that plan.steps estimated over more steps.",
             code="noise-scale-value",
         )
     rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))

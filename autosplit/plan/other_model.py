@@ -32,8 +32,7 @@ def refuse_wrapped(model: Any) -> None:
 
     if isinstance(checked_module(model), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
-            f"model is in a {type(model).__name__} already; expected the model within; pass model.module, or use the "
-            "wrapper that it has",
+            f"model is already in a {type(model).__name__}. Pass model.module, or use the existing wrapper.",
             code="model-wrapped",
         )
 
@@ -50,9 +49,9 @@ def warn_of_other_model(plan: PlanRecord, model: Any, *, stacklevel: int) -> Non
     given = parameters_in(model)
     if given not in (None, wanted):
         warnings.warn(
-            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, and this "
-            f"{type(model).__name__} has {given:,}: its batch sizes may not fit, or be far too small; tune for this "
-            "model, and pass that plan",
+            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but this "
+            f"{type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or be far too small. Tune for "
+            "this model, and pass the new plan.",
             OtherModelWarning,
             stacklevel=stacklevel + 1,
         )

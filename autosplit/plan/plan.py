@@ -66,7 +66,7 @@ class Plan(PlanRecord):
             for device, ceiling in zip(self.devices, self.ceilings, strict=True)
         ]
         remarks = [] if self.complete else ["interrupted: the best so far"]
-        remarks += ["simulated: predicted for cards that are not here"] if self.simulated else []
+        remarks += ["simulated: predicted for GPUs that are not here"] if self.simulated else []
         return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
 
     def explain(self) -> Explanation:
@@ -80,9 +80,9 @@ class Plan(PlanRecord):
         """
         kept = self.explained
         if kept is not None and kept.of == self.digest():
-            told = kept.explanation  # the file and its digest may have been edited
-            if all(getattr(told, name) == value for name, value in self.repeated().items()):
-                return told
+            stored = kept.explanation  # the file and its digest may have been edited
+            if all(getattr(stored, name) == value for name, value in self.repeated().items()):
+                return stored
         from autosplit.plan.explain import explanation_of
 
         return explanation_of(self)
@@ -199,9 +199,8 @@ class Plan(PlanRecord):
             wanted = ", ".join(f"{device.label} {device.name}" for device in self.devices)
             seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
             raise DeviceError(
-                f"the plan's devices are {wanted}, and those that are visible are: {seen}; expected the same cards, or "
-                "cards of the same names in the same order; set CUDA_VISIBLE_DEVICES as it was when the plan was made, "
-                "or tune here",
+                f"the plan's devices are {wanted}, but the visible devices are {seen}. Set CUDA_VISIBLE_DEVICES to the "
+                "value that it had when the plan was made, or tune here.",
                 code="plan-devices-absent",
             )
         return tuple(torch.device(kind, index) for index in indices)
@@ -419,8 +418,8 @@ class Plan(PlanRecord):
 
         if not all(device.kind == "cpu" and device.budgeted for device in self.devices):
             raise DeviceError(
-                f"the plan's devices are {', '.join(device.label for device in self.devices)}; expected cpu devices "
-                "with budgets; tune with devices='cpu:2GiB,cpu:1GiB'",
+                f"the plan's devices are {', '.join(device.label for device in self.devices)}, but budgets need cpu "
+                "devices with a memory budget. Tune with devices='cpu:2GiB,cpu:1GiB'.",
                 code="plan-without-budgets",
             )
         tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])

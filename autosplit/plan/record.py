@@ -252,14 +252,14 @@ class PlanRecord:
         self._require(within, "split", f"shares within the ceilings {self.ceilings}")
         self._require(self.samples_per_s > 0, "samples_per_s", "more than 0")
         simulated = any(device.kind == "sim" for device in self.devices)
-        self._require(self.simulated == simulated, "simulated", f"{simulated}, as its devices are")
+        self._require(self.simulated == simulated, "simulated", f"{simulated}, because of its devices")
         self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
         ranks = [settings.rank for settings in self.ddp.ranks]
         self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
         if self.effective_batch_sizes is not None:
             least, most = self.effective_batch_sizes
             asked = 1 <= least <= self.effective_batch_size <= most
-            self._require(asked, "effective_batch_size", f"{least} to {most}, as asked for")
+            self._require(asked, "effective_batch_size", f"{least} to {most}, as requested")
         others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
         self._require(fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
@@ -347,8 +347,8 @@ class PlanRecord:
         """Return the plan for samples of different lengths. Raise PlanError if there is none."""
         if self.lengths is None:
             raise PlanError(
-                "the plan was tuned for samples of one length; expected one that knows theirs; tune with "
-                "lengths=[len(sample) for sample in dataset]",
+                "the plan was not tuned for samples of different lengths. Tune with lengths=[len(sample) for sample in "
+                "dataset].",
                 code="plan-without-lengths",
             )
         return self.lengths
@@ -407,9 +407,7 @@ class PlanRecord:
         except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
-                f"the plan can't be written to {target} ({reason}); expected a file that may be "
-                "written; choose another path",
-                code="plan-not-written",
+                f"the plan can't be written to {target} ({reason}). Choose another path.", code="plan-not-written"
             ) from error
 
     @classmethod
@@ -453,8 +451,8 @@ class PlanRecord:
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
-                f"{source} is not a plan ({printable(error, longest=300)}); expected one that Plan.save wrote; "
-                "tune again",
+                f"{source} is not a plan ({printable(error, longest=300)}); expected a file that Plan.save "
+                "wrote; tune again",
                 code="plan-not-a-plan",
             ) from None
         unsound = unsound_part(plan)
@@ -481,7 +479,7 @@ class _Versioned:
 
 
 def _from_version_1(text: str | bytes) -> bytes:
-    """Return JSON of version 1 as version 2, in which a note has a kind. A note of version 1 was a string."""
+    """Convert JSON of version 1 to version 2. A note of version 1 was a string, and a note of version 2 has a kind."""
 
     def upgraded(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):

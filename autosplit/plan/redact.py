@@ -16,17 +16,17 @@ from autosplit.solve.trial import Trial
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 
-LEFT_OUT = Note("notes-left-out", "the notes are not shared; autosplit show prints those of the saved plan")
-FAILED = "failed; the saved plan says why"
+LEFT_OUT = Note("notes-left-out", "The notes are left out. autosplit show prints the notes of the saved plan.")
+FAILED = "failed (the saved plan has the reason)"
 
 
 def shareable(plan: AnyPlan) -> AnyPlan:
-    """Return the plan without texts and UUIDs that show where and by whom it was made. Its numbers stay."""
+    """Return the plan without texts and UUIDs that identify its owner or machine. Its numbers stay."""
 
     def quiet(ceiling: Ceiling) -> Ceiling:
         return replace(ceiling, notes=())
 
-    def told(trial: Trial) -> str | None:
+    def failure_of(trial: Trial) -> str | None:
         if trial.failure is None or trial.failed_device is None:
             return trial.failure and FAILED
         return f"{plan.devices[trial.failed_device].label} ran out of memory"
@@ -35,7 +35,7 @@ def shareable(plan: AnyPlan) -> AnyPlan:
         plan,
         devices=tuple(replace(one, uuid=None, ceiling=quiet(one.ceiling)) for one in plan.devices),
         ddp=replace(plan.ddp, ranks=tuple(replace(one, ceiling=quiet(one.ceiling)) for one in plan.ddp.ranks)),
-        trials=tuple(replace(one, failure=told(one)) for one in plan.trials),
+        trials=tuple(replace(one, failure=failure_of(one)) for one in plan.trials),
         fits=plan.fits and replace(plan.fits, evaluation=tuple(map(quiet, plan.fits.evaluation))),
         notes=(LEFT_OUT,) if plan.notes else (),
     )

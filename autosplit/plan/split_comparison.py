@@ -69,8 +69,8 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
     least = plan.ddp.least_batch if problem.ranks else problem.region.least_share
     if any(0 < share < least for share in shares) or (problem.ranks and 0 in shares):
         raise InputError(
-            f"split is {shares}; expected shares of at least {least}{'' if problem.ranks else ' or of 0'}: on fewer "
-            "the model does not train; move samples, or add some",
+            f"split={shares} gives a device too few samples to train on. Give each device at least {least}"
+            f"{'' if problem.ranks else ', or none'}.",
             code="split-too-small",
         )
     samples = sum(shares) * steps

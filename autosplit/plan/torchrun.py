@@ -65,8 +65,8 @@ def refuse_simulated(plan: PlanRecord, what: str) -> None:
     if plan.simulated:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
-            f"the plan is for simulated cards ({names}); expected real devices to {what}; tune on the machine that has "
-            "them",
+            f"the plan is for simulated GPUs ({names}), but real devices are needed to {what}. Tune on the machine "
+            "that has them.",
             code="plan-simulated",
         )
 
@@ -75,15 +75,15 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
     """Raise PlanError if a plan has no DDP ranks, or if its ranks have different numbers of forwards."""
     if not plan.ddp.ranks:
         raise PlanError(
-            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
-            "device; tune for devices that each hold a rank, or use plan.wrap",
+            f"the plan has no DDP ranks ({printable(plan.ddp.reason or 'no reason is given')}). Tune for devices that "
+            "each fit a rank, or use plan.wrap.",
             code="plan-without-ranks",
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
     if len(forwards) > 1 or forwards[0] < 1:
         raise PlanError(
-            f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
-            "tune again",
+            f"the plan's ranks have {forwards} accumulation steps, but all ranks need the same number, 1 or more. Tune "
+            "again.",
             code="plan-accumulation-steps",
         )
 
@@ -103,8 +103,7 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
         else:
             return options
     raise InputError(
-        f"no script is given in {shlex.join(arguments)!r}; expected one, after torchrun's own options if any; write "
-        "autosplit launch train.py",
+        f"{shlex.join(arguments)!r} has no script. Put it after the options of torchrun: autosplit launch train.py.",
         code="script-not-given",
     )
 
@@ -117,13 +116,13 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
     count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
     if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise InputError(
-            f"--nnodes is {nodes!r}; expected a fixed number: a plan's ranks are; pass the number of machines",
+            f"--nnodes={nodes!r} is not a number. The ranks of a plan are fixed, so pass the number of machines.",
             code="torchrun-nnodes",
         )
     if count % int(nodes):
         raise PlanError(
-            f"the plan has {count} ranks, and --nnodes is {nodes}; expected as many on each machine; pass "
-            "--nproc-per-node yourself on each of them",
+            f"the plan's {count} ranks can't be divided equally among --nnodes={nodes} machines. Pass --nproc-per-node "
+            "on each machine.",
             code="torchrun-uneven-machines",
         )
     return count // int(nodes)
@@ -139,7 +138,7 @@ def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
         return
     if int(given) != len(plan.ddp.ranks):
         raise PlanError(
-            f"the plan has {len(plan.ddp.ranks)} ranks, and --nproc-per-node is {given}; expected a process for each "
-            "rank; leave the option out, or tune for as many devices",
+            f"the plan has {len(plan.ddp.ranks)} ranks, but --nproc-per-node is {given}. Leave the option out, or tune "
+            "for as many devices.",
             code="world-size",
         )

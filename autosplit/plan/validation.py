@@ -43,10 +43,10 @@ def _unsound(plan: Any) -> Iterator[str]:
 def _unsound_devices(plan: Any) -> Iterator[str]:
     kinds = {device.kind for device in plan.devices}
     if "sim" in kinds and len(kinds) > 1:
-        yield f"its devices are {' and '.join(sorted(kinds))}; expected simulated ones, or real ones"
+        yield f"its devices are {' and '.join(sorted(kinds))}; expected only simulated or only real devices"
     for device, share in zip(plan.devices, plan.split, strict=True):
         if device.share != share:
-            yield f"a device's share is {device.share}; expected that of the split, {share}"
+            yield f"a device's share is {device.share}; expected the split's {share}"
         if device.capacity_bytes > device.memory_bytes:
             yield f"a device's capacity is {device.capacity_bytes} bytes; expected at most its {device.memory_bytes}"
 
@@ -82,16 +82,16 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
     if lengths != {count}:
         yield f"fit has {sorted(lengths)} entries; expected {count}, one for each device"
     if any(len(residual.split) != count for residual in plan.fit.residuals):
-        yield f"a residual is of another number of devices; expected {count}"
+        yield f"a residual has another number of devices; expected {count}"
 
 
 def _unsound_changes(plan: Any, count: int) -> Iterator[str]:
     changes, labels = plan.changes or (), {device.label for device in plan.devices}
     if len(changes) > 3 * count + _MOST_OTHER_BOUNDS:
-        yield f"it tells of {len(changes)} changes; expected a few for each of {count} devices"
+        yield f"it has {len(changes)} changes; expected a few for each of {count} devices"
     for change in changes:
         if change.device is not None and change.device not in labels:
-            yield f"a change is of {change.device!r:.40}; expected one of its devices"
+            yield f"a change names {change.device!r:.40}; expected one of its devices"
 
 
 def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
@@ -103,14 +103,14 @@ def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
         return
     alternatives = [one for one in (told.even, told.even_measured, *told.alone) if one is not None]
     if any(len(one.split) not in (0, count) or len(one.devices) > count for one in alternatives):
-        yield f"its explanation is of splits over another number of devices; expected {count}"
+        yield f"its explanation has splits for another number of devices; expected {count}"
     named = {label for one in alternatives for label in one.devices}
     named |= {one.device for one in (*told.bounds, told.more_memory) if one is not None and one.device is not None}
     strangers = named - {device.label for device in plan.devices}
     if strangers:
         yield f"its explanation names {min(strangers)!r:.40}; expected its devices only"
     if not all(one.devices for one in told.alone):
-        yield "its explanation tells of no device alone; expected one in each"
+        yield "its explanation has an alternative without a device; expected one in each"
 
 
 def _is_deeper(value: object, levels: int) -> bool:

@@ -820,9 +820,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     line, _ = fails("probe", script("raise SystemExit('the file ran')"), "--plot", "plot.png")
-    assert line.endswith(
-        "--plot needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
-    )
+    assert line.endswith("--plot needs matplotlib, which is not installed. Install it: pip install matplotlib.")
 
 
 def test_a_plot_is_drawn(script, probed, capsys, fails):
@@ -922,7 +920,7 @@ def test_show_prints_the_newest_plan_and_says_that_it_is_one_of_several(capsys):
     assert err.endswith(", of 2 in autosplit profiles\n")
     assert main(["show", "--code"]) == 0
     code = capsys.readouterr().out
-    assert code.startswith("# model, optimizer, loss_fn and dataset are your script's\nimport autosplit\n")
+    assert code.startswith("# Your script defines model, optimizer, loss_fn and dataset\nimport autosplit\n")
     assert f'Plan.load("{newest}")' in code
     assert main(["show", "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((300,)))

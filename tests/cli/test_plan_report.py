@@ -107,7 +107,7 @@ def test_slow_throughput_keeps_its_digits():
     [
         (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
         (made_plan((128, 128)), "none: the even split is the fastest"),
-        (made_plan((100, 156), kind="cpu"), "not claimed: these devices share one processor"),
+        (made_plan((100, 156), kind="cpu"), "not claimed, because these devices share one CPU"),
         (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 holds 101"),
         (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
     ],
@@ -274,8 +274,8 @@ def explained(plan, **options):
 
 def test_the_explanation_is_told_without_what_stands_elsewhere():
     advice, data = explained(made_plan((100, 156), sample_batch_size=128), width=300).splitlines()
-    assert advice.startswith("- a step has 512 samples, the sample batch has 128: multiply")
-    assert data == "- data loading is not measured: the loader has to deliver 10,234 samples/s"
+    assert advice.startswith("- A step has 512 samples, and the sample batch has 128. Multiply")
+    assert data == "- Data loading was not measured. The loader must deliver 10,234 samples/s."
 
 
 @pytest.mark.parametrize(
@@ -312,10 +312,10 @@ def test_what_is_copied_for_real_cards_asks_for_the_same():
 def test_a_simulated_plan_says_so_and_shows_the_command_instead():
     origin = Origin("unused", command="python -m autosplit tune x.py --devices cuda")
     text = printed(made_plan(kind="sim"), origin=origin)
-    assert text.startswith("simulated: predicted for cards that this machine does not have")
+    assert text.startswith("simulated: predicted for GPUs that this machine does not have")
     assert "(simulated)" in row_of(text, "throughput")
     assert "no real step" in text
-    assert text.rstrip().endswith("on the machine that has the cards\n\npython -m autosplit tune x.py --devices cuda")
+    assert text.rstrip().endswith("on the machine that has the GPUs\n\npython -m autosplit tune x.py --devices cuda")
     assert "plan.wrap" not in text
 
 
@@ -458,7 +458,7 @@ def test_the_lines_to_paste_of_a_step_of_ones_own_call_it():
     options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
     plan = autosplit.tune(workload, devices="cpu:1MiB,cpu:1MiB", **options)
     lines = paste_lines(plan, Origin("plan_of"))
-    assert lines[0].endswith("are your script's; several models are wrapped one by one")
+    assert lines[0].endswith(". Wrap several models one by one.")
     text = "\n".join(lines).replace("plan.wrap(model)", "{key: plan.wrap(one) for key, one in model.items()}")
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     seen.clear()
@@ -645,7 +645,7 @@ def test_without_a_gpu_one_line_names_cpu_and_sim():
 def test_a_device_without_samples_is_told_of():
     """A card that got none stood in the table, and nobody said why."""
     told = " ".join(short(solved_plan((100, 0), kind="sim")).split())
-    assert "no samples for sim:1: copying the model there takes longer than it saves" in told
+    assert "No samples for sim:1: copying the model there takes longer than it saves." in told
 
 
 def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
@@ -662,13 +662,15 @@ def test_what_batches_of_like_length_bring_is_beside_the_throughput(details):
     text = printed(made_plan(lengths=LENGTHS), details=details)
     assert row_of(text, "by length").split(maxsplit=2)[2] == "300 samples/s, 2.00 times batches of one size (predicted)"
     if details:
-        assert "bring 300 samples/s with 10% of padding, against 150 samples/s with 50%" in " ".join(text.split())
+        assert "give 300 samples/s with 10% padding. Batches of one size give 150 samples/s with 50%" in " ".join(
+            text.split()
+        )
 
 
 def test_the_loader_has_to_deliver_what_batches_of_like_length_take():
     found = made_plan(lengths=LENGTHS, loader_samples_per_s=200.0, loader_settings=LoaderSettings(2, 4))
-    assert "the loader bounds the run" in printed(found)
-    assert "the loader bounds the run" in found.explain().reasons()[0]
+    assert "the loader limits training" in printed(found)
+    assert "The loader limits training" in found.explain().reasons()[0]
 
 
 @pytest.mark.parametrize(
@@ -678,4 +680,4 @@ def test_the_lines_to_paste_make_batches_of_like_length(plan, of):
     lines = "\n".join(paste_lines(plan))
     assert f"sampler = {of}.token_sampler(lengths, shuffle=True)" in lines
     assert "collate_fn=pad)" in lines
-    assert lines.startswith("# model, optimizer, loss_fn, dataset, lengths and pad are your script's")
+    assert lines.startswith("# Your script defines model, optimizer, loss_fn, dataset, lengths and pad")

@@ -60,7 +60,7 @@ def test_batches_of_like_length_stay_and_are_what_a_loader_is_held_against(plan)
     like = replace(plan, lengths=LengthPlan((point,), 4 * plan.samples_per_s, plan.samples_per_s, 0.1, 0.5))
     found = bounded_by_loader(like, [loads(2 * plan.samples_per_s)])
     assert (found.split, found.lengths) == (plan.split, like.lengths)
-    assert found.explain().reasons()[0].startswith("the loader bounds the run: it loads ")
+    assert found.explain().reasons()[0].startswith("The loader limits training: the loader delivers ")
     assert not bounded_by_loader(plan, [loads(2 * plan.samples_per_s)]).explain().reasons()[0].startswith("the loader")
 
 
@@ -75,7 +75,7 @@ def test_a_slow_loader_gets_the_smallest_batch_that_takes_what_it_loads(plan, sh
     assert (found.loader_settings, found.loader_samples_per_s) == (WORKERS, rate)
     assert found.ddp.samples_per_s >= rate
     assert sum(rank.batch_size for rank in found.ddp.ranks) < sum(rank.batch_size for rank in plan.ddp.ranks)
-    assert found.explain().reasons()[0].startswith("the loader bounds the run: it loads ")
+    assert found.explain().reasons()[0].startswith("The loader limits training: the loader delivers ")
     assert found.notes[-1].kind == "loader-bound"
     assert Plan.from_json(found.to_json()) == found
 
@@ -84,7 +84,7 @@ def test_a_fast_loader_leaves_the_plan_as_it_is(plan):
     found = bounded_by_loader(plan, [loads(3 * plan.samples_per_s)])
     assert replace(found, loader_settings=None, loader_samples_per_s=None, notes=plan.notes) == plan
     assert found.explain().reasons() == plan.explain().reasons()
-    assert found.explain().sentences()["data"].startswith("the devices bound the run: it loads ")
+    assert found.explain().sentences()["data"].startswith("The devices limit training: the loader delivers ")
     assert kinds(found.notes[-2:]) == ["note", "loader-of-this-machine"]
 
 
@@ -92,7 +92,7 @@ def test_an_effective_batch_that_was_asked_for_is_kept():
     plan = tuned(effective_batch_size=1024)
     found = bounded_by_loader(plan, [loads(0.1 * plan.samples_per_s)])
     assert found.split == plan.split
-    assert "the loader bounds the run" in found.explain().sentences()["bounds"]
+    assert "The loader limits training" in found.explain().sentences()["bounds"]
 
 
 def test_of_ranks_the_one_that_waits_the_longest_for_its_share_bounds():
@@ -233,4 +233,4 @@ def test_a_loader_that_sleeps():
     assert found.loader_settings is not None
     assert found.loader_settings.num_workers > 0
     assert found.batch_size < 256 < found.samples_per_s
-    assert "the loader bounds the run" in str(found.explain())
+    assert "The loader limits training" in str(found.explain())

@@ -84,8 +84,8 @@ class TestWords:
     def test_what_is_not_known_is_said_and_not_made_up(self):
         plan = made_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank"))
         texts = " ".join(Reader(page_of(plan)).texts)
-        assert "What the memory is full of is not known of this plan" in texts
-        assert "Whether splitting changes the training was not checked." in texts
+        assert "The parts of the peak memory are unknown" in texts
+        assert "The check whether splitting changes the training was not run." in texts
         assert "cuda:1 can't hold a rank" in texts
 
     def test_what_was_asked_for_and_what_answered_stand_in_the_head(self):
@@ -93,10 +93,10 @@ class TestWords:
         request = {"devices": ["cuda:0"], "reserve": "5%", "strategy": "auto", "effective_batch_size": [256, 512]}
         machine = {"devices": [], "autosplit": "1.0", "torch": "2.13.0", "cuda": None}
         texts = Reader(page_of(solved_plan(request={**request, "name": None}, machine=machine))).texts
-        assert texts[texts.index("asked for") + 1] == "reserve 5%, effective_batch_size 256:512"
+        assert texts[texts.index("requested") + 1] == "reserve 5%, effective_batch_size 256:512"
         assert texts[texts.index("made with") + 1] == "autosplit 1.0, torch 2.13.0"
         assert texts.index("made with") < texts.index("Devices")
-        assert not {"asked for", "made with"} & set(Reader(page_of(made_plan())).texts)
+        assert not {"requested", "made with"} & set(Reader(page_of(made_plan())).texts)
 
     def test_the_ranks_of_ddp_are_told_once(self):
         texts = Reader(page_of(solved_plan())).texts
@@ -207,7 +207,7 @@ class TestCommand:
             (["plan.json", "-o", "-", "--json"], "both print to stdout"),
             (["missing.json"], "missing.json can't be read"),
             ([], "no plan is remembered"),
-            (["plan.json", "-o", "plan.json"], "is no report of autosplit"),
+            (["plan.json", "-o", "plan.json"], "is not an autosplit report"),
         ],
     )
     def test_what_can_not_be_done_is_said_on_one_line(self, arguments, said, capsys):

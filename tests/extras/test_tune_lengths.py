@@ -83,7 +83,7 @@ def test_the_report_and_explain_say_what_it_brings(plan):
     assert plan.lengths.samples_per_s > 1.5 * plan.lengths.fixed_samples_per_s
     assert plan.lengths.padding_share < plan.lengths.fixed_padding_share
     said = plan.explain().sentences()["lengths"]
-    assert said.startswith("batches of like length bring ")
+    assert said.startswith("Batches of similar length give ")
     assert Plan.from_json(plan.to_json()) == plan
     assert "deliver" in plan.explain().sentences()["data"]
 

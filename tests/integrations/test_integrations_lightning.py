@@ -365,7 +365,7 @@ class TestOneProcess:
 
     def test_a_plan_that_is_given_for_another_model_is_warned_of(self):
         shares = Shares(replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": 7}))
-        with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, and this "):
+        with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, but this "):
             fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
 
     def test_another_precision_is_said(self):

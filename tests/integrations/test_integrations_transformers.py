@@ -513,7 +513,7 @@ class TestTuning:
         )
         assert torch.equal(shared.weights_of(trainer.model), before)
         assert plan.effective_batch_size == 48
-        with pytest.raises(DeviceError, match="simulated cards"):
+        with pytest.raises(DeviceError, match="simulated GPUs"):
             apply(plan, args)
         here = tuple(replace(device, kind="cpu", label=f"cpu:{device.index}") for device in plan.devices)
         share = apply(replace(plan, simulated=False, devices=here), args)

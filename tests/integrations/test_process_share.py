@@ -186,7 +186,7 @@ class TestAnotherModel:
 
     def test_it_is_warned_of(self):
         with pytest.warns(
-            OtherModelWarning, match=r"for Large\S* with 12,345 parameters, and this Linear has 6:"
+            OtherModelWarning, match=r"for Large\S* with 12,345 parameters, but this Linear has 6\."
         ) as told:
             share_of(self.plan, place_here()).tell_of_other_model(nn.Linear(2, 2))
         assert "\x1b" not in str(told[0].message)

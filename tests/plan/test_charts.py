@@ -91,16 +91,16 @@ def test_axes_and_marks_are_labelled_with_units(solved, name, labels):
 
 def test_marks_say_what_they_are(solved):
     titles = [title.text for title in ET.fromstring(solved["trials"].svg).iter("title")]
-    assert "trial 1: split (1, 1), 3 forwards a step: cuda:1" in titles
+    assert "trial 1: split (1, 1), 3 forwards per step: cuda:1" in titles
     titles = [title.text for title in ET.fromstring(solved["devices"].svg).iter("title")]
     assert "cuda:0: optimizer state, 2 GiB" in titles
     assert "cuda:0: reserve, 1 GiB" in titles
 
 
 def test_the_text_alternatives_have_the_figures(solved):
-    assert "even split, same batch: 7,813 samples/s (measured)" in solved["rates"].said
-    assert "1 failed" in solved["trials"].said
-    assert ET.fromstring(solved["rates"].svg).get("aria-label") == solved["rates"].said
+    assert "even split, same batch: 7,813 samples/s (measured)" in solved["rates"].text
+    assert "1 failed" in solved["trials"].text
+    assert ET.fromstring(solved["rates"].svg).get("aria-label") == solved["rates"].text
 
 
 def test_what_a_memory_is_full_of_is_drawn_only_where_it_is_known():
@@ -116,34 +116,37 @@ def test_what_a_memory_is_full_of_is_drawn_only_where_it_is_known():
 
 def test_the_first_devices_line_is_drawn_beside_what_the_others_have(solved):
     """Its own points were traced with the others at their ceilings: through them the plan would not fit."""
-    said = solved["line0"].said
-    assert "about 1.152 GiB of it, and 51 MiB more for each sample" in said
-    assert "beside what the others have in this plan" in said
+    text = solved["line0"].text
+    assert "about 1.152 GiB in addition to the samples of the other devices in this plan, and 51 MiB more" in text
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "said"),
     [
         ({"trials": ()}, "trials", "There were no trials"),
-        ({"fit": None}, "landscape", "the plan holds no fit"),
-        ({"region": None}, "landscape", "the ranks of DDP have no gpu0_bsz"),
-        ({"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")}, "rates", "Nothing was measured"),
+        ({"fit": None}, "landscape", "the plan has no time model"),
+        ({"region": None}, "landscape", "DDP ranks have no gpu0_bsz"),
+        (
+            {"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")},
+            "rates",
+            "No other option was measured",
+        ),
     ],
 )
 def test_what_can_not_be_drawn_says_why(changes, name, said):
     chart = drawn(solved_plan(**changes), name)
-    assert said in chart.said
+    assert said in chart.text
     assert not chart.svg
 
 
 def test_devices_that_share_a_processor_are_compared_with_nothing():
-    assert "no gain over an even split is claimed" in drawn(made_plan(kind="cpu"), "rates").said
+    assert "no gain over an even split is claimed" in drawn(made_plan(kind="cpu"), "rates").text
 
 
 def test_one_device_has_a_curve_in_the_place_of_the_landscape():
     plan = solved_plan((256,))
     curve = drawn(plan, "landscape")
-    assert curve.title == "Throughput against batch_size"
+    assert curve.title == "Throughput by batch_size"
     assert {"predicted", "trial", "this plan", "batch_size, samples"} <= set(words(curve.svg))
     assert not drawn(plan, "rates").svg
 
@@ -155,9 +158,7 @@ def test_predicted_and_simulated_are_told_apart():
 def test_unlike_devices_are_drawn_by_their_own_memory():
     plan = solved_plan()
     small = replace(plan.devices[1], memory_bytes=GIB, capacity_bytes=GIB, peak_bytes=2**29, memory=None)
-    assert "memory, % of the device's own" in words(
-        drawn(replace(plan, devices=(plan.devices[0], small)), "devices").svg
-    )
+    assert "memory, % of each device" in words(drawn(replace(plan, devices=(plan.devices[0], small)), "devices").svg)
 
 
 def test_names_are_never_taken_for_markup_or_formulas():

@@ -1,4 +1,4 @@
-"""Exports: what other tools are given is what the plan says, or the nearest even plan, and what is lost is said."""
+"""Test exports: other tools get the plan's numbers or the nearest even plan, and notes report what is lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade import GIB, made_ceiling, made_device
+from handmade import GIB, made_ceiling
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import make_plan as budgeted_plan
 from raised import raises
 from test_explain import solved_plan
 
@@ -109,10 +108,10 @@ def test_an_uneven_plan_has_the_nearest_even_one_computed(to):
     assert found.even.samples_per_s == pytest.approx(96 / 0.144)
     assert found.lost_share == pytest.approx(0.5)
     nearest = found.notes[0]
-    assert "the plan's ranks take (72, 24) samples" in nearest
-    assert "24 on each of 2 in 2 forwards, an effective batch of 96 as in the plan" in nearest
-    assert nearest.endswith("predicted 667 samples/s, 50 % fewer than by autosplit.ddp with (72, 24)")
-    assert "without cuda:1" in found.notes[1], "alone the fast card is quicker than with one that holds it up"
+    assert "The plan's ranks have (72, 24) samples" in nearest
+    assert "24 on each of 2 ranks in 2 forwards, an effective batch of 96, as in the plan" in nearest
+    assert nearest.endswith("Predicted: 667 samples/s, 50% fewer than with autosplit.ddp and (72, 24).")
+    assert "Without cuda:1" in found.notes[1], "the fast GPU is faster alone than with a slower one"
     assert "1.50 times as fast" in found.notes[1]
     for line in found.notes[0].split()[:4]:
         assert line in found.text, "the text to paste says it, too"
@@ -123,8 +122,8 @@ def test_a_last_forward_that_is_shorter_is_evened_out():
     found = lone_plan(90).export("transformers")
     assert numbers(found) == (45, 2)
     assert not found.exact
-    assert "the last is shorter" in found.notes[0]
-    assert "an effective batch of 90 as in the plan" in found.notes[0]
+    assert "The last of the plan's 2 forwards is shorter" in found.notes[0]
+    assert "an effective batch of 90, as in the plan" in found.notes[0]
 
 
 def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
@@ -132,20 +131,20 @@ def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
     assert numbers(found) == (33, 1)
     assert "an effective batch of 99, where the plan has 100" in found.notes[0]
-    assert "no fewer than by" in found.notes[0]
+    assert "no fewer than with" in found.notes[0]
 
 
 def test_an_exact_step_that_is_out_of_reach_is_named():
     plan = solved_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018, fixed_ms=5.0)
     found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
     assert found.even.effective_batch_size in (1016, 1020)
-    assert "1018 exactly takes 1 on each in 509 forwards; predicted" in found.notes[1]
+    assert "For exactly 1018 samples, use 1 on each of 2 ranks in 509 forwards (predicted " in found.notes[1]
 
 
 def test_the_range_that_was_asked_for_is_named():
     plan = solved_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100, effective_batch_sizes=(90, 120))
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
-    assert "where the plan has 100 (asked for: 90 to 120)" in found.notes[0]
+    assert "where the plan has 100 (requested: 90 to 120)" in found.notes[0]
 
 
 def test_without_an_effective_batch_there_is_one_forward():
@@ -161,14 +160,21 @@ def test_where_balanced_is_faster_than_ddp_an_even_plan_says_so():
     found = replace(plan, fit=replace(plan.fit, all_reduce_s=10.0)).export("transformers")
     assert found.exact
     assert "transformers' Trainer runs DDP" in found.notes[0]
-    assert "fewer than by plan.wrap(model), BalancedDataParallel with (50, 50)" in found.notes[0]
+    assert "fewer than with plan.wrap(model), BalancedDataParallel and (50, 50)" in found.notes[0]
 
 
-def test_a_plan_without_a_fit_promises_nothing():
+def test_an_export_of_a_plan_without_a_fit_has_no_rates():
     found = replace(uneven_plan(), fit=None).export("transformers")
     assert numbers(found) == (24, 2)
     assert found.lost_share is None
     assert "samples/s" not in found.text
+
+
+def test_without_a_fit_an_exact_step_has_at_most_twice_the_fewest_forwards():
+    plan = replace(solved_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018), fit=None)
+    found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
+    assert found.even.effective_batch_size in (1016, 1020)
+    assert found.even.accumulation_steps <= 4
 
 
 def test_devices_that_share_a_processor_claim_no_figure():
@@ -178,7 +184,7 @@ def test_devices_that_share_a_processor_claim_no_figure():
     assert found.lost_share is None
     assert "samples/s" not in found.text
     assert found.settings["TrainingArguments"]["use_cpu"]
-    assert "memory budgets are autosplit's own" in found.notes[-1]
+    assert "does not enforce memory budgets" in found.notes[-1]
 
 
 @pytest.mark.parametrize("to", TOOLS)
@@ -200,7 +206,7 @@ def test_ranks_whose_ceilings_have_nothing_in_common():
 @pytest.mark.parametrize("to", [one for one in FORMATS if one != "torchrun"])
 def test_a_simulated_plan_says_so(to):
     found = even_plan("sim").export(to)
-    assert found.notes[0].startswith("simulated: predicted for cards that are not here (card 0, card 1)")
+    assert found.notes[0].startswith("The plan is simulated for GPUs that are not here (card 0, card 1).")
 
 
 def test_torchrun_starts_nothing_for_simulated_cards():
@@ -209,7 +215,7 @@ def test_torchrun_starts_nothing_for_simulated_cards():
 
 
 def test_an_interrupted_search_is_named():
-    assert "the search was interrupted" in replace(even_plan(), complete=False).export("env").notes[0]
+    assert "The search was interrupted" in replace(even_plan(), complete=False).export("env").notes[0]
 
 
 LOSS = Check("loss", 0.1, 0.1, depends=True, advice="it is a mean over tokens")
@@ -219,27 +225,32 @@ NORM = Check("BatchNorm2d at features.1", 0.1, 0.1, depends=True)
 @pytest.mark.parametrize(
     ("to", "says"),
     [
-        ("transformers", "by labels that are not -100, over all ranks, if the model takes num_items_in_batch"),
-        ("accelerate", "it weighs them alike: scale the loss yourself"),
-        ("lightning", "it weighs them alike: scale the loss yourself"),
+        (
+            "transformers",
+            "weights them by the labels other than -100 of all ranks, if the model takes num_items_in_batch",
+        ),
+        ("accelerate", "weights them equally. Scale the loss yourself"),
+        ("lightning", "weights them equally. Scale the loss yourself"),
     ],
 )
 def test_a_loss_that_is_no_mean_over_samples(to, says):
     (note,) = replace(even_plan(), checks=(LOSS,)).export(to).notes
-    assert "has 4 micro-batches" in note
+    assert "A step has 4 micro-batches" in note
     assert says in note
     assert replace(solved_plan((50,), (1.0,), (60,), effective=50), checks=(LOSS,)).export(to).notes == ()
 
 
 def test_a_sum_is_averaged():
     (note,) = replace(even_plan(), loss_reduction="sum").export("lightning").notes
-    assert note == "the loss is a sum, and Lightning's Trainer averages 4 of them: multiply it by 4"
+    assert note == "The loss is a sum, but Lightning's Trainer averages 4 micro-batches. Multiply the loss by 4."
 
 
 def test_batch_norms_see_a_rank():
     plan = replace(even_plan(), checks=(NORM, replace(NORM, subject="BatchNorm2d at features.4")))
     (note,) = plan.export("lightning").notes
-    assert note.startswith("BatchNorm2d at features.1 and 1 more sees the 50 samples of one rank's forward, or all")
+    assert note.startswith(
+        "BatchNorm2d at features.1 (and 1 more) normalizes over the 50 samples of one rank's forward, or"
+    )
     assert "sync_batchnorm" not in plan.export("accelerate").notes[0]
 
 
@@ -250,8 +261,8 @@ def test_a_batch_norm_is_not_given_a_single_sample():
 
 def test_outputs_that_are_copied_to_float32_are_named():
     plan = replace(even_plan(), precision="bf16")
-    assert plan.export("transformers").notes[0].startswith("with bf16 accelerate, by which it trains, copies the model")
-    assert plan.export("accelerate").notes[0].startswith("with bf16 accelerate copies the model's outputs to float32")
+    assert plan.export("transformers").notes[0].startswith("With bf16, accelerate (used by Trainer) copies the model")
+    assert plan.export("accelerate").notes[0].startswith("With bf16, accelerate copies the model's outputs to float32")
     assert plan.export("lightning").notes == ()
 
 
@@ -281,7 +292,7 @@ def test_exact_or_within_every_ceiling(ranks, steps, short, to):
 
 def test_a_step_of_the_workloads_own_is_named():
     (note,) = replace(even_plan(), workload={"step": "a digest"}).export("accelerate").notes
-    assert note.startswith("the workload's own step= is not known to accelerate")
+    assert note.startswith("accelerate does not call the workload's own step=.")
 
 
 def test_a_name_can_not_leave_its_comment():
@@ -326,12 +337,12 @@ def test_several_machines():
     plan = machines(2, 2)
     line = plan.export("transformers").settings["command"]
     assert "--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d" in line
-    assert "on each of 2 machines" in plan.export("transformers").text
+    assert "Run it on each of 2 machines" in plan.export("transformers").text
     assert plan.export("accelerate").settings["command"] == line
     trainer = plan.export("lightning").settings["Trainer"]
     assert (trainer["num_nodes"], trainer["devices"]) == (2, 2)
     assert "RANKS_HERE is 2, 1" in machines(2, 1).export("transformers").text
-    assert "2 machines" in machines(2, 1).export("torchrun", path="plan.json").notes[0]
+    assert "2 machines have (2, 1) ranks" in machines(2, 1).export("torchrun", path="plan.json").notes[0]
     with raises(PlanError, "export-machines", "(2, 1)"):
         machines(2, 1).export("lightning")
 
@@ -348,7 +359,7 @@ def test_torchruns_line_is_that_of_launch(tmp_path):
 
 def test_a_plan_knows_the_file_that_it_came_from():
     plan = even_plan()
-    assert "the plan is in no file yet" in plan.export("env").notes[0]
+    assert "The plan is not saved" in plan.export("env").notes[0]
     path = profiles.store("0" * 32, plan)
     found = profiles.read_profile(path).export("env")
     assert found.notes == ()
@@ -434,7 +445,7 @@ def test_saving(plan_file, tmp_path, capsys):
     assert main(["export", plan_file, "--to", "lightning", "-o", str(path), "--force"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("note: the plan's ranks take (72, 24) samples")
+    assert err.startswith("note: The plan's ranks have (72, 24) samples")
     assert path.read_text() == Plan.load(plan_file).export("lightning").text + "\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["plan.json", "settings.py"]
 
@@ -500,9 +511,7 @@ def built(text: str) -> dict[str, Any]:
 PLANS: dict[str, Callable[[], Plan]] = {
     "one": lambda: lone_plan(kind="cpu"),
     "even": lambda: even_plan("cpu"),
-    "uneven": lambda: budgeted_plan(
-        devices=tuple(replace(made_device(i, n, kind="cpu"), name="cpu") for i, n in enumerate((2, 4)))
-    ),
+    "uneven": lambda: uneven_plan(kind="cpu"),
 }
 
 

@@ -19,7 +19,9 @@ def test_wrapping_warns_of_another_model(recwarn):
     plan = replace(make_plan((4, 2)), workload=WORKLOAD)
     plan.wrap(nn.Linear(3, 3))
     assert not recwarn
-    with pytest.warns(OtherModelWarning, match="for Large with 12 parameters, and this Linear has 6: its batch sizes"):
+    with pytest.warns(
+        OtherModelWarning, match="for Large with 12 parameters, but this Linear has 6. The plan's batch sizes"
+    ):
         plan.wrap(nn.Linear(2, 2))
 
 

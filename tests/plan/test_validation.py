@@ -47,7 +47,7 @@ def test_a_sound_plan():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (with_device(share=7), "a device's share is 7; expected that of the split, 100"),
+        (with_device(share=7), "a device's share is 7; expected the split's 100"),
         (with_device(memory_bytes=10), "a device's capacity is .*; expected at most its 10"),
         (replace(PLAN, even_samples_per_s=0.0), r"`float` > 0.0 - at `\$.even_samples_per_s`"),
         (replace(PLAN, batch_dim=64), r"`int` <= 63 - at `\$.batch_dim`"),
@@ -75,7 +75,7 @@ def test_a_sound_plan():
         (with_times(contention=0.0), r"`float` > 0.0 - at `\$.fit.step_time.contention`"),
         (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries; expected 2"),
         (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries; expected 2"),
-        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is of another number"),
+        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual has another number"),
         (made_plan((1, 1), effective=4 * MOST_FORWARDS), r"`int` <= 1048576 - at `\$.accumulation_steps`"),
         (made_plan((1,) * (MOST_DEVICES + 1)), rf"`array` of length <= {MOST_DEVICES} - at `.\.devices`"),
     ],

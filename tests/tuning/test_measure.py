@@ -63,7 +63,7 @@ class TestSimulated:
         gains = {(bound.what, bound.device): bound.gain for bound in found.bound_by}
         assert [*gains.values()] == sorted(gains.values(), reverse=True)
         assert ("copies", None) in gains
-        assert "parameters and gradients copied in no time (+" in found.faster_with
+        assert "free copies of parameters and gradients (+" in found.faster_with
 
     def test_a_device_may_have_nothing(self):
         found = measure(devices=CARDS, split=(64, 0))
@@ -129,7 +129,7 @@ WRONG = {
         r"split is \(4, 4, 4\); expected one whole number per device, .* as many, or name other devices than ",
     ),
     "one for two": ({"split": 8}, r"split is \(8,\); expected one whole number per device"),
-    "nothing": ({"split": (0, 0)}, "expected at least one share above 0"),
+    "nothing": ({"split": (0, 0)}, "has no samples"),
     "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
     "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
     "no forward": ({"split": (4, 4), "accumulation_steps": 0}, "accumulation_steps is 0"),

@@ -161,7 +161,7 @@ def test_a_plan_of_cards_of_which_nothing_else_was_simulated_claims_nothing(tune
     plan = replace(tuned(cnn, [cards()[0]] * 2, 64), changes=None)
     explanation = plan.explain()
     assert (explanation.bounds, explanation.alone, explanation.more_memory) == ((), (), None)
-    assert "data loading" in str(explanation)
+    assert "Data loading" in str(explanation)
 
 
 @pytest.mark.parametrize(

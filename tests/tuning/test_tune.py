@@ -762,8 +762,8 @@ class TestSeveralPrecisions:
         assert plan.precision == fastest
         assert plan.split == alone[fastest].split
         told = str(plan.explain()).splitlines()[0]
-        assert told.startswith(f"precision {fastest} ")
-        assert all(f"precision {name} {alone[name].samples_per_s:,.0f} samples/s" in told for name in alone)
+        assert told.startswith(f"Chose precision {fastest}: ")
+        assert all(f"precision {name}: {alone[name].samples_per_s:,.0f} samples/s" in told for name in alone)
 
     @pytest.mark.slow
     def test_bf16_counts_only_where_every_device_has_it(self):

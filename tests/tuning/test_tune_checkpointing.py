@@ -75,7 +75,8 @@ def test_the_fastest_way_is_the_plan_and_all_are_told_of():
     assert [way.name for way in plan.ways] == [NO_LAYER, SECOND, EVERY]
     assert plan.ways[0].samples_per_s == plan.samples_per_s > max(way.samples_per_s for way in plan.ways[1:])
     told = str(plan.explain()).splitlines()[0]
-    assert told.startswith(f"{NO_LAYER} {plan.samples_per_s:,.0f} samples/s with 64 per forward, against {SECOND} ")
+    chosen = f"Chose {NO_LAYER}: {plan.samples_per_s:,.0f} samples/s with 64 per forward."
+    assert told.startswith(f"{chosen} Also tried {SECOND}: ")
 
 
 def test_layers_are_checkpointed_where_the_memory_is_short():
@@ -127,7 +128,7 @@ def test_all_ways_are_remembered_and_the_plans_file_tells_of_them(monkeypatch):
     plan = tuned("sim:RTX3090@1300KiB", profile="auto")
     assert plan.path is not None
     assert Plan.load(plan.path).ways == plan.ways
-    assert "against" in str(Plan.load(plan.path).explain()).splitlines()[0]
+    assert "Also tried" in str(Plan.load(plan.path).explain()).splitlines()[0]
     monkeypatch.setattr("autosplit.tuning.tune._tuned_anew", lambda *_, **__: pytest.fail("tuned again"))
     again = tuned("sim:RTX3090@1300KiB", profile="auto")
     assert (again.split, again.checkpointed, again.ways) == (plan.split, plan.checkpointed, plan.ways)
