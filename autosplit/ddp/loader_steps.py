@@ -19,9 +19,9 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.ddp.device import exchange_device, keep_for_gloo
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
-from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
+from autosplit.parallel.step_listener import Sums
 from autosplit.torch_versions import private
 
 

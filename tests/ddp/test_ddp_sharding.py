@@ -26,6 +26,7 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import fsdp_groups
 
 LIMIT_S = 250
@@ -601,7 +602,9 @@ class TestGradients:
         """FSDP2 brings parameters together in it: without one, the other ranks would wait for ever."""
         parameter = torch.ones((), requires_grad=True)
         step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
-        step.on_draw = lambda _is_last: True
+        always = StepListener()
+        always.draw = lambda _is_last: True
+        step.listeners.append(always)
         ran = []
         for value in step:
             step.backward(parameter * value)

@@ -455,7 +455,7 @@ class TestMistakes:
     def test_a_step_iterated_twice(self) -> None:
         step = finish(next(self.make()))
         with raises(InputError, "step-iterated-twice", "0"):
-            iter(step)
+            next(iter(step))
 
     def test_backward_outside_the_loop(self) -> None:
         step = next(self.make())
