@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
 
     (found, fits, content), reason = _tried(read, ({}, {}, None))
     _raise_together(path, reason, rank)
-    _compare_contents(path, content, fits, found)
+    _compare_contents(path, content, fits)
     states, reason = _tried(lambda: {name: placed(parts[name], state, _own_part) for name, state in fits.items()}, {})
     _raise_together(path, reason, rank)
     _load_together(path, parts, states, rank)
@@ -116,9 +116,7 @@ def _loadable(parts: Mapping[str, Any]) -> list[str]:
     return [name for name, part in parts.items() if is_loadable(name, part)]
 
 
-def _compare_contents(
-    path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any], found: Mapping[str, Any]
-) -> None:
+def _compare_contents(path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any]) -> None:
     """Raise CheckpointError on all ranks if they would load different states.
 
     Ranks compare the digest of the whole file first. Only if these differ do they read all tensors to compare the
@@ -127,35 +125,20 @@ def _compare_contents(
     contents = {*_told_by_all(content)}
     if None not in contents and len(contents) == 1:
         return
-    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str)}
-    plain |= {
-        f"{name}.{key}": state[key]
-        for name, state in states.items()
-        for key in ("epoch", "samples_consumed")
-        if isinstance(state, Mapping) and key in state
+    everyones = _told_by_all({name: digest_of(state) for name, state in states.items()})
+    others = {
+        rank: names
+        for rank, digests in enumerate(everyones)
+        if (names := [name for name in digests if digests[name] != everyones[0].get(name)])
     }
-    everyones = _told_by_all(({name: digest_of(state) for name, state in states.items()}, plain))
-    firsts, first_plain = everyones[0]
-    others: dict[int, list[str]] = {}
-    for other, (digests, _) in enumerate(everyones):
-        names = [name for name in digests if name in firsts and digests[name] != firsts[name]]
-        if names:
-            others[other] = names
-    if not others:
-        return
-    held = ", ".join(f"{names} of rank {other}" for other, names in others.items())
-    theirs = everyones[min(others)][1]
-    steps = [
-        f"{name} is {first_plain[name]!r} on rank 0 and {theirs[name]!r} on rank {min(others)}"
-        for name in first_plain
-        if name in theirs and theirs[name] != first_plain[name]
-    ]
-    raise CheckpointError(
-        f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank 0's"
-        f"{'; ' + ', '.join(steps) if steps else ''}; expected one checkpoint on all ranks; save to a disk that all "
-        "machines share, or copy rank 0's file to each machine; nothing was changed on any rank",
-        code="checkpoint-differs-between-ranks",
-    )
+    if others:
+        held = ", ".join(f"{names} of rank {rank}" for rank, names in others.items())
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank "
+            "0's; expected one checkpoint on all ranks; save to a disk that all machines share, or copy rank 0's file "
+            "to each machine; nothing was changed on any rank",
+            code="checkpoint-differs-between-ranks",
+        )
 
 
 def _load_together(
@@ -338,24 +321,18 @@ def _damaged_share(folder: Path, rank: int) -> str | None:
     stored, reason = _tried(lambda: FileSystemReader(folder).read_metadata().storage_data)
     if reason is not None:
         return None  # `_failure_to_read` reports it
-    for index, record in [*sorted(stored.items(), key=lambda one: str(one[0]))][rank :: dist.get_world_size()]:
-        content, _ = _tried(partial(_record_in, folder, record))
-        # A short record, or one without the signature of a zip file, is for torch's loader to report.
-        is_whole = content is not None and len(content) == record.length and content.startswith(b"PK")
-        if is_whole and damage_of(io.BytesIO(content)):
-            return (
-                f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
-                "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy it "
-                "again"
-            )
+    for index, record in [*stored.items()][rank :: dist.get_world_size()]:
+        with suppress(OSError), (folder / record.relative_path).open("rb") as file:
+            file.seek(record.offset)
+            content = file.read(record.length)
+            # torch's loader reports a short record, and one without the signature of a zip file.
+            if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
+                return (
+                    f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
+                    "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy "
+                    "it again"
+                )
     return None
-
-
-def _record_in(folder: Path, record: Any) -> bytes:
-    with (folder / record.relative_path).open("rb") as file:
-        file.seek(record.offset)
-        content: bytes = file.read(record.length)
-    return content
 
 
 def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:

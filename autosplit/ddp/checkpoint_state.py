@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.fsdp import is_shard, is_sharded
-from autosplit.ddp.optimizer_class import foreign_in_group, missing_in_groups, per_parameter_keys
 from autosplit.errors import CheckpointError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict
@@ -20,6 +20,8 @@ from autosplit.text import listed
 
 _SHOWN = 5
 """Of names that do not fit, so many are told."""
+_NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+"""Options that newer torch versions added to several optimizers. Older states do not have them."""
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
     *("grad_avg", "ax", "prev", "step_size"),
@@ -120,31 +122,25 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
             "optimizer of the same parameters as when it was saved",
             code="checkpoint-optimizer-groups",
         )
-    lacks = missing_in_groups(optimizer, groups)
+    foreign = _foreign_options(optimizer)
     for number, group in enumerate(groups):
-        found = (
-            next((f"lacks {key}" for key in lacks[number]), None)
-            or next((f"has {key}" for key in foreign_in_group(optimizer, group)), None)
-            or next((f"keeps {what}" for what in _wrong_moments(optimizer, group, state)), None)
-        )
+        lacks = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
+        found = lacks + [f"has {key}" for key in group if key in foreign]
         if found:
             raise CheckpointError(
-                f"{name!r} is of another optimizer: its group {number} {found}; expected the state of a "
+                f"{name!r} is of another optimizer: its group {number} {found[0]}; expected the state of a "
                 f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out",
                 code="checkpoint-optimizer-class",
             )
 
 
-def _wrong_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Return what the parameters of a group lack of the tensors that this class of torch's optimizers needs."""
-    needed = per_parameter_keys(optimizer)
-    kept = [state["state"][key] for key in group["params"] if state["state"].get(key)]
-    return [
-        f"{', '.join(map(str, held))} for a parameter, and no {key}"
-        for held in kept
-        for key in needed
-        if key not in held
-    ]
+def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the options of other classes of torch.optim. Return nothing for an optimizer of another package."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return set()
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    options = {key for kind in kinds for key in inspect.signature(kind).parameters}
+    return options - {*inspect.signature(type(optimizer)).parameters, *_NEWER}
 
 
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -217,7 +217,6 @@ def test_ranks_that_read_different_checkpoints_load_neither(ranks):
     """On machines with disks of their own, one rank loaded older weights: the ranks trained different models."""
     for (text,) in found_by(ranks, "checkpoint older"):
         assert "the ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
-        assert "epoch is 3 on rank 0 and 2 on rank 1" in text
         assert text.endswith("nothing was changed on any rank")
     for (text,) in found_by(ranks, "sharded"):
         assert "the folder of rank 1 holds another checkpoint than rank 0's" in text
