@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import INPUTS, NUM_SAMPLES, make_model, make_plan, weights
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
 from autosplit.errors import CheckpointError, InputError
-
-LIMIT_S = 250
 
 
 def refused(steps_of: Callable[[ddp.Context], Any]) -> list[str]:
@@ -184,9 +182,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("agreement"), limit_s=LIMIT_S)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
