@@ -43,26 +43,181 @@ _VALUES = "(values)"
 """The name of all values that are no tensors in a sharded checkpoint. No keyword argument has such a name."""
 
 
-def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a checkpoint on rank 0. See `Context.save_checkpoint`."""
-    shared = {name: part for name, part in parts.items() if is_shared_out(part)}
-    states: dict[str, Any] = {}
-    reason = None
-    if shared:
-        _meet(rank, "save_checkpoint of a sharded model")
-        states, reason = _brought_together(shared, rank)
-    if rank == 0 and reason is None:
-        try:
-            state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
-            _refuse_shards(state)
-            write_file(Path(path), state)
-        except Exception as error:
-            if not shared:
-                raise CheckpointError(_not_written(path, reason_of(error)), code="checkpoint-not-written") from error
-            reason = reason_of(error)  # the other ranks wait for it
-    told = _told_by_all(reason)[0] if shared else None
-    if told is not None:
-        raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
+class CheckpointMethods:
+    """Save and load checkpoints on all ranks; a base of `Context`."""
+
+    rank: int
+
+    def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let rank 0 write a checkpoint. On the other ranks it does nothing, unless a part is sharded.
+
+            ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
+        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The
+        tensors of a model that `shard` has sharded are gathered in rank 0's host memory, so every rank must call this
+        method. If they do not fit there, use `save_sharded`.
+
+        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
+        the steps before: a resumed run computes that step again.
+
+        Args:
+            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
+                numbers, strings, tensors, lists and dicts, which are saved unchanged.
+
+        Raises:
+            CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
+                ranks if a part is sharded.
+        """
+        rank = self.rank
+        shared = {name: part for name, part in parts.items() if is_shared_out(part)}
+        states: dict[str, Any] = {}
+        reason = None
+        if shared:
+            _meet(rank, "save_checkpoint of a sharded model")
+            states, reason = _brought_together(shared, rank)
+        if rank == 0 and reason is None:
+            try:
+                state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
+                _refuse_shards(state)
+                write_file(Path(path), state)
+            except Exception as error:
+                if not shared:
+                    raise CheckpointError(
+                        _not_written(path, reason_of(error)), code="checkpoint-not-written"
+                    ) from error
+                reason = reason_of(error)  # the other ranks wait for it
+        told = _told_by_all(reason)[0] if shared else None
+        if told is not None:
+            raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
+
+    def load_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load a checkpoint on every rank, or on none; call it on every rank.
+
+            rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
+        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
+        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
+        `BalancedDataParallel` saved fit as well. A sharded model loads its own shards of them.
+
+        Args:
+            **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
+                such as a number, must be in the file and is returned: the caller's variable can't be changed.
+
+        Returns:
+            The values in the file that were not loaded into a part.
+
+        Raises:
+            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
+                0's. Nothing was changed on any rank.
+        """
+        rank = self.rank
+        _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
+
+        def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
+            found = read_file(Path(path), only_model=set(parts) == {MODEL})
+            fits = {name: fitting(name, part, found) for name, part in parts.items()}
+            return found, {name: fits[name] for name in _loadable(parts)}, content_id(Path(path))
+
+        found, fits, content = _together(path, rank, read)
+        _compare_contents(path, content, fits)
+        states = _together(path, rank, lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
+        _load_together(path, parts, states, rank)
+        return {name: value for name, value in found.items() if name not in states}
+
+    def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let every rank write its own shards into a folder. Call it on every rank.
+
+            ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        No rank gathers the whole model. Any number of ranks can load the checkpoint, into models that are sharded,
+        wrapped or plain. An earlier checkpoint is replaced when the new one is complete. The folder has the format of
+        torch.distributed.checkpoint.
+
+        Args:
+            path: The folder, which all ranks must see. It is created if it does not exist. It may contain nothing else.
+            **parts: See `save_checkpoint`.
+
+        Raises:
+            CheckpointError: The checkpoint was not written on some rank, and an earlier one is unchanged.
+        """
+        rank = self.rank
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        folder = Path(path).resolve()
+        beside = folder.with_name(f".{folder.name}.part")
+        _meet(rank, "save_sharded")
+        state, reason = _tried(lambda: _taken_apart(parts), {})
+        if rank == 0 and reason is None:
+            _, reason = _tried(lambda: _refuse_other_files(folder))
+            shutil.rmtree(beside, ignore_errors=True)  # of a killed process
+        reason = next((text for text in _told_by_all(reason) if text is not None), None)
+        if reason is None:
+            # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
+            planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+            reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
+        if rank == 0:
+            reason = reason or _put_in_place(beside, folder)
+            shutil.rmtree(beside, ignore_errors=True)
+        told = _told_by_all(reason)[0]
+        if told is not None:
+            why = _not_written(path, told, "a folder of its own that all ranks write to")
+            raise CheckpointError(why, code="checkpoint-sharded-not-written")
+
+    def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load a checkpoint of `save_sharded` on every rank, or on none. Call it on every rank.
+
+            rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        Each rank reads its own shards into host memory. Load only your own checkpoints: torch.distributed.checkpoint
+        keeps the list of the tensors as a pickle, and loading a pickle executes its code.
+
+        Args:
+            **parts: Models, optimizers, samplers and so on, under the names that they were saved with.
+
+        Returns:
+            The values in the checkpoint that are not states of such parts.
+
+        Raises:
+            CheckpointError: On any rank the checkpoint is missing, damaged or does not fit. Nothing was changed.
+        """
+        rank = self.rank
+        folder = Path(path).resolve()
+        _meet(rank, "load_sharded")
+        values: dict[str, Any] = {_VALUES: None}
+        _together(path, rank, lambda: _require_folder(folder))
+        digests = _told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
+        others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            why = (
+                f"the folder of rank {', '.join(others)} holds another checkpoint than rank 0's; expected one "
+                "checkpoint on all ranks; save to a disk that all machines share"
+            )
+            raise CheckpointError(_not_loaded(path, why), code="checkpoint-folder-differs")
+        _together(path, rank, lambda: _check_records(folder, rank))
+        _together(path, rank, lambda: _read_into(values, folder))
+        held, stated = values[_VALUES]
+        names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
+        room: dict[str, Tensor] = {}
+
+        def make_room(value: Tensor, own: Tensor | None) -> Tensor:
+            made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
+            return room.setdefault(names[id(value)], made)
+
+        def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
+            fits = {name: fitting(name, part, held) for name, part in parts.items()}
+            states = {name: placed(parts[name], fits[name], make_room) for name in _loadable(parts)}
+            others = {name: value for name, value in held.items() if name not in states and name not in stated}
+            return states, with_tensors(others, lambda _, value: make_room(value, None))
+
+        rest: dict[str, Any]
+        states, rest = _together(path, rank, make_states)
+        _together(path, rank, lambda: _read_into(room, folder))
+        _load_together(path, parts, states, rank)
+        return rest
 
 
 def _meet(rank: int, what: str) -> None:
@@ -74,11 +229,14 @@ def _meet(rank: int, what: str) -> None:
         _told_by_all(None)
 
 
-def _not_written(path: str | os.PathLike[str], reason: str) -> str:
-    return (
-        f"checkpoint {str(path)!r} was not written: {reason}; expected rank 0 to write it and to read it back; "
-        "nothing was replaced"
-    )
+def _not_written(
+    path: str | os.PathLike[str], reason: str, expected: str = "rank 0 to write it and to read it back"
+) -> str:
+    return f"checkpoint {str(path)!r} was not written: {reason}; expected {expected}; nothing was replaced"
+
+
+def _not_loaded(path: str | os.PathLike[str], reason: str, place: str = "") -> str:
+    return f"checkpoint {str(path)!r} was not loaded{place}: {reason}; nothing was changed on any rank"
 
 
 def _kept_of(name: str, part: Any) -> Any:
@@ -89,25 +247,6 @@ def _kept_of(name: str, part: Any) -> Any:
             f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out",
             code="checkpoint-part-without-state",
         ) from error
-
-
-def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
-    """Load a checkpoint on all ranks or on none. See `Context.load_checkpoint`.
-
-    A file with only a model's state dict loads as ``model``.
-    """
-    _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
-
-    def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        found = read_file(Path(path), only_model=set(parts) == {MODEL})
-        fits = {name: fitting(name, part, found) for name, part in parts.items()}
-        return found, {name: fits[name] for name in _loadable(parts)}, content_id(Path(path))
-
-    found, fits, content = _together(path, rank, read)
-    _compare_contents(path, content, fits)
-    states = _together(path, rank, lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
-    _load_together(path, parts, states, rank)
-    return {name: value for name, value in found.items() if name not in states}
 
 
 def _loadable(parts: Mapping[str, Any]) -> list[str]:
@@ -131,12 +270,11 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
     }
     if others:
         held = ", ".join(f"{names} of rank {rank}" for rank, names in others.items())
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank "
-            "0's; expected one checkpoint on all ranks; save to a disk that all machines share, or copy rank 0's file "
-            "to each machine; nothing was changed on any rank",
-            code="checkpoint-differs-between-ranks",
+        why = (
+            f"the ranks read different checkpoints: {held} differ from rank 0's; expected one checkpoint on all ranks; "
+            "save to a disk that all machines share, or copy rank 0's file to each machine"
         )
+        raise CheckpointError(_not_loaded(path, why), code="checkpoint-differs-between-ranks")
 
 
 def _load_together(
@@ -192,10 +330,7 @@ def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) 
         return found
     first = rank if rank in failed else min(failed)
     place = f" by rank {first}" if len(reasons) > 1 else ""
-    raise CheckpointError(
-        f"checkpoint {str(path)!r} was not loaded{place}: {failed[first]}; nothing was changed on any rank",
-        code="checkpoint-failed-on-rank",
-    )
+    raise CheckpointError(_not_loaded(path, failed[first], place), code="checkpoint-failed-on-rank")
 
 
 # Sharded tensors in one file
@@ -238,74 +373,6 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 # Sharded checkpoints
-
-
-def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a sharded checkpoint. See `Context.save_sharded`."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    folder = Path(path).resolve()
-    beside = folder.with_name(f".{folder.name}.part")
-    _meet(rank, "save_sharded")
-    state, reason = _tried(lambda: _taken_apart(parts), {})
-    if rank == 0 and reason is None:
-        _, reason = _tried(lambda: _refuse_other_files(folder))
-        shutil.rmtree(beside, ignore_errors=True)  # of a killed process
-    reason = next((text for text in _told_by_all(reason) if text is not None), None)
-    if reason is None:
-        # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
-        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
-    if rank == 0:
-        reason = reason or _put_in_place(beside, folder)
-        shutil.rmtree(beside, ignore_errors=True)
-    told = _told_by_all(reason)[0]
-    if told is not None:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not written: {told}; expected a folder of its own that all ranks write to; "
-            "nothing was replaced",
-            code="checkpoint-sharded-not-written",
-        )
-
-
-def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
-    """Load a sharded checkpoint. See `Context.load_sharded`."""
-    folder = Path(path).resolve()
-    _meet(rank, "load_sharded")
-    values: dict[str, Any] = {_VALUES: None}
-    _together(path, rank, lambda: _require_folder(folder))
-    digests = _told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
-    others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not loaded: the folder of rank {', '.join(others)} holds another checkpoint "
-            "than rank 0's; expected one checkpoint on all ranks; save to a disk that all machines share; nothing was "
-            "changed on any rank",
-            code="checkpoint-folder-differs",
-        )
-    _together(path, rank, lambda: _check_records(folder, rank))
-    _together(path, rank, lambda: _read_into(values, folder))
-    held, stated = values[_VALUES]
-    names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
-    room: dict[str, Tensor] = {}
-
-    def make_room(value: Tensor, own: Tensor | None) -> Tensor:
-        made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
-        return room.setdefault(names[id(value)], made)
-
-    def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
-        fits = {name: fitting(name, part, held) for name, part in parts.items()}
-        states = {name: placed(parts[name], fits[name], make_room) for name in _loadable(parts)}
-        others = {name: value for name, value in held.items() if name not in states and name not in stated}
-        return states, with_tensors(others, lambda _, value: make_room(value, None))
-
-    rest: dict[str, Any]
-    states, rest = _together(path, rank, make_states)
-    _together(path, rank, lambda: _read_into(room, folder))
-    _load_together(path, parts, states, rank)
-    return rest
 
 
 def _check_records(folder: Path, rank: int) -> None:

@@ -16,7 +16,7 @@ from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.bypassed_wrappers import BypassWatch
-from autosplit.ddp.checkpoint_methods import CheckpointMethods
+from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import signal
@@ -530,19 +529,6 @@ def hub() -> Iterator[tuple[Line, Address]]:
     line.close()
 
 
-def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
-    """Let a thread hear what is said, until it is "over"."""
-    heard: list[Word] = []
-
-    def listen() -> None:
-        while Word("over", line.rank) not in heard:
-            heard.extend(line.words(LONG_S))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    return thread, heard
-
-
 def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -553,7 +539,14 @@ def until(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def telling_of(line: Line) -> Iterator[list[Word]]:
     """Let a thread hear what is said within a block."""
-    thread, heard = listening(line)
+    heard: list[Word] = []
+
+    def listen() -> None:
+        while Word("over", line.rank) not in heard:
+            heard.extend(line.words(LONG_S))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
     try:
         yield heard
     finally:
@@ -566,45 +559,7 @@ def stranger_at(address: Address) -> socket.socket:
     return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT_S)
 
 
-class Full:
-    """A listener of a process that has as many files open as it may, the first time."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.asked = 0
-        self.fileno = listener.fileno
-        self.close = listener.close
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        self.asked += 1
-        if self.asked == 1:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._listener.accept()
-
-
 class TestLine:
-    def test_words_and_ends_arrive(self, hub: Any) -> None:
-        line, address = hub
-        thread, heard = listening(line)
-        others = [Line(rank) for rank in (1, 2, 3)]
-        for other in others:
-            other.join(address)
-        until(lambda: len(heard) == 3)
-        assert sorted(word.rank for word in heard if word.kind == "joined") == [1, 2, 3]
-        others[0].send(Word("failed", 1, "\U0001f642" * 2000))
-        until(lambda: len(heard) == 4)
-        assert heard[3] == Word("failed", 1, "\U0001f642" * 1000 + "...")
-        others[1].drop()
-        until(lambda: len(heard) == 5)
-        assert (heard[4].kind, heard[4].rank) == ("lost", 2)
-        others[2].send(Word("left", 3))
-        for other in (others[0], others[2]):
-            other.close()
-        until(lambda: len(heard) == 6 and not line._peers)
-        line.say(Word("over", 0))
-        thread.join()
-        assert heard[5:] == [Word("left", 3), Word("over", 0)], "who said why it would go is not lost"
-
     def test_strangers_are_not_heard(self, hub: Any) -> None:
         line, address = hub
         with telling_of(line) as heard, closing(Line(1)) as other:
@@ -646,15 +601,6 @@ class TestLine:
             until(lambda: list(line._peers) == [1])  # a rank has no such time
             until(lambda: bool(heard))
             assert heard == [Word("joined", 1)]
-
-    def test_connections_are_accepted_again_later(self, hub: Any) -> None:
-        line, address = hub
-        full = line._listener = Full(line._listener)
-        with telling_of(line) as heard, closing(Line(1)) as other:
-            other.join(address)
-            until(lambda: bool(heard))
-            assert heard == [Word("joined", 1)]
-        assert full.asked == 2
 
     @pytest.mark.parametrize(
         "answer",
