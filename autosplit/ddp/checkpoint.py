@@ -35,6 +35,7 @@ from autosplit.ddp.checkpoint_state import (
     tensors_in,
     with_tensors,
 )
+from autosplit.ddp.device import told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError, one_line
@@ -87,7 +88,7 @@ class CheckpointMethods:
                         _not_written(path, reason_of(error)), code="checkpoint-not-written"
                     ) from error
                 reason = reason_of(error)  # the other ranks wait for it
-        told = _told_by_all(reason)[0] if shared else None
+        told = told_by_all(reason)[0] if shared else None
         if told is not None:
             raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
 
@@ -154,7 +155,7 @@ class CheckpointMethods:
         if rank == 0 and reason is None:
             _, reason = _tried(lambda: _refuse_other_files(folder))
             shutil.rmtree(beside, ignore_errors=True)  # of a killed process
-        reason = next((text for text in _told_by_all(reason) if text is not None), None)
+        reason = next((text for text in told_by_all(reason) if text is not None), None)
         if reason is None:
             # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
             planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
@@ -162,7 +163,7 @@ class CheckpointMethods:
         if rank == 0:
             reason = reason or _put_in_place(beside, folder)
             shutil.rmtree(beside, ignore_errors=True)
-        told = _told_by_all(reason)[0]
+        told = told_by_all(reason)[0]
         if told is not None:
             why = _not_written(path, told, "a folder of its own that all ranks write to")
             raise CheckpointError(why, code="checkpoint-sharded-not-written")
@@ -189,7 +190,7 @@ class CheckpointMethods:
         _meet(rank, "load_sharded")
         values: dict[str, Any] = {_VALUES: None}
         _together(path, rank, lambda: _require_folder(folder))
-        digests = _told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
+        digests = told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
         others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
         if others:
             why = (
@@ -226,7 +227,7 @@ def _meet(rank: int, what: str) -> None:
         f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
         "call it outside of `if ctx.rank == 0`"
     ):
-        _told_by_all(None)
+        told_by_all(None)
 
 
 def _not_written(
@@ -259,10 +260,10 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
     Ranks compare the digest of the whole file first. Only if these differ do they read all tensors to compare the
     parts: a rank may keep values of its own next to the same model.
     """
-    contents = {*_told_by_all(content)}
+    contents = {*told_by_all(content)}
     if None not in contents and len(contents) == 1:
         return
-    everyones = _told_by_all({name: digest_of(state) for name, state in states.items()})
+    everyones = told_by_all({name: digest_of(state) for name, state in states.items()})
     others = {
         rank: names
         for rank, digests in enumerate(everyones)
@@ -313,18 +314,10 @@ def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | N
         return otherwise, reason_of(error)
 
 
-def _told_by_all(value: Any) -> list[Any]:
-    """Return every rank's value, in the order of the ranks."""
-    values = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
 def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) -> Any:
     """Run a call on all ranks. Raise CheckpointError on all ranks if it fails on any."""
     found, reason = _tried(call)
-    reasons = _told_by_all(reason)
+    reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
         return found
@@ -341,7 +334,7 @@ def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, An
     states, reason = _tried(lambda: {name: state_of(part) for name, part in parts.items()}, {})
     # Compare the order of the collectives. A rank with other shards would wait forever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
-    everyones = _told_by_all((reason, shards))
+    everyones = told_by_all((reason, shards))
     for other, (text, theirs) in enumerate(everyones):
         if text is not None:
             return {}, text

@@ -407,7 +407,7 @@ class Context(CheckpointMethods):
         DDP's `no_sync` is not used, because it would stay open across a yield. If an exception left the loop and was
         caught, all later steps would not be synchronised.
         """
-        require_equal_settings(settings(), self.device)
+        require_equal_settings(settings())
         self._loop = loop = object()
         # Do not watch FSDP2 models. They run collectives in the forward, which do not belong to the loss.
         watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())

@@ -93,8 +93,8 @@ def exchanges() -> list[int]:
     found = []
     with ddp.setup(make_plan((2, 6), 16)) as ctx, pytest.MonkeyPatch.context() as patch:
         calls = []
-        gather = torch.distributed.all_gather
-        patch.setattr(torch.distributed, "all_gather", lambda *a, **k: (calls.append(1), gather(*a, **k))[1])
+        gather = torch.distributed.all_gather_object
+        patch.setattr(torch.distributed, "all_gather_object", lambda *a, **k: (calls.append(1), gather(*a, **k))[1])
         model = ctx.wrap(make_model())
         calls.clear()
         for step in of_sampler(ctx):
