@@ -124,6 +124,17 @@ def run_ranks_once(
     return torch.load(results, weights_only=False)
 
 
+def job_of(module: str, table: str, world_size: int, *, limit_s: float = 250) -> Any:
+    """Return a fixture with the results of a table's scenarios, which run once per test session."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = run_ranks_once(tmp_path_factory, module, table, world_size, limit_s=limit_s)
+        return found
+
+    return ranks
+
+
 def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
     """Return what each rank found in a scenario; a traceback of any of them is shown instead."""
     if not all(name in found and not _has_failed(found[name]) for found in ranks):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import distributed as dist
-
-from autosplit.ddp.device import exchange_device, keep_for_gloo
+from autosplit.ddp.device import told_by_all
 from autosplit.errors import InputError, shown
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
@@ -32,22 +28,11 @@ def settings_of(loader: Any, **options: Any) -> dict[str, Any]:
     return {"loader": "a loader with ctx.batch_sampler", **sampler.common_facts(), **size, **options}
 
 
-def require_equal_settings(settings: Mapping[str, Any], device: torch.device) -> None:
-    """Raise InputError on all ranks if the settings of any rank differ from rank 0's.
-
-    The ranks exchange one digest of 32 bytes. They exchange the settings only if the digests differ.
-    """
-    if dist.get_world_size() == 1:
+def require_equal_settings(settings: Mapping[str, Any]) -> None:
+    """Raise InputError on all ranks if the settings of any rank differ from rank 0's."""
+    everyones = told_by_all(dict(settings))
+    if all(one == everyones[0] for one in everyones):
         return
-    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(exchange_device(device))
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    keep_for_gloo([own, *found])
-    if len({bytes(each.tolist()) for each in found}) == 1:
-        return
-    everyones: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyones, dict(settings))
     every_name = dict.fromkeys(name for one in everyones for name in one)
     names = [name for name in every_name if len({repr(one.get(name)) for one in everyones}) > 1]
     held = "; ".join(f"{name} is {_by_rank([one.get(name) for one in everyones])}" for name in names)

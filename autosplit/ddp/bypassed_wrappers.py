@@ -12,35 +12,32 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import InputError
-from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import private
 
 
-def watch_for_bypass(step: OptimizerStep, wrapped: Iterable[DistributedDataParallel]) -> None:
+class BypassWatch(StepListener):
     """Raise InputError at the end of a step if a model has gradients and the last micro-batch bypassed its wrapper.
 
-    DDP sets `require_forward_param_sync` to a bool in every forward. This function sets it to an int. If it is still an
+    DDP sets `require_forward_param_sync` to a bool in every forward. This class sets it to an int. If it is still an
     int after the step, the wrapper's forward did not run.
     """
-    watched = [model for model in wrapped if _is_usual(model) and not _has_gradients(model)]
-    draw, end = step.on_draw, step.on_end
 
-    def begin(is_last: bool) -> bool:
-        meets = is_last if draw is None else draw(is_last)
+    def __init__(self, wrapped: Iterable[DistributedDataParallel]) -> None:
+        self._watched = [model for model in wrapped if _is_usual(model) and not _has_gradients(model)]
+
+    def draw(self, is_last: bool) -> None:
+        """Mark the wrappers before the last micro-batch."""
         if is_last:
-            for model in watched:
+            for model in self._watched:
                 flag: Any = int(model.require_forward_param_sync)
                 model.require_forward_param_sync = flag
-        return meets
 
-    def check() -> None:
-        for model in watched:
+    def finish(self, num_samples: float) -> None:  # noqa: ARG002
+        """Look for marks that are still there."""
+        for model in self._watched:
             if not isinstance(model.require_forward_param_sync, bool) and _has_gradients(model):
                 _refuse(model)
-        if end is not None:
-            end()
-
-    step.on_draw, step.on_end = begin, check
 
 
 def _is_usual(model: DistributedDataParallel) -> bool:

@@ -1,10 +1,10 @@
-"""Checkpoints of a job: rank 0 writes them, whole or not at all, and every rank reads them into host memory.
+"""Save and load the checkpoints of a job: all of a checkpoint or nothing, on all ranks or on none.
 
-rank 0   state dicts -> a file beside -> read back -> put in its place     | all ranks learn what came of it
-each     file, mapped into memory -> held against model and optimizer      | all ranks agree -> loaded, or nothing is
+rank 0      collects state dicts -> writes a new file -> reads it back -> replaces the old file
+each rank   maps the file into memory -> compares it with model and optimizer -> all ranks agree -> loads it
 
-What the ranks have shared out comes together tensor by tensor in rank 0's host memory: the file is that of a plain
-model. A sharded checkpoint is a folder of torch.distributed.checkpoint's, which any number of ranks reads.
+Sharded tensors are gathered one by one in rank 0's host memory, so the file is that of a plain model. A sharded
+checkpoint is a folder of torch.distributed.checkpoint, which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +35,209 @@ from autosplit.ddp.checkpoint_state import (
     tensors_in,
     with_tensors,
 )
+from autosplit.ddp.device import told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError, one_line
 
 _VALUES = "(values)"
-"""What a sharded checkpoint calls all that is no tensor; no keyword argument has such a name."""
+"""The name of all values that are no tensors in a sharded checkpoint. No keyword argument has such a name."""
 
 
-def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a checkpoint on rank 0; as `Context.save_checkpoint`."""
-    shared = {name: part for name, part in parts.items() if is_shared_out(part)}
-    states: dict[str, Any] = {}
-    reason = None
-    if shared:
-        _meet(rank, "save_checkpoint, which keeps what the ranks share out")
-        states, reason = _brought_together(shared, rank)
-    if rank == 0 and reason is None:
-        try:
-            state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
-            _refuse_shards(state)
-            write_file(Path(path), state)
-        except Exception as error:
-            if not shared:
-                raise CheckpointError(_not_written(path, reason_of(error)), code="checkpoint-not-written") from error
-            reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
-    told = _told_by_rank_0(reason) if shared else None
-    if told is not None:
-        raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
+class CheckpointMethods:
+    """Save and load checkpoints on all ranks; a base of `Context`."""
+
+    rank: int
+
+    def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let rank 0 write a checkpoint. On the other ranks it does nothing, unless a part is sharded.
+
+            ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
+        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The
+        tensors of a model that `shard` has sharded are gathered in rank 0's host memory, so every rank must call this
+        method. If they do not fit there, use `save_sharded`.
+
+        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
+        the steps before: a resumed run computes that step again.
+
+        Args:
+            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
+                numbers, strings, tensors, lists and dicts, which are saved unchanged.
+
+        Raises:
+            CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
+                ranks if a part is sharded.
+        """
+        rank = self.rank
+        shared = {name: part for name, part in parts.items() if is_shared_out(part)}
+        states: dict[str, Any] = {}
+        reason = None
+        if shared:
+            _meet(rank, "save_checkpoint of a sharded model")
+            states, reason = _brought_together(shared, rank)
+        if rank == 0 and reason is None:
+            try:
+                state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
+                _refuse_shards(state)
+                write_file(Path(path), state)
+            except Exception as error:
+                if not shared:
+                    raise CheckpointError(
+                        _not_written(path, reason_of(error)), code="checkpoint-not-written"
+                    ) from error
+                reason = reason_of(error)  # the other ranks wait for it
+        told = told_by_all(reason)[0] if shared else None
+        if told is not None:
+            raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
+
+    def load_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load a checkpoint on every rank, or on none; call it on every rank.
+
+            rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
+        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
+        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
+        `BalancedDataParallel` saved fit as well. A sharded model loads its own shards of them.
+
+        Args:
+            **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
+                such as a number, must be in the file and is returned: the caller's variable can't be changed.
+
+        Returns:
+            The values in the file that were not loaded into a part.
+
+        Raises:
+            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
+                0's. Nothing was changed on any rank.
+        """
+        rank = self.rank
+        _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
+
+        def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
+            found = read_file(Path(path), only_model=set(parts) == {MODEL})
+            fits = {name: fitting(name, part, found) for name, part in parts.items()}
+            return found, {name: fits[name] for name in _loadable(parts)}, content_id(Path(path))
+
+        found, fits, content = _together(path, rank, read)
+        _compare_contents(path, content, fits)
+        states = _together(path, rank, lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
+        _load_together(path, parts, states, rank)
+        return {name: value for name, value in found.items() if name not in states}
+
+    def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let every rank write its own shards into a folder. Call it on every rank.
+
+            ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        No rank gathers the whole model. Any number of ranks can load the checkpoint, into models that are sharded,
+        wrapped or plain. An earlier checkpoint is replaced when the new one is complete. The folder has the format of
+        torch.distributed.checkpoint.
+
+        Args:
+            path: The folder, which all ranks must see. It is created if it does not exist. It may contain nothing else.
+            **parts: See `save_checkpoint`.
+
+        Raises:
+            CheckpointError: The checkpoint was not written on some rank, and an earlier one is unchanged.
+        """
+        rank = self.rank
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        folder = Path(path).resolve()
+        beside = folder.with_name(f".{folder.name}.part")
+        _meet(rank, "save_sharded")
+        state, reason = _tried(lambda: _taken_apart(parts), {})
+        if rank == 0 and reason is None:
+            _, reason = _tried(lambda: _refuse_other_files(folder))
+            shutil.rmtree(beside, ignore_errors=True)  # of a killed process
+        reason = next((text for text in told_by_all(reason) if text is not None), None)
+        if reason is None:
+            # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
+            planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+            reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
+        if rank == 0:
+            reason = reason or _put_in_place(beside, folder)
+            shutil.rmtree(beside, ignore_errors=True)
+        told = told_by_all(reason)[0]
+        if told is not None:
+            why = _not_written(path, told, "a folder of its own that all ranks write to")
+            raise CheckpointError(why, code="checkpoint-sharded-not-written")
+
+    def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load a checkpoint of `save_sharded` on every rank, or on none. Call it on every rank.
+
+            rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        Each rank reads its own shards into host memory. Load only your own checkpoints: torch.distributed.checkpoint
+        keeps the list of the tensors as a pickle, and loading a pickle executes its code.
+
+        Args:
+            **parts: Models, optimizers, samplers and so on, under the names that they were saved with.
+
+        Returns:
+            The values in the checkpoint that are not states of such parts.
+
+        Raises:
+            CheckpointError: On any rank the checkpoint is missing, damaged or does not fit. Nothing was changed.
+        """
+        rank = self.rank
+        folder = Path(path).resolve()
+        _meet(rank, "load_sharded")
+        values: dict[str, Any] = {_VALUES: None}
+        _together(path, rank, lambda: _require_folder(folder))
+        digests = told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
+        others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            why = (
+                f"the folder of rank {', '.join(others)} holds another checkpoint than rank 0's; expected one "
+                "checkpoint on all ranks; save to a disk that all machines share"
+            )
+            raise CheckpointError(_not_loaded(path, why), code="checkpoint-folder-differs")
+        _together(path, rank, lambda: _check_records(folder, rank))
+        _together(path, rank, lambda: _read_into(values, folder))
+        held, stated = values[_VALUES]
+        names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
+        room: dict[str, Tensor] = {}
+
+        def make_room(value: Tensor, own: Tensor | None) -> Tensor:
+            made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
+            return room.setdefault(names[id(value)], made)
+
+        def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
+            fits = {name: fitting(name, part, held) for name, part in parts.items()}
+            states = {name: placed(parts[name], fits[name], make_room) for name in _loadable(parts)}
+            others = {name: value for name, value in held.items() if name not in states and name not in stated}
+            return states, with_tensors(others, lambda _, value: make_room(value, None))
+
+        rest: dict[str, Any]
+        states, rest = _together(path, rank, make_states)
+        _together(path, rank, lambda: _read_into(room, folder))
+        _load_together(path, parts, states, rank)
+        return rest
 
 
 def _meet(rank: int, what: str) -> None:
-    """Wait until all ranks are here; say which call it is that every rank has to make, where that takes long."""
+    """Wait for all ranks. If that takes long, print which call every rank has to make."""
     with told_if_long(
         f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
         "call it outside of `if ctx.rank == 0`"
     ):
-        _told_by_all(None)
+        told_by_all(None)
 
 
-def _not_written(path: str | os.PathLike[str], reason: str) -> str:
-    return (
-        f"checkpoint {str(path)!r} was not written: {reason}; expected rank 0 to write it and to read it back; "
-        "nothing was replaced"
-    )
+def _not_written(
+    path: str | os.PathLike[str], reason: str, expected: str = "rank 0 to write it and to read it back"
+) -> str:
+    return f"checkpoint {str(path)!r} was not written: {reason}; expected {expected}; nothing was replaced"
+
+
+def _not_loaded(path: str | os.PathLike[str], reason: str, place: str = "") -> str:
+    return f"checkpoint {str(path)!r} was not loaded{place}: {reason}; nothing was changed on any rank"
 
 
 def _kept_of(name: str, part: Any) -> Any:
@@ -91,88 +250,53 @@ def _kept_of(name: str, part: Any) -> Any:
         ) from error
 
 
-def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
-    """Load a checkpoint on all ranks or on none; as `Context.load_checkpoint`.
-
-    A file with only a model's state dict loads as ``model``.
-    """
-    _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
-
-    def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        found = read_file(Path(path), only_model=set(parts) == {MODEL})
-        fits = {name: fitting(name, part, found) for name, part in parts.items()}
-        return found, {name: fits[name] for name in _loadable(parts)}, content_id(Path(path))
-
-    (found, fits, content), reason = _tried(read, ({}, {}, None))
-    _raise_together(path, reason, rank)
-    _compare_contents(path, content, fits, found)
-    states, reason = _tried(lambda: {name: placed(parts[name], state, _own_part) for name, state in fits.items()}, {})
-    _raise_together(path, reason, rank)
-    _load_together(path, parts, states, rank)
-    return {name: value for name, value in found.items() if name not in states}
-
-
 def _loadable(parts: Mapping[str, Any]) -> list[str]:
     return [name for name, part in parts.items() if is_loadable(name, part)]
 
 
-def _compare_contents(
-    path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any], found: Mapping[str, Any]
-) -> None:
+def _compare_contents(path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any]) -> None:
     """Raise CheckpointError on all ranks if they would load different states.
 
     Ranks compare the digest of the whole file first. Only if these differ do they read all tensors to compare the
     parts: a rank may keep values of its own next to the same model.
     """
-    contents = {*_told_by_all(content)}
+    contents = {*told_by_all(content)}
     if None not in contents and len(contents) == 1:
         return
-    plain = {name: value for name, value in found.items() if isinstance(value, int | float | str)}
-    plain |= {
-        f"{name}.{key}": state[key]
-        for name, state in states.items()
-        for key in ("epoch", "samples_consumed")
-        if isinstance(state, Mapping) and key in state
+    everyones = told_by_all({name: digest_of(state) for name, state in states.items()})
+    others = {
+        rank: names
+        for rank, digests in enumerate(everyones)
+        if (names := [name for name in digests if digests[name] != everyones[0].get(name)])
     }
-    everyones = _told_by_all(({name: digest_of(state) for name, state in states.items()}, plain))
-    firsts, first_plain = everyones[0]
-    others: dict[int, list[str]] = {}
-    for other, (digests, _) in enumerate(everyones):
-        names = [name for name in digests if name in firsts and digests[name] != firsts[name]]
-        if names:
-            others[other] = names
-    if not others:
-        return
-    held = ", ".join(f"{names} of rank {other}" for other, names in others.items())
-    theirs = everyones[min(others)][1]
-    steps = [
-        f"{name} is {first_plain[name]!r} on rank 0 and {theirs[name]!r} on rank {min(others)}"
-        for name in first_plain
-        if name in theirs and theirs[name] != first_plain[name]
-    ]
-    raise CheckpointError(
-        f"checkpoint {str(path)!r} was not loaded: the ranks read different checkpoints: {held} differ from rank 0's"
-        f"{'; ' + ', '.join(steps) if steps else ''}; expected one checkpoint on all ranks; save to a disk that all "
-        "machines share, or copy rank 0's file to each machine; nothing was changed on any rank",
-        code="checkpoint-differs-between-ranks",
-    )
+    if others:
+        held = ", ".join(f"{names} of rank {rank}" for rank, names in others.items())
+        why = (
+            f"the ranks read different checkpoints: {held} differ from rank 0's; expected one checkpoint on all ranks; "
+            "save to a disk that all machines share, or copy rank 0's file to each machine"
+        )
+        raise CheckpointError(_not_loaded(path, why), code="checkpoint-differs-between-ranks")
 
 
 def _load_together(
     path: str | os.PathLike[str], parts: Mapping[str, Any], states: Mapping[str, Any], rank: int
 ) -> None:
-    """Load states: first those that only the part itself can verify, which are put back if any rank fails."""
+    """Load states. Begin with the parts that only verify their state when they load it, and undo these on failure."""
     unverified = {name: parts[name] for name in states if not is_verified(parts[name])}
     before: dict[str, Any] = {}
 
     def load_unverified() -> None:
-        for name, part in unverified.items():
-            before[name] = copy.deepcopy(part.state_dict())
-            part.load_state_dict(states[name])
+        try:
+            for name, part in unverified.items():
+                before[name] = copy.deepcopy(part.state_dict())
+                part.load_state_dict(states[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"{[*before][-1]!r} does not take its state ({reason_of(error)})", code="checkpoint-part-refuses"
+            ) from error
 
-    _, reason = _tried(load_unverified)
     try:
-        _raise_together(path, reason and f"{[*before][-1]!r} does not take its state ({reason})", rank)
+        _together(path, rank, load_unverified)
     except CheckpointError:
         for name, state in before.items():
             unverified[name].load_state_dict(state)
@@ -183,57 +307,39 @@ def _load_together(
 
 
 def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
-    """Return what a call returns, or why it can't: the other ranks wait to hear of it, whatever it is."""
+    """Return the result of a call, or the reason of its failure. The other ranks wait for the reason."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
         return otherwise, reason_of(error)
 
 
-def _told_by_rank_0(value: Any) -> Any:
-    """Return rank 0's value on every rank."""
-    told = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
-
-
-def _told_by_all(value: Any) -> list[Any]:
-    """Return every rank's value, in the order of the ranks."""
-    values = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
-    """Raise on all ranks where one of them can't load, for the reason that it gives."""
-    reasons = _told_by_all(reason)
+def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) -> Any:
+    """Run a call on all ranks. Raise CheckpointError on all ranks if it fails on any."""
+    found, reason = _tried(call)
+    reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
-        return
+        return found
     first = rank if rank in failed else min(failed)
     place = f" by rank {first}" if len(reasons) > 1 else ""
-    raise CheckpointError(
-        f"checkpoint {str(path)!r} was not loaded{place}: {failed[first]}; nothing was changed on any rank",
-        code="checkpoint-failed-on-rank",
-    )
+    raise CheckpointError(_not_loaded(path, failed[first], place), code="checkpoint-failed-on-rank")
 
 
-# What the ranks have shared out
+# Sharded tensors in one file
 
 
 def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
-    """Return the whole state of parts on rank 0, nothing on the others, and why it could not be had."""
+    """Return the whole state of the parts on rank 0 and {} on the others, or the reason of a failure."""
     states, reason = _tried(lambda: {name: state_of(part) for name, part in parts.items()}, {})
-    # In the order in which they will meet: a rank that has others would wait for them for ever.
+    # Compare the order of the collectives. A rank with other shards would wait forever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
-    everyones = _told_by_all((reason, shards))
+    everyones = told_by_all((reason, shards))
     for other, (text, theirs) in enumerate(everyones):
         if text is not None:
             return {}, text
         if theirs != everyones[0][1]:
-            return {}, f"rank {other} has shared out other tensors than rank 0"
+            return {}, f"rank {other} has other sharded tensors than rank 0"
     keep = rank == 0
     gathered = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
     return (gathered if keep else {}), None
@@ -262,104 +368,27 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
 # Sharded checkpoints
 
 
-def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a sharded checkpoint; as `Context.save_sharded`."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    folder = Path(path).resolve()
-    beside = folder.with_name(f".{folder.name}.part")
-    _meet(rank, "save_sharded")
-    state, reason = _tried(lambda: _taken_apart(parts), {})
-    if rank == 0 and reason is None:
-        _, reason = _tried(lambda: _refuse_other_files(folder))
-        shutil.rmtree(beside, ignore_errors=True)  # of a process that was ended
-    reason = next((text for text in _told_by_all(reason) if text is not None), None)
-    if reason is None:
-        # What every rank has whole is rank 0's, as in a checkpoint of one file: buffers may differ between ranks.
-        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
-    if rank == 0:
-        reason = reason or _put_in_place(beside, folder)
-        shutil.rmtree(beside, ignore_errors=True)
-    told = _told_by_rank_0(reason)
-    if told is not None:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not written: {told}; expected a folder of its own that all ranks write to; "
-            "nothing was replaced",
-            code="checkpoint-sharded-not-written",
-        )
-
-
-def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
-    """Load a sharded checkpoint; as `Context.load_sharded`."""
-    folder = Path(path).resolve()
-    _meet(rank, "load_sharded")
-    values: dict[str, Any] = {_VALUES: None}
-    _raise_together(path, _unreadable(folder), rank)
-    digests = _told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
-    others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not loaded: the folder of rank {', '.join(others)} holds another checkpoint "
-            "than rank 0's; expected one checkpoint on all ranks; save to a disk that all machines share; nothing was "
-            "changed on any rank",
-            code="checkpoint-folder-differs",
-        )
-    _raise_together(path, _damaged_share(folder, rank), rank)
-    _raise_together(path, _failure_to_read(folder, values), rank)
-    held, stated = values[_VALUES]
-    names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
-    room: dict[str, Tensor] = {}
-
-    def make_room(value: Tensor, own: Tensor | None) -> Tensor:
-        made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
-        return room.setdefault(names[id(value)], made)
-
-    def make_states() -> tuple[dict[str, Any], dict[str, Any]]:
-        fits = {name: fitting(name, part, held) for name, part in parts.items()}
-        states = {name: placed(parts[name], fits[name], make_room) for name in _loadable(parts)}
-        others = {name: value for name, value in held.items() if name not in states and name not in stated}
-        return states, with_tensors(others, lambda _, value: make_room(value, None))
-
-    rest: dict[str, Any]
-    (states, rest), reason = _tried(make_states, ({}, {}))
-    _raise_together(path, reason, rank)
-    _raise_together(path, _failure_to_read(folder, room), rank)
-    _load_together(path, parts, states, rank)
-    return rest
-
-
-def _damaged_share(folder: Path, rank: int) -> str | None:
-    """Compare this rank's share of the records with their CRCs: together the ranks check the whole folder once."""
+def _check_records(folder: Path, rank: int) -> None:
+    """Compare this rank's share of the records with their CRCs. Together the ranks check the whole folder once."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    stored, reason = _tried(lambda: FileSystemReader(folder).read_metadata().storage_data)
-    if reason is not None:
-        return None  # `_failure_to_read` reports it
-    for index, record in [*sorted(stored.items(), key=lambda one: str(one[0]))][rank :: dist.get_world_size()]:
-        content, _ = _tried(partial(_record_in, folder, record))
-        # A short record, or one without the signature of a zip file, is for torch's loader to report.
-        is_whole = content is not None and len(content) == record.length and content.startswith(b"PK")
-        if is_whole and damage_of(io.BytesIO(content)):
-            return (
-                f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
-                "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy it "
-                "again"
-            )
-    return None
-
-
-def _record_in(folder: Path, record: Any) -> bytes:
-    with (folder / record.relative_path).open("rb") as file:
-        file.seek(record.offset)
-        content: bytes = file.read(record.length)
-    return content
+    stored, _ = _tried(lambda: FileSystemReader(folder).read_metadata().storage_data, {})  # `_read_into` raises
+    for index, record in [*stored.items()][rank :: dist.get_world_size()]:
+        with suppress(OSError), (folder / record.relative_path).open("rb") as file:
+            file.seek(record.offset)
+            content = file.read(record.length)
+            # torch's loader reports a short record, and one without the signature of a zip file.
+            if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
+                raise CheckpointError(
+                    f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
+                    "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy "
+                    "it again",
+                    code="checkpoint-record-damaged",
+                )
 
 
 def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each tensor under a name of its own, and beside them all that is none."""
+    """Return each tensor under its own name, and all other values under `_VALUES`."""
     apart: dict[str, Any] = {}
 
     def take(place: tuple[Any, ...], tensor: Tensor) -> Tensor:
@@ -388,7 +417,7 @@ def _refuse_other_files(folder: Path) -> None:
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:
-    """Let a folder take the place of another, and say why it can't."""
+    """Replace a folder by another. Return the reason if that fails."""
     old = _earlier(folder)
     try:
         if folder.exists():
@@ -405,29 +434,33 @@ def _earlier(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def _unreadable(folder: Path) -> str | None:
-    """Say why a folder is no sharded checkpoint."""
+def _require_folder(folder: Path) -> None:
     if (folder / ".metadata").is_file():
-        return None
+        return
     if folder.is_file():
-        return "it is a file; expected a folder that save_sharded wrote; pass it to load_checkpoint"
-    if _earlier(folder).is_dir():
-        return f"it is missing, and the one before it is {str(_earlier(folder))!r}; rename that to load it"
-    return "it is no folder with a .metadata; expected one that save_sharded wrote, which every rank sees"
+        found = "it is a file; expected a folder that save_sharded wrote; pass it to load_checkpoint"
+    elif _earlier(folder).is_dir():
+        found = f"it is missing, and the one before it is {str(_earlier(folder))!r}; rename that to load it"
+    else:
+        found = "it is no folder with a .metadata; expected one that save_sharded wrote, which every rank sees"
+    raise CheckpointError(found, code="checkpoint-no-folder")
 
 
-def _failure_to_read(folder: Path, into: dict[str, Any]) -> str | None:
+def _read_into(into: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # either loads into a copy
     failure = _failure_of(lambda: load(into, storage_reader=FileSystemReader(folder), planner=planner), "read")
-    return failure and f"{failure}; expected what save_sharded wrote; take an earlier one"
+    if failure:
+        raise CheckpointError(
+            f"{failure}; expected what save_sharded wrote; take an earlier one", code="checkpoint-folder-unreadable"
+        )
 
 
 def _failure_of(call: Callable[[], object], what: str) -> str | None:
-    """Run a call of torch.distributed.checkpoint's on all ranks, and say why any of them could not do it."""
+    """Run a function of torch.distributed.checkpoint on all ranks. Return the first failure of any rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -436,7 +469,7 @@ def _failure_of(call: Callable[[], object], what: str) -> str | None:
         rank, (first, _) = min(error.failures.items())
         if isinstance(first, KeyboardInterrupt):
             raise first from None
-        # Torch's advice, to load it with everything that a pickle may do, is none to pass on.
+        # Do not pass on torch's advice to allow all of pickle.
         says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
         return f"rank {rank} can't {what} its part: {says}"
     return None

@@ -1,8 +1,9 @@
-"""The state of models, optimizers and the like in a checkpoint, and whether a state is theirs."""
+"""Get the states of models, optimizers and other parts of a checkpoint, and verify that a state fits a part."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -12,32 +13,33 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.fsdp import is_shard, is_sharded
-from autosplit.ddp.optimizer_class import foreign_in_group, missing_in_groups, per_parameter_keys
 from autosplit.errors import CheckpointError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict
 from autosplit.text import listed
 
 _SHOWN = 5
-"""Of names that do not fit, so many are told."""
+"""The most names that an error message lists."""
+_NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+"""Options that newer torch versions added to several optimizers. Older states do not have them."""
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
     *("grad_avg", "ax", "prev", "step_size"),
 }
-"""What torch's optimizers keep for each element of a parameter."""
+"""State tensors of torch's optimizers that have the shape of their parameter."""
 
 
 def state_of(part: Any) -> Any:
-    """Return what is kept of a part."""
+    """Return the state of a part, or a plain value unchanged."""
     if isinstance(part, DistributedDataParallel):
-        part = part.module  # named as a plain model's, for whoever loads it
+        part = part.module  # saved under the names of the plain model
     if isinstance(part, nn.Module):
         return plain_state_dict(part)
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
 def is_shared_out(part: Any) -> bool:
-    """Tell whether a rank alone can't say what is in a model, an optimizer, or a plain value."""
+    """Return whether a model, an optimizer or a value has sharded tensors."""
     if isinstance(part, nn.Module):
         return is_sharded(part)
     if isinstance(part, torch.optim.Optimizer):
@@ -68,7 +70,7 @@ def is_verified(part: Any) -> bool:
 
 
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
-    """Return the state of a part in what a checkpoint holds, under the part's own names; raise where it doesn't fit."""
+    """Return the state of a part from a checkpoint, under the part's own names. Raise an error if it does not fit."""
     if name not in found:
         raise CheckpointError(
             f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "
@@ -120,38 +122,32 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
             "optimizer of the same parameters as when it was saved",
             code="checkpoint-optimizer-groups",
         )
-    lacks = missing_in_groups(optimizer, groups)
+    foreign = _foreign_options(optimizer)
     for number, group in enumerate(groups):
-        found = (
-            next((f"lacks {key}" for key in lacks[number]), None)
-            or next((f"has {key}" for key in foreign_in_group(optimizer, group)), None)
-            or next((f"keeps {what}" for what in _wrong_moments(optimizer, group, state)), None)
-        )
+        lacks = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
+        found = lacks + [f"has {key}" for key in group if key in foreign]
         if found:
             raise CheckpointError(
-                f"{name!r} is of another optimizer: its group {number} {found}; expected the state of a "
+                f"{name!r} is of another optimizer: its group {number} {found[0]}; expected the state of a "
                 f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out",
                 code="checkpoint-optimizer-class",
             )
 
 
-def _wrong_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Return what the parameters of a group lack of the tensors that this class of torch's optimizers needs."""
-    needed = per_parameter_keys(optimizer)
-    kept = [state["state"][key] for key in group["params"] if state["state"].get(key)]
-    return [
-        f"{', '.join(map(str, held))} for a parameter, and no {key}"
-        for held in kept
-        for key in needed
-        if key not in held
-    ]
+def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the options of other classes of torch.optim. Return nothing for an optimizer of another package."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return set()
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    options = {key for kind in kinds for key in inspect.signature(kind).parameters}
+    return options - {*inspect.signature(type(optimizer)).parameters, *_NEWER}
 
 
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Make sure that what an optimizer keeps for each element of a parameter is of this one, its groups being alike."""
+    """Compare the shapes of the optimizer's state tensors with those of the parameters."""
     kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
     if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
-        return  # others may give the same names to other things
+        return  # other packages may use these names for other tensors
     keys = chain.from_iterable(group["params"] for group in state["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for key, parameter in zip(keys, own, strict=True):
@@ -190,9 +186,9 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
-    """Put each tensor of a state that fits where the part has it.
+    """Copy a state that fits, with each tensor replaced by the result of `place`.
 
-    `place` makes of a tensor what is loaded, given the shared-out tensor of the part that it belongs to, or None.
+    `place` gets a tensor, and the sharded tensor of the part that it belongs to, or None.
     """
     if isinstance(part, nn.Module):
         tensors = part.state_dict(keep_vars=True)
@@ -213,11 +209,11 @@ def _shard_like(own: Any, value: Tensor) -> Tensor | None:
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy a state, with other tensors in it: those that `change` makes of them and the keys that lead there."""
+    """Copy a state and replace its tensors by the results of `change`, which gets the keys and the tensor."""
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):
-        made = copy.copy(value)  # with its attributes: a module's state dict says there what versions its layers have
+        made = copy.copy(value)  # keep the attribute with the versions of the layers
         for key, item in value.items():
             made[key] = with_tensors(item, change, (*place, key))
         return made
@@ -227,7 +223,7 @@ def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], p
 
 
 def tensors_in(value: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
-    """List the tensors of a state, each with the keys that lead to it."""
+    """Return the tensors of a state with their keys."""
     found: list[tuple[tuple[Any, ...], Tensor]] = []
     with_tensors(value, lambda place, tensor: found.append((place, tensor)))
     return found

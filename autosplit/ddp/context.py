@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -15,24 +14,25 @@ from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
-from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
-from autosplit.ddp.bypassed_wrappers import watch_for_bypass
-from autosplit.ddp.checkpoint_methods import CheckpointMethods
+from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
+from autosplit.ddp.bypassed_wrappers import BypassWatch
+from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
-from autosplit.ddp.gradient_average import average_gradients, has_graph_to_learn, refuse_meeting
+from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_hook, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.rank_gather import Gathered, gather_rows
+from autosplit.ddp.rank_models import Models, Ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
-from autosplit.parallel.noise_estimate import NoiseEstimate, checked_estimate
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
+from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
 from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
@@ -65,10 +65,7 @@ class Context(CheckpointMethods):
         self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
-        # Keep the order of creation. It is equal on all ranks, which average the gradients model by model.
-        self._wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
-        self._sharded: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._meets_always = False
+        self._models = Models()
         self._loop: object = None
         self._has_watched = False
         self._step: weakref.ref[OptimizerStep] | None = None
@@ -115,8 +112,8 @@ class Context(CheckpointMethods):
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = DistributedDataParallel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
-        self._wrapped[wrapped] = None
-        self._meets_always |= has_synchronised(model)
+        self._models.wrapped[wrapped] = None
+        self._models.meet_always |= has_synchronised(model)
         return wrapped
 
     def shard(self, model: nn.Module, *, layers: Layers | None = None, **kwargs: Any) -> nn.Module:
@@ -159,8 +156,8 @@ class Context(CheckpointMethods):
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
-        self._sharded[model] = None
-        self._meets_always = True  # every forward and backward gathers parameters
+        self._models.sharded[model] = None
+        self._models.meet_always = True  # every forward and backward gathers parameters
         return model
 
     def loader(
@@ -392,9 +389,9 @@ class Context(CheckpointMethods):
         Wrapped models keep their state, and run forwards without gradients or in `eval`. If the backward of a loss has
         not run yet, it will give the gradients of this rank alone.
         """
-        for wrapped in list(self._wrapped):
+        for wrapped in list(self._models.wrapped):
             part_from_group(wrapped)
-        self._wrapped.clear()
+        self._models.wrapped.clear()
 
     def _synchronised(
         self, made: Iterator[OptimizerStep], settings: Callable[[], dict[str, Any]], *, watches: bool = False
@@ -410,67 +407,37 @@ class Context(CheckpointMethods):
         DDP's `no_sync` is not used, because it would stay open across a yield. If an exception left the loop and was
         caught, all later steps would not be synchronised.
         """
-        require_equal_settings(settings(), self.device)
+        require_equal_settings(settings())
         self._loop = loop = object()
         # Do not watch FSDP2 models. They run collectives in the forward, which do not belong to the loss.
-        watched = LossCollectives(self._wrapped if watches and not self._sharded else ())
+        watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())
         try:
             for step in made:
-                self._synchronise(True)
-                for model in self._sharded:
+                self._models.synchronise(True)
+                for model in self._models.sharded:
                     begin_step(model)
-                step.on_draw, step.uncounted = self._synchronise, self._uncounted
-                if step.cuts is not None:
-                    step.on_draw, step.on_end = self._part_ways, partial(self._meet_afterwards, step.on_end)
-                step.silenced = partial(silenced, self._wrapped)
+                mine: list[StepListener] = [Ranks(self._models, apart=step.cuts is not None)]
                 if watches:
                     watches = False
-                    watched.watch(step)
-                self._step = weakref.ref(step)
+                    mine.append(watched)
                 if step.cuts is None and self.world_size > 1 and not self._has_watched:
                     self._has_watched = True
-                    watch_for_bypass(step, self._wrapped)
+                    mine.append(BypassWatch(self._models.wrapped))
+                step.listeners[:0] = mine
+                self._step = weakref.ref(step)
                 yield step
                 watched.end()
         finally:
             watched.end()
             # A generator that is closed late must not change the flag in a loop that began after it.
             if self._loop is loop:
-                self._synchronise(True)
-
-    def _synchronise(self, meets: bool) -> bool:
-        """Enable or disable gradient synchronisation. Return whether the ranks synchronise in any model's backward."""
-        met = meets
-        for wrapped in self._wrapped:
-            wanted = meets or has_graph_to_learn(wrapped)
-            if wrapped.require_backward_grad_sync != wanted:  # setting an attribute of a module is slow
-                wrapped.require_backward_grad_sync = wanted
-            met = met or wanted
-        for model in self._sharded:
-            model.set_requires_gradient_sync(meets)
-        return met or self._meets_always
+                self._models.synchronise(True)
 
     def _refuse(self, refuse: Callable[[DistributedDataParallel], None], says: str) -> None:
-        if self._sharded:
+        if self._models.sharded:
             raise InputError(says, code="sharded-model-option")
-        for wrapped in self._wrapped:
+        for wrapped in self._models.wrapped:
             refuse(wrapped)
-
-    def _part_ways(self, _is_last: bool) -> bool:
-        """Disable the synchronisation of gradients and buffers in every micro-batch, the last included."""
-        for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
-        return False
-
-    def _meet_afterwards(self, on_end: Callable[[], None] | None) -> None:
-        for wrapped in self._wrapped:
-            average_gradients(wrapped)
-        if on_end is not None:
-            on_end()
-
-    def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
-        """Keep a micro-batch of weight 0 out of BatchNorm statistics and gradients. See `batchnorms.uncounted`."""
-        return uncounted([*self._wrapped, *self._sharded], stands_in=stands_in)
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

@@ -138,3 +138,19 @@ def keep_for_gloo(tensors: Sequence[torch.Tensor]) -> None:
     thread holds the GIL in destroy_process_group and waits for the gloo thread, which is a deadlock (torch 2.6).
     """
     _exchanged.append(tensors)
+
+
+def gathered(own: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's tensor. `own` must be on the `exchange_device` and have the same shape on all ranks."""
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    keep_for_gloo([own, *found])
+    return found
+
+
+def told_by_all(value: Any) -> list[Any]:
+    """Return every rank's value, which is sent as a pickle."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values

@@ -1,8 +1,10 @@
-"""End a job of which a rank fails: the others hear of it, and none waits for it in vain.
+"""End a job if one of its ranks fails. The other ranks learn the cause and do not wait.
 
-rank 1   raises: says so on the line, then leaves the group  |  is killed: its system closes the line
-rank 0   hears it -> says it on -> its own collective is cut off -> RankFailedError leaves `setup`
-rank 2   hears it                -> its own collective is cut off -> the same; else its process is ended after GRACE_S
+rank 1   raises: sends the cause, then leaves the group      | is killed: its system closes the connection
+rank 0   receives it and forwards it -> its collective is aborted -> `setup` raises RankFailedError
+rank 2   receives it                 -> its collective is aborted -> the same. After GRACE_S its process is ended
+
+The promise: a failing rank is named within 20 s, and no rank hangs past the process group's timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import distributed as dist
 
@@ -26,44 +28,44 @@ from autosplit.errors import AutosplitError, RankFailedError, causes_of, one_lin
 from autosplit.text import printable
 
 GRACE_S = 10.0
-"""A rank that was told of another's failure has so long to leave `setup`; then its process is ended."""
+"""A rank has this long to leave `setup` after another rank failed. Then its process is ended."""
 
 _LET_FIRST_S = 2.0
-"""How long a rank that stops for another one's failure lets that one end before it."""
+"""A rank that stops for another one's failure lets that rank end this much earlier: torchrun blames the first."""
 
 _VERDICT_S = 5.0
-"""A rank whose collective broke off waits so long to hear which other rank failed."""
+"""A rank whose collective broke waits this long to learn which rank failed."""
 
 _OTHER_CAUSE_S = 1.0
-"""A rank that has left is named after so long, unless another one turns out to have failed."""
+"""A rank that has left is blamed after this time, unless another rank turns out to have failed."""
 
 TOLD_AFTER_S = 15.0
-"""A rank that waits for others for so long says for whom."""
+"""A rank that waits this long for others prints for whom."""
 
 _SIGN_EVERY_S = 3.0
-"""So often a rank lets the others hear that it is alive."""
+"""A rank sends this often that it is alive."""
 
 _SILENT_S = 12.0
-"""A rank that has not been heard for so long is stopped, most likely; it may go on, so nobody is ended."""
+"""A rank that sends nothing for this long is probably stopped. It may continue, so no process is ended."""
 
 _BROKEN_OFF = re.compile(
-    # gloo's errors, which are plain RuntimeErrors; NCCL's come as DistBackendError, and as the last when aborted.
+    # gloo raises plain RuntimeErrors. NCCL raises DistBackendError, or the last one when it is aborted.
     r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
 )
 
 
 class UnwatchedWarning(UserWarning):
-    """A rank did not find rank 0, from which it would hear that another failed."""
+    """A rank has no connection to rank 0, which would report failures of other ranks."""
 
 
 class Watch:
-    """Listens for the failure of any rank, from joining the job until leaving it.
+    """Listen for the failure of any rank, from joining the job until leaving it.
 
-    It costs a connection to rank 0, and a thread that sleeps until a rank has something to say, or for 3 s. Alone there
-    is nothing to watch.
+    The cost is a connection to rank 0 and a thread that sleeps. A job of one rank has neither.
 
     Attributes:
-        on_missing: Told the number of what another rank said that it misses; nothing where a rank failed for good.
+        on_missing: Called with the number of a collective that another rank does not join. Called with "" if a rank
+            failed.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -82,11 +84,11 @@ class Watch:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, be it this one."""
+        """Whether any rank has failed."""
         return self._failed is not None
 
     def begin(self, sockets: Mapping[int, str]) -> None:
-        """Start listening; all ranks call it, in a process group, with its `group_sockets`."""
+        """Start listening. All ranks call this, in a process group, with its `group_sockets`."""
         if self._world_size == 1:
             return
         self._sockets = sockets
@@ -103,7 +105,7 @@ class Watch:
             self._listen()
 
     def end(self) -> None:
-        """Stop listening; whatever happens to this rank from now on is its own affair."""
+        """Stop listening."""
         if self._line is not None and self._thread is not None:
             self._line.say(Word("over", self._rank))
             self._thread.join(_VERDICT_S)
@@ -113,60 +115,56 @@ class Watch:
             self._line.close()
 
     def say_missing(self, number: str) -> None:
-        """Tell the other ranks that this one does not come to what they may wait in, which has this number."""
+        """Tell the other ranks that this rank does not join the collective with this number."""
         self._tell(Word("missing", self._rank, number))
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks how a block ends, and raise what another rank's failure means for this one."""
+        """Tell the other ranks how the block ends. Raise RankFailedError if another rank failed."""
         try:
             yield
         except BaseException as error:
             found = self._failure_behind(error)
             if found is not None:
-                if found.kind == "left":  # nobody else said so: without a word this one would be blamed
+                if found.kind == "left":  # the other ranks would blame this rank if it sent nothing
                     self._tell(Word("left", self._rank, f"rank {found.rank} had left"))
                 raise self._stopped_by(found) from error
-            # sys.exit(0), and a generator that is closed, are ways to leave, and no failure.
+            # sys.exit(0) and a closed generator are no failures.
             if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0)):
                 self._tell(Word("left", self._rank, f"{type(error).__name__}, exit code 0"))
             else:
                 frames = user_frames(error.__traceback__)
                 where = f" ({frames[-1]})" if frames else ""
-                kind: Literal["failed", "interrupted"] = "failed"
-                if isinstance(error, KeyboardInterrupt):
-                    kind = "interrupted"
+                kind: Any = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 self._tell(Word(kind, self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
-                    self._heard.wait(_VERDICT_S)  # before the group's end makes others ask who failed
+                    self._heard.wait(_VERDICT_S)  # the end of the group makes the others ask who failed
             raise
         if self._failed is not None:
             raise self._stopped_by(self._failed)
         self._tell(Word("left", self._rank, "its block came to its end"))
 
     def _stopped_by(self, word: Word) -> RankFailedError:
-        """Return what this rank raises for another one, once that has ended: torchrun blames the first that ends."""
+        """Return the error that this rank raises for another rank's failure, after that rank had time to end."""
         if word.kind in ("failed", "interrupted") and word.rank != self._rank:
             time.sleep(_LET_FIRST_S)
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
-
-    # What this rank says
 
     def _tell(self, word: Word) -> None:
         if self._line is not None and self._thread is not None:
             self._line.say(word)
 
     def _failure_behind(self, error: BaseException) -> Word | None:
-        """Return another rank's failure where that is why this one stops, and not its own affair."""
+        """Return the failure of another rank that led to this error. Return None if the error is this rank's own."""
         if not isinstance(error, Exception) or isinstance(error, RankFailedError):
-            return None  # the user's own order to stop, or the word of a context within this one
+            return None  # Ctrl-C, or an inner context has found the cause
         broken_off = _is_broken_off(error)
         if isinstance(error, AutosplitError) and not broken_off:
-            return None  # says more than that another rank stopped, too: most are raised by all ranks together
+            return None  # most of these are raised by all ranks together
         return self._verdict() if broken_off and self._thread is not None else self._failed
 
     def _verdict(self) -> Word | None:
-        """Wait to hear why a collective was broken off: a rank failed, or else one has left before it was over."""
+        """Wait for the cause of a broken collective: a rank failed, or else a rank left too early."""
         begun = time.monotonic()
         while not self._heard.wait(0.1) and time.monotonic() < begun + (_OTHER_CAUSE_S if self._gone else _VERDICT_S):
             pass
@@ -186,15 +184,13 @@ class Watch:
             return f"{says}; the other ranks were told"
         return f"{says}; this rank {self._rank} stops, since the ranks train together; start the job again"
 
-    # What it hears, in a thread of its own
-
     def _listen(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="autosplit-watch", daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
-        assert self._line is not None, "there is something to listen to"
-        signed = looked = time.monotonic()
+        assert self._line is not None, "`begin` made it"
+        signed = time.monotonic()
         while True:
             for word in self._line.words(_SIGN_EVERY_S):
                 if word.kind == "over":
@@ -203,21 +199,19 @@ class Watch:
             now = time.monotonic()
             if now >= signed + _SIGN_EVERY_S:
                 signed = now
-                self._line.send(Word("sign", self._rank), but=self._silent)  # what they don't read would fill up
-            if now > looked + 2 * _SIGN_EVERY_S:
-                self._line.forgive_silence()  # this process itself was stopped
-            looked = now
+                self._line.send(Word("sign", self._rank), but=self._silent)  # their buffers would fill up
             self._look_for_silence(self._line, now)
 
     def _look_for_silence(self, line: Line, now: float) -> None:
-        """Say which rank gives no sign any more, and which does again."""
-        silent = {rank for rank, heard_s in line.silent_since().items() if now > heard_s + _SILENT_S}
+        """Print which ranks have become silent, and which send again."""
+        heard = line.silent_since()
+        silent = {rank for rank, heard_s in heard.items() if now > heard_s + _SILENT_S}
         for rank in sorted(silent - self._silent):
             _print(
                 f"autosplit: rank {rank} has given no sign for {_SILENT_S:.0f} s: its process is stopped (SIGSTOP, "
                 "Ctrl-Z, a debugger), or can't run; the other ranks wait for it"
             )
-        for rank in sorted(self._silent & line.silent_since().keys() - silent):
+        for rank in sorted(self._silent & heard.keys() - silent):
             _print(f"autosplit: rank {rank} is back")
         self._silent = silent
 
@@ -244,10 +238,10 @@ class Watch:
             self._stop()
 
     def _stop(self) -> None:
-        """Get this rank out of what it waits for; end it where that is in vain."""
-        assert self._failed is not None, "there is a reason"
+        """Abort what this rank waits for. End the process if it does not leave `setup` in time."""
+        assert self._failed is not None, "`_take` set it"
         if self._failed.rank != self._rank and not self._left:
-            # Now, and not with the traceback: torchrun ends all ranks as soon as one is gone.
+            # Print now, because torchrun may end this rank before it prints a traceback.
             _print(f"autosplit: {self._message(self._failed)}")
         in_vain = f"rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
         self._last_resort = threading.Timer(GRACE_S, end_process, (f"{self._message(self._failed)}; {in_vain}",))
@@ -259,7 +253,7 @@ class Watch:
 
 
 def end_process(why: str) -> None:
-    """End this process, where nothing else gets it out of what it waits for; say why on stderr."""
+    """Print the reason and end this process, if nothing else can abort what it waits for."""
     _print(f"autosplit: {why}, so its process is ended now")
     os._exit(1)
 
@@ -279,7 +273,7 @@ def _unwatched(what: str) -> Iterator[None]:
 
 
 def _is_broken_off(error: BaseException) -> bool:
-    """Tell whether an exception, or one that led to it, comes from a collective in which a peer went missing."""
+    """Return whether an exception, or one of its causes, comes from a collective that lost a peer."""
     return any(
         isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
         for link in causes_of(error, contexts=True)
@@ -288,7 +282,7 @@ def _is_broken_off(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told_if_long(message: str) -> Iterator[None]:
-    """Say on stderr what is waited for, once it has taken `TOLD_AFTER_S`."""
+    """Print the message on stderr if the block takes longer than `TOLD_AFTER_S`."""
     timer = threading.Timer(TOLD_AFTER_S, _print, (f"autosplit: {message}",))
     timer.daemon = True
     timer.start()
@@ -299,7 +293,7 @@ def told_if_long(message: str) -> Iterator[None]:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(Exception):  # closed, or none: what matters is that the rank ends
+    with contextlib.suppress(Exception):  # stderr may be closed
         sys.stderr.write(f"{printable(text)}\n")
         sys.stderr.flush()
 
@@ -308,7 +302,7 @@ def _print(text: str) -> None:
 
 
 def open_sockets() -> dict[int, str]:
-    """Return the sockets that this process has open, by descriptor; none where the system does not list them."""
+    """Return the open sockets of this process, by descriptor. Return {} if the system does not list them."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
@@ -320,26 +314,25 @@ def open_sockets() -> dict[int, str]:
 
 
 def group_sockets(before: Mapping[int, str]) -> dict[int, str]:
-    """Return the sockets that were opened since, while gloo made the process group."""
+    """Return the sockets that gloo opened for the process group since `before`."""
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
 def abort_group(group: Any) -> None:
-    """Let NCCL give up what it is doing, which would keep a group from being destroyed."""
-    with contextlib.suppress(Exception):  # whatever it is, there is a last resort
+    """Abort NCCL's collectives. They would block the destruction of the group."""
+    with contextlib.suppress(Exception):  # after `GRACE_S` the process is ended
         group.abort()
 
 
 def cut_off(group: Any, sockets: Mapping[int, str]) -> None:
-    """Let whoever waits in a group's collective have an error, or go on without what it waited for.
+    """Abort the collectives of a group: they raise an error, or return incomplete data.
 
-    NCCL can be told to abort. Gloo can't (torch 2.13: `abort` does nothing, a time-out holds from the next collective
-    on), but it ends a collective as soon as a connection ends, so this side hangs up as well, on its `sockets` from
-    `group_sockets`.
+    gloo has no abort (torch 2.13: `abort` does nothing). But it ends a collective when a connection ends, so this rank
+    closes its own connections, the `sockets` from `group_sockets`.
     """
     abort_group(group)
     still = open_sockets()
     for number in [number for number, name in sockets.items() if still.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-            end.getpeername()  # gloo does not survive a listener that is shut down
+            end.getpeername()  # raises OSError for a listener. gloo would crash if that was shut down
             end.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,11 @@
-"""A line between the ranks, beside their collectives, on which one can say how it ends: words, and who was cut off.
+"""Connections between the ranks, next to their collectives, on which a rank reports how it ends.
 
-rank 1 ---+ rank 2 ---+--- rank 0    a star: what a rank says, rank 0 says on to the others rank 3 ---+
+        rank 1 ---+
+        rank 2 ---+--- rank 0       rank 0 forwards the messages of one rank to the others
+        rank 3 ---+
 
-Where a process ends, its system closes the line, so that an end without a word is heard, too; where a machine ends, its
-answers stay away. The rendezvous store would not do: nobody hears there of a process that is killed.
+If a process ends, the system closes its connection, so rank 0 also notices a killed rank. If a machine goes down, its
+system stops answering keep-alive packets. torch's store cannot replace this: it does not report a client that ended.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from typing import Literal
 import msgspec
 
 JOIN_S = 10.0
-"""A rank looks for rank 0 for so long."""
+"""A rank tries for this long to connect to rank 0."""
 
 _TRY_S = 3.0
-"""Of that, one of its addresses may take so long."""
+"""A rank tries each of rank 0's addresses for this long."""
 
 _SILENT_AFTER_S, _SIGN_EVERY_S, _SIGNS = 6, 3, 3
-"""A machine is dead when it has not answered for 6 + 3 * 3 = 15 s. Its system answers, however busy a process is."""
+"""A machine is dead if its system has not answered for 6 + 3 * 3 = 15 s."""
 
 _CAUSE_LENGTH = 1000
 _PIECE_BYTES = 65536
 _RANK_BYTES = 4
 
 _GREETING_S = 1.0
-"""Who connected has so long to show the token, which a rank sends at once: nobody is heard meanwhile."""
+"""A new connection must send the token within this time. Rank 0 reads no messages meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Address:
     """Where rank 0 listens.
 
     Attributes:
-        hosts: Its names and numbers, of which a machine may know some only.
-        token: By which both sides know that they belong to one job.
+        hosts: Names and IP addresses of rank 0's machine.
+        token: Proves that both ends belong to one job.
     """
 
     hosts: tuple[str, ...]
@@ -71,9 +73,9 @@ class Address:
 
 
 class Line:
-    """A rank's end of the line.
+    """A rank's end of the connections.
 
-    One thread listens (`words`, `send`, `close`); any other may `say` something, which that thread gets to hear.
+    One thread listens (`words`, `send`, `close`). Any other thread may `say` something to the listening thread.
     """
 
     def __init__(self, rank: int) -> None:
@@ -87,7 +89,7 @@ class Line:
         _OPEN.add(self)
 
     def listen(self) -> Address:
-        """Open rank 0's end."""
+        """Listen on rank 0."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
@@ -96,13 +98,12 @@ class Line:
         return Address(_hosts_here(), self._listener.getsockname()[1], token)
 
     def join(self, address: Address) -> None:
-        """Connect another rank's end to rank 0's, whose thread has to be listening."""
+        """Connect another rank to rank 0, whose thread must be listening."""
         self._token = address.token.encode()
         until = time.monotonic() + JOIN_S
         reasons = []
         for host in address.hosts:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
+            if (left_s := until - time.monotonic()) <= 0:
                 break
             try:
                 self._peers[0] = _Peer(0, self._greeted(host, address.port, min(_TRY_S, left_s)))
@@ -113,7 +114,7 @@ class Line:
         raise OSError(f"rank 0 listens on port {address.port} and was not reached; {'; '.join(reasons)}")
 
     def _greeted(self, host: str, port: int, limit_s: float) -> socket.socket:
-        """Connect, and make sure that it is rank 0 who answers: on this machine the port may be anybody's."""
+        """Connect, and check the token. On this machine, the port may belong to another program."""
         made = socket.create_connection((host, port), timeout=limit_s)
         try:
             made.sendall(self._token + self.rank.to_bytes(_RANK_BYTES, "big"))
@@ -126,61 +127,56 @@ class Line:
         return made
 
     def say(self, word: Word) -> None:
-        """Let the listening thread hear this, from whichever thread."""
-        with contextlib.suppress(OSError):  # closed: nobody hears
+        """Send a message to the listening thread of this rank, from any thread."""
+        with contextlib.suppress(OSError):  # closed
             self._mouth.sendall(_line_of(word))
 
     def words(self, wait_s: float) -> list[Word]:
-        """Wait for words, this rank's own among them; return none after so many seconds without any."""
+        """Wait for messages, including this rank's own. Return [] if none comes in this time."""
         until = time.monotonic() + wait_s
         found: list[Word] = []
         while not found and (left_s := until - time.monotonic()) >= 0:
             by_end = {peer.socket: peer for peer in (self._own, *self._peers.values())}
             listeners = [] if self._listener is None else [self._listener]
             ready = wait([*by_end, *listeners], left_s)
-            # Who joins is told first of what was said before: of what is said now it hears as all others do, once.
+            # Return a new rank first. The caller sends it the failures so far, before the messages that follow.
             if any(one not in by_end for one in ready) and (joined := self._introduced()):
                 return joined
             found += [word for one in ready if one in by_end for word in self._heard_from(by_end[one])]
         return found
 
     def silent_since(self) -> dict[int, float]:
-        """Return when each rank at the other end was last heard, by `time.monotonic()`."""
+        """Return the `time.monotonic()` of the last message of each connected rank."""
         return {peer.rank: peer.heard_s for peer in self._peers.values() if not peer.parted}
 
-    def forgive_silence(self) -> None:
-        """Take all of them for heard now: this process could not have heard them."""
-        for peer in self._peers.values():
-            peer.heard_s = time.monotonic()
-
     def send(self, word: Word, *, only: int | None = None, but: Collection[int] = ()) -> None:
-        """Send a word to everybody at the other end, or to one rank; who is gone does not hear it."""
+        """Send a message to all connected ranks but its sender and `but`, or only to one rank."""
         for peer in list(self._peers.values()):
             if only in (None, peer.rank) and peer.rank not in (word.rank, *but):
-                with contextlib.suppress(OSError):  # its end shows when it is listened to
+                with contextlib.suppress(OSError):  # `words` reports a closed connection
                     peer.socket.sendall(_line_of(word))
 
     def close(self) -> None:
-        """Let go of all ends."""
+        """Close all connections."""
         _OPEN.discard(self)
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.socket.shutdown(socket.SHUT_WR)  # what was sent arrives before the end
+                peer.socket.shutdown(socket.SHUT_WR)  # let the other end read what was sent
         self.drop()
 
     def drop(self) -> None:
-        """Close the ends in this process, and leave them open in another that shares them."""
+        """Close the sockets in this process only. A forked process shares the connections."""
         for end in (self._own.socket, self._mouth, self._listener, *(peer.socket for peer in self._peers.values())):
             if end is not None:
                 end.close()
         self._peers = {}
 
     def _introduced(self) -> list[Word]:
-        """Accept a rank's connection; whoever does not show the token is no rank."""
+        """Accept a connection. Close it if it does not send the token."""
         assert self._listener is not None, "its socket was ready"
         try:
             made, _ = self._listener.accept()
-        except OSError:  # gone already, or this process may open no more: then it is ready again at once
+        except OSError:  # this process may have too many open files. The listener stays ready
             time.sleep(0.1)
             return []
         try:
@@ -192,7 +188,7 @@ class Line:
                 _keep_alive(made)
                 self._peers[rank] = _Peer(rank, made)
                 return [Word("joined", rank)]
-        except OSError:  # it said nothing, or is gone
+        except OSError:  # it sent nothing, or closed the connection
             pass
         made.close()
         return []
@@ -215,11 +211,11 @@ class _Peer:
         self.rank = rank
         self.socket = end
         self.heard_s = time.monotonic()
-        self.parted = False  # it said why it would go
+        self.parted = False  # it sent why it would leave
         self._arrived = b""
 
     def read(self) -> tuple[list[Word], str | None]:
-        """Return the words that are whole, and how it ended, if it did."""
+        """Return the complete messages, and why the connection ended, or None."""
         try:
             piece = self.socket.recv(_PIECE_BYTES)
             reason = None if piece else _ENDED
@@ -247,7 +243,7 @@ def _line_of(word: Word) -> bytes:
 
 
 def _received(end: socket.socket, count: int) -> bytes:
-    """Receive so many bytes; fewer where the other end says no more."""
+    """Receive this many bytes, or fewer if the connection ends."""
     found = b""
     while len(found) < count and (piece := end.recv(count - len(found))):
         found += piece
@@ -255,7 +251,7 @@ def _received(end: socket.socket, count: int) -> bytes:
 
 
 def _keep_alive(end: socket.socket) -> None:
-    """Let the system find out where a machine at the other end is gone, which closes nothing."""
+    """Let the system detect a machine that went down, which closes no connection."""
     end.settimeout(1.0)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -265,26 +261,21 @@ def _keep_alive(end: socket.socket) -> None:
         ("TCP_KEEPCNT", _SIGNS),
         ("TCP_USER_TIMEOUT", 1000 * (_SILENT_AFTER_S + _SIGN_EVERY_S * _SIGNS)),
     ):
-        if hasattr(socket, name):  # not every system has each
+        if hasattr(socket, name):  # systems differ
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _hosts_here() -> tuple[str, ...]:
-    """Return what this machine is called, the likeliest first; a rank beside this one finds it by the first."""
-    found = ["127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
-    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # documentation's: no host
-        # Nothing is sent: the system tells by which of its addresses it would go out.
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.connect((far, 9))
-            found.append(str(asked.getsockname()[0]))
-    return tuple(dict.fromkeys(host for host in found if host))
+    """Return the addresses of this machine. Ranks of the same machine use the first."""
+    found = ("127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname())
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 _OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """Keep a loader's workers from holding the line of a rank that was killed."""
+    """Close the connections in forked DataLoader workers. They would stay open if the rank is killed."""
     for line in list(_OPEN):
         line.drop()
     _OPEN.clear()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.ddp.device import exchange_device
+from autosplit.ddp.device import exchange_device, told_by_all
 from autosplit.errors import InputError
 from autosplit.torch_versions import fsdp_groups, reset_fsdp
 
@@ -185,8 +185,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def _compare(model: nn.Module) -> None:
     """Raise InputError if the ranks have different models, because their collectives would not match."""
     own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
+    everyones = told_by_all(own)
     others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
     if others:
         raise InputError(

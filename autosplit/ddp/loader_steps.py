@@ -12,16 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from autosplit.ddp.device import exchange_device, keep_for_gloo
+from autosplit.ddp.device import exchange_device, gathered
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
-from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
+from autosplit.parallel.step_listener import Sums
 from autosplit.torch_versions import private
 
 
@@ -35,11 +34,7 @@ def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
     The bits of the numbers are sent as int64, because some accelerators do not have float64.
     """
     bits = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.int64)
-    own = bits.to(exchange_device(device))
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    keep_for_gloo([own, *found])
-    return torch.stack(found).cpu().view(torch.float64)
+    return torch.stack(gathered(bits.to(exchange_device(device)))).cpu().view(torch.float64)
 
 
 def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]:

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.errors import InputError
-from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import private
 
 
-class LossCollectives:
+class LossCollectives(StepListener):
     """Count the collectives that the ranks run for a loss."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -52,17 +52,13 @@ class LossCollectives:
         self._found = 0
         self._go_on()
 
-    def watch(self, step: OptimizerStep) -> None:
-        """Call `refuse` on the first loss of an optimizer step, before other code examines the loss."""
-        draw = step.on_draw
+    def draw(self, is_last: bool) -> None:  # noqa: ARG002
+        """Start to count for a micro-batch."""
+        self.begin()
 
-        def begin(is_last: bool) -> bool:
-            meets = is_last if draw is None else draw(is_last)
-            self.begin()
-            return meets
-
-        step.on_draw = begin
-        step.on_loss.insert(0, lambda loss, _samples: self.refuse(loss, step.weight, "ctx.steps"))
+    def first_loss(self, loss: torch.Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
+        """Examine the first loss of a step of `ctx.steps`."""
+        self.refuse(loss, weight, "ctx.steps")
 
     def end(self) -> None:
         """Remove all hooks."""

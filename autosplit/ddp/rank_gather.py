@@ -27,7 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autosplit.ddp.device import exchange_device
+from autosplit.ddp.device import exchange_device, gathered, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.errors import InputError
 
@@ -75,14 +75,10 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     with _told("all_gather"):
-        dist.all_gather(found, own)
-    numbers = torch.stack(found).tolist()
+        numbers = torch.stack(gathered(own)).tolist()
     if len({code for _, code in numbers}) > 1:
-        everyones = [""] * len(numbers)
-        dist.all_gather_object(everyones, facts)
-        held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))
+        held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(told_by_all(facts)))
         raise InputError(
             f"all_gather received rows of unequal kinds: {held}. Expected equal ones on all ranks.",
             code="gather-unequal-kinds",
@@ -101,9 +97,7 @@ class _AllGatherRows(torch.autograd.Function):
         own = torch.zeros(most * bytes_per_row, dtype=torch.uint8, device=exchange_device(rows.device))
         if rows.numel():
             own[: len(rows) * bytes_per_row] = rows.detach().contiguous().view(-1).view(torch.uint8).to(own.device)
-        found = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(found, own)
-        parts = [part[: size * bytes_per_row] for part, size in zip(found, sizes, strict=True)]
+        parts = [part[: size * bytes_per_row] for part, size in zip(gathered(own), sizes, strict=True)]
         return torch.cat(parts).to(rows.device).view(rows.dtype).view(sum(sizes), *rows.shape[1:])
 
     @staticmethod

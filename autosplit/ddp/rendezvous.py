@@ -176,7 +176,6 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         words = [store.get(f"{name}/{other}").decode() for other in range(1, place.world_size)]
         for word in words:
             store.set(f"{name}/{word}", "")
-        store.set("closed", name)
         return name
     word, name = uuid.uuid4().hex, ""
     deadline = time.monotonic() + limit_s
@@ -191,25 +190,8 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         if found != name:
             name = found
             store.set(f"{name}/{place.rank}", word)
-        _refuse_other_job(store, place, name, word)
         time.sleep(_LOOKED_EVERY_S)
     return name
-
-
-def _refuse_other_job(store: Any, place: Place, name: str, word: str) -> None:
-    """Raise InputError if all ranks of the round are there and this process is not one of them.
-
-    The store then belongs to another job. This does not hold for torchrun's store, which outlives a round: the round
-    may be an old one of this job. A store of rank 0 ends with rank 0.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not store.check(["closed"]):
-        return
-    if store.get("closed").decode() == name and not store.check([f"{name}/{word}"]):
-        raise InputError(
-            f"rank {place.rank} of {place.world_size} found another job at {_address_of(place)}, whose ranks are all "
-            "there; expected this job's rank 0; give each job on a machine a MASTER_PORT of its own",
-            code="rendezvous-other-job",
-        )
 
 
 def _address_of(place: Place) -> str:

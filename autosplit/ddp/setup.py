@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.context import Context
-from autosplit.ddp.device import agreed_backend, device_for
+from autosplit.ddp.device import agreed_backend, device_for, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.rendezvous import (
@@ -129,8 +129,7 @@ def agree_on(plan: Plan, rank: int) -> None:
     Notes and explanations are not compared, because only one rank of a job keeps them.
     """
     digest = hashlib.sha256(plan.bare().to_json().encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = told_by_all(digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]
     if others:
         raise PlanError(

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import InputError
-from autosplit.parallel.noise_estimate import Sums
 from autosplit.parallel.oom_cuts import AddedGradients
+from autosplit.parallel.step_listener import StepListener, Sums
 
 WINDOW = 1000
 """Most optimizer steps in the estimate. The noise scale grows while the loss falls, so the latest steps count.
@@ -135,7 +135,7 @@ def _inverse(gradient_over_noise: float) -> float:
     return 1 / gradient_over_noise if gradient_over_noise > 0 else math.inf
 
 
-class StepNorms:
+class StepNorms(StepListener):
     """The gradient norms of one optimizer step: one norm of each parameter's gradient per micro-batch.
 
     Norms are computed from the gradients that autograd passes to a parameter, before accumulation and all-reduce. No
@@ -144,6 +144,8 @@ class StepNorms:
     Args:
         over_ranks: Sums values over the ranks, or None for a single process.
     """
+
+    needs_gradients = True
 
     def __init__(self, noise_scale: NoiseScale, over_ranks: Callable[[Sums], Sums] | None = None) -> None:
         self.noise_scale, self._over_ranks = noise_scale, over_ranks

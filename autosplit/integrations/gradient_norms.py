@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.ddp.loader_steps import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
-from autosplit.parallel.noise_estimate import NoiseEstimate, checked_estimate
+from autosplit.parallel.step_listener import NoiseEstimate, checked_estimate
 
 
 class RunNorms:

@@ -44,7 +44,6 @@ from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.loss_weights import IGNORED_LABEL
-from autosplit.parallel.noise_estimate import NoiseEstimate
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
 from autosplit.parallel.rank_scope import (
     LossScope,
@@ -54,6 +53,7 @@ from autosplit.parallel.rank_scope import (
     refuse_ranks_without_samples,
     refuse_uncounted_scope,
 )
+from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (

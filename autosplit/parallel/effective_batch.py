@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-
-class _HasSamples(Protocol):
-    @property
-    def num_samples(self) -> float: ...
-
-
-_Step = TypeVar("_Step", bound=_HasSamples)
+if TYPE_CHECKING:
+    from autosplit.parallel.optimizer_steps import OptimizerStep
 
 
 class EffectiveBatchWarning(UserWarning):
     """The loader's batches add up to optimizer steps of another size than the plan's effective batch size."""
 
 
-def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: int) -> Iterator[_Step]:
+def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -> Iterator[OptimizerStep]:
     """Yield the steps. Warn once if a step differs in size from the plan's effective batch size.
 
     The last step of an epoch may be smaller without a warning.
@@ -29,21 +24,17 @@ def compared(made: Iterator[_Step], effective_batch_size: int, *, stacklevel: in
     """
     before: float | None = None
     for step in made:
-        found = step.num_samples if step.num_samples > effective_batch_size else before
-        if found is not None and found != effective_batch_size:
-            _warn(found, effective_batch_size, stacklevel + 1)
+        found = step.num_samples if step.num_samples > expected else before
+        before = step.num_samples
+        if found is not None and found != expected:
+            warnings.warn(
+                f"The optimizer steps have {found} samples, and the plan's have {expected}. Expected a loader whose "
+                f"batches add up to {expected}: use plan.loader(dataset) or ctx.loader(dataset), or choose another "
+                f"batch size. To train with {found}, tune with effective_batch_size={found}.",
+                EffectiveBatchWarning,
+                stacklevel=stacklevel + 1,
+            )
             yield step
             break
-        before = step.num_samples
         yield step
     yield from made
-
-
-def _warn(found: float, expected: int, stacklevel: int) -> None:
-    warnings.warn(
-        f"The optimizer steps have {found} samples, and the plan's have {expected}. Expected a loader whose batches "
-        f"add up to {expected}: use plan.loader(dataset) or ctx.loader(dataset), or choose another batch size. To "
-        f"train with {found}, tune with effective_batch_size={found}.",
-        EffectiveBatchWarning,
-        stacklevel=stacklevel + 1,
-    )

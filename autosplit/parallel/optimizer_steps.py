@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.loss_graph import read_loss, warn_of_reading
 from autosplit.parallel.loss_weights import require_one_number
-from autosplit.parallel.noise_estimate import NoiseEstimate, StepNorms, Sums, checked_estimate
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.parallel.rank_scope import (
     OverRanks,
@@ -30,12 +28,37 @@ from autosplit.parallel.rank_scope import (
     refuse_ranks_without_samples,
     refuse_uncounted_scope,
 )
+from autosplit.parallel.step_listener import (
+    Consumption,
+    LossReader,
+    NoiseEstimate,
+    StepListener,
+    Sums,
+    checked_estimate,
+)
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_number
 
 _MISSING = object()
 
-LossReader = Callable[[torch.Tensor, int], None]
-"""A function that examines the first loss of an epoch. Its arguments are the loss and its number of samples."""
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """The micro-batch, or the part of it, that a step runs.
+
+    Attributes:
+        part: What `attempt` has to run. None if it ran, or if micro-batches are not cut.
+        meets: Whether the ranks synchronise in its backward.
+    """
+
+    samples: float  # 0 if this rank runs samples of another rank
+    size: float
+    part: Part | None
+    meets: bool
+    gathers: bool = False
+    is_open: bool = True
+    had_backward: bool = False
+    attempt: Attempt | None = None
+    failed: Attempt | None = None
 
 
 class OptimizerStep:
@@ -54,16 +77,10 @@ class OptimizerStep:
         splits: See `StepSchedule.splits`.
 
     Attributes:
-        on_draw: Called before each micro-batch, with whether it is the last. Returns whether the ranks synchronise in
-            its backward. If None, they synchronise in the last.
-        uncounted: Context around a micro-batch of weight 0. Called with whether the samples are another rank's.
-        silenced: Context around a backward of weight 0, which runs because the other ranks wait for it.
-        on_end: Called after the backward of the last micro-batch.
+        listeners: Follow the step, in this order.
         cuts: Cuts micro-batches that run out of memory in an `attempt`.
-        norms: Collects the gradient norms for the noise scale.
-        on_loss: Functions that are called once, with the step's first loss and its samples, before its backward.
+        noise_scale: The estimate that was passed to `steps`. It includes this step once the step's loop has ended.
         awaited: The update that should follow the last backward.
-        is_open: Whether a micro-batch is running.
     """
 
     def __init__(
@@ -83,51 +100,29 @@ class OptimizerStep:
         self.num_samples = sum(sizes) if num_samples is None else num_samples
         self.num_ranks = num_ranks
         self.index = index
-        self.on_draw: Callable[[bool], bool] | None = None
-        self.uncounted: Callable[[bool], AbstractContextManager[Any]] = nullcontext
-        self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.on_end: Callable[[], None] | None = None
+        self.listeners: list[StepListener] = []
         self.cuts: Cuts | None = None
-        self.norms: StepNorms | None = None
-        self.on_loss: list[LossReader] = []
+        self.noise_scale: NoiseEstimate | None = None
+        self.awaited = AwaitedUpdate()
         self._batches = iter(batches)
         self._drawn = 0
-        self._size: float = 0
-        self._had_backward = True
-        self._iterated = False
-        self._meets = False
-        self.is_open = self._gathers = False
+        self._now: _MicroBatch | None = None
         self._loss: torch.Tensor | None = None
+        self._has_seen_loss = False
         self._watched: WatchedParameter | None = None
-        self.awaited = AwaitedUpdate()
-        self._part: Part | None = None
-        self._attempt: Attempt | None = None
-        self._failed: Attempt | None = None
 
     def __len__(self) -> int:
         """Count the micro-batches of this step."""
         return len(self.micro_batch_sizes)
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._iterated:
-            raise InputError(
-                f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
-                "gone; take the next step from steps()",
-                code="step-iterated-twice",
-            )
-        self._iterated = True
-        return self._draw()
-
     @property
     def weight(self) -> float:
-        """The factor of the current micro-batch's mean loss in `backward`.
-
-        The samples of the micro-batch divided by the samples of the step, times the ranks. 0 if the step has none.
+        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the ranks.
 
         Raises:
             InputError: No micro-batch was drawn yet.
         """
-        if not self._drawn:
+        if self._now is None:
             raise InputError(
                 f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
                 "`for batch in step:` first",
@@ -135,24 +130,22 @@ class OptimizerStep:
             )
         if not self.num_samples:
             return 0.0
-        return self._size * self.num_ranks / self.num_samples
+        return self._now.size * self.num_ranks / self.num_samples
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch is running."""
+        return self._now is not None and self._now.is_open
 
     @property
     def counts_here(self) -> bool:
-        """Whether the running samples have a weight. False while this rank runs samples of another rank.
-
-        True outside of the micro-batches.
-        """
-        return not self.is_open or self._samples[self._drawn - 1] > 0
+        """False while this rank runs samples of another rank, with weight 0."""
+        return self._now is None or not self._now.is_open or self._now.samples > 0
 
     def expect_gather(self) -> None:
         """Run the backward of this micro-batch even if its weight is 0, because all ranks gather gradients in it."""
-        self._gathers = self.is_open
-
-    @property
-    def noise_scale(self) -> NoiseEstimate | None:
-        """The estimate that was passed to `steps`. It includes this step once the step's loop has ended."""
-        return None if self.norms is None else self.norms.noise_scale
+        if self._now is not None:
+            self._now.gathers = self._now.is_open
 
     @property
     def loss(self) -> float:
@@ -176,8 +169,9 @@ class OptimizerStep:
         Raises:
             InputError: `loss` is not one number, no micro-batch was drawn, or its backward has run already.
         """
-        weight = self.weight
-        if self._had_backward:
+        weight, now = self.weight, self._now
+        assert now is not None, "a step without a micro-batch has no weight"
+        if now.had_backward:
             raise InputError(
                 f"step.backward was called twice for {self._place()}. Expected one call, on the sum of the losses. "
                 "If a GAN needs two, call (loss_d * step.weight).backward() for the first.",
@@ -185,26 +179,28 @@ class OptimizerStep:
             )
         self._check_parameters()
         require_one_number(loss)
-        while self.on_loss and weight:
-            self.on_loss.pop(0)(loss, self._part_samples())
-        if self.cuts is not None and self._attempt is None:
+        if weight and not self._has_seen_loss:
+            self._has_seen_loss = True
+            parted = None if self.cuts is None or now.attempt is None else self.cuts.samples_of(now.attempt.part)
+            samples = int(now.samples) if parted is None else parted
+            for listener in self.listeners:
+                listener.first_loss(loss, samples, weight)
+        if self.cuts is not None and now.attempt is None:
             raise InputError(
                 f"step.backward was called outside of an attempt for {self._place()}, and on_oom is 'cut'. Put the "
                 "forward and step.backward(loss) under `with step.attempt():`.",
                 code="backward-outside-attempt",
             )
-        self._had_backward = True  # even if the backward fails: its gradients may be incomplete, so it cannot run again
-        if not weight and not ((self._meets or self._gathers) and self.num_ranks > 1):
+        now.had_backward = True  # even if the backward fails: its gradients may be incomplete, so it cannot run again
+        if not weight and not ((now.meets or now.gathers) and self.num_ranks > 1):
             if scaler is not None:
                 scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
             return
         watched = WatchedParameter.of(loss)
         weighted, before = loss * weight, updates_so_far()
-        # If the ranks gather outputs, other ranks' losses have gradients for this rank's samples. Do not silence them.
-        with nullcontext() if weight or (self._gathers and self.counts_here) else self.silenced():
-            scaled = weighted if scaler is None else scaler.scale(weighted)
-            with self._recorded(scaled, weight, scaler):
-                scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
+        scaled = weighted if scaler is None else scaler.scale(weighted)
+        with self._around_backward(now, scaled, weight, scaler):
+            scaled.backward() if now.attempt is None else now.attempt.backward(scaled.backward, loss)
         self._watched = watched if (goes_on := self._drawn < len(self)) else None
         if watched is not None:
             watched.end_backward(self._place(), may_update=not goes_on)
@@ -213,19 +209,22 @@ class OptimizerStep:
             own = weighted.detach().reshape(())
             self._loss = own if self._loss is None else self._loss.add_(own)  # in place: plans count one block
 
-    def _part_samples(self) -> int:
-        """Return the samples of the current micro-batch, or of the part of it that an attempt runs."""
-        if self.cuts is not None and self._attempt is not None:
-            return self.cuts.samples_of(self._attempt.part)
-        return int(self._samples[self._drawn - 1])
-
-    def _recorded(
-        self, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None
+    def _around_backward(
+        self, now: _MicroBatch, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None
     ) -> AbstractContextManager[None]:
-        if self.norms is None or not weight:
-            return nullcontext()
-        scale = 1.0 if scaler is None else scaler.scale(scaled.detach().new_ones(()))
-        return self.norms.recorded(scaled, self._size, weight, scale)
+        if weight and any(listener.needs_gradients for listener in self.listeners):
+            scale = 1.0 if scaler is None else scaler.scale(scaled.detach().new_ones(()))
+            return self._around("recorded", scaled, now.size, weight, scale)
+        # If the ranks gather outputs, other ranks' losses have gradients for this rank's samples. Do not silence them.
+        return nullcontext() if weight or (now.gathers and self.counts_here) else self._around("silenced")
+
+    @contextmanager
+    def _around(self, method: str, *args: Any) -> Iterator[None]:
+        """Enter the context that a method of every listener returns."""
+        with ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(getattr(listener, method)(*args))
+            yield
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -249,22 +248,23 @@ class OptimizerStep:
         if self.cuts is None:
             yield
             return
-        if self._part is None:
+        now = self._now
+        if now is None or now.part is None:
             raise InputError(
                 f"an attempt began with no current micro-batch in optimizer step {self.index}; expected one; begin it "
                 "within `for batch in step:`",
                 code="attempt-without-batch",
             )
-        attempt = self._attempt = Attempt(self._part, self.cuts)
+        attempt = now.attempt = Attempt(now.part, self.cuts)
         try:
             with attempt.running():
                 yield
         finally:
-            self._attempt = self._part = None
+            now.attempt = now.part = None
         if attempt.has_failed:
-            self._failed, self._had_backward = attempt, True
-            if self.norms is not None:
-                self.norms.spoil()
+            now.failed, now.had_backward = attempt, True
+            for listener in self.listeners:
+                listener.spoil()
 
     def check_finished(self) -> None:
         """Raise InputError if the backward of a micro-batch of the step has not run."""
@@ -276,7 +276,13 @@ class OptimizerStep:
                 code="step-left-early",
             )
 
-    def _draw(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        if self._drawn:
+            raise InputError(
+                f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
+                "gone; take the next step from steps()",
+                code="step-iterated-twice",
+            )
         accumulation = Accumulation()
         for number, size in enumerate(self.micro_batch_sizes):
             batch = next(self._batches, _MISSING)
@@ -292,31 +298,29 @@ class OptimizerStep:
             del batch  # this frame would keep the batch in memory while the loader makes the next
             while parts:
                 part, is_last = parts.pop(0), self._drawn == len(self) and not parts
-                self._size, self._had_backward = part.size, False
-                self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
-                apart = nullcontext() if size else self.uncounted(not self._samples[number])
+                opinions = [listener.draw(is_last) for listener in self.listeners]
+                meets = next((meets for meets in opinions if meets is not None), is_last)
+                part_to_run = None if self.cuts is None else part
+                now = self._now = _MicroBatch(self._samples[number], part.size, part_to_run, meets)
+                apart = nullcontext() if size else self._around("uncounted", not now.samples)
                 # If micro-batches may be cut or norms are measured, reduce the gradients in every micro-step. Those
                 # that wait on other devices would be wrong after a cut, and missing in the norms.
-                gives_up = self.cuts is not None or self.norms is not None
+                gives_up = self.cuts is not None or any(listener.needs_gradients for listener in self.listeners)
                 with accumulation.running(is_last=is_last or gives_up), apart:
-                    self._part = part if self.cuts is not None else None
-                    self.is_open, self._gathers = True, False
                     yield part.batch
-                self.is_open = False
-                failed, self._failed = self._failed, None
-                if failed is not None:
-                    parts[:0] = failed.halves()
+                now.is_open = False
+                if now.failed is not None:
+                    parts[:0] = now.failed.halves()
+                    now.failed = None
                 self._check_backward()
                 self._check_parameters()
-                del part, failed
+                del part
         accumulation.finish()
-        if self.on_end is not None:
-            self.on_end()
-        if self.norms is not None:
-            self.norms.finish(self.num_samples)
+        for listener in self.listeners:
+            listener.finish(self.num_samples)
 
     def _check_backward(self) -> None:
-        if not self._had_backward:
+        if self._now is not None and not self._now.had_backward:
             raise InputError(
                 f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
                 "step.backward(loss) once in the loop",
@@ -403,16 +407,14 @@ def checked(
     """
     checked_estimate(noise_scale)
     for step in made:
-        step.cuts = cuts
+        step.cuts, step.noise_scale = cuts, noise_scale
         if reads_loss:
-            reads_loss, step.on_loss = False, [_warn_of_loss]
-        step.norms = None if noise_scale is None else noise_scale.begin_step(sums_over_ranks)
+            reads_loss = False
+            step.listeners.append(LossReader())
+        if noise_scale is not None:
+            step.listeners.append(noise_scale.begin_step(sums_over_ranks))
         yield step
         step.check_finished()
-
-
-def _warn_of_loss(loss: torch.Tensor, samples: int) -> None:
-    warn_of_reading(read_loss(loss, samples), where="plan.steps or ctx.steps", stacklevel=4)
 
 
 def _scheduled_steps(
@@ -459,7 +461,7 @@ def _scheduled_steps(
             samples=step.micro_batch_sizes,
             splits=step.splits,
         )
-        made.on_end = partial(sampler.consume, step.num_samples, made.awaited.has_come)
+        made.listeners.append(Consumption(sampler, step.num_samples, made.awaited))
         yield made
         sampler.settle()
     # Draw past the end, so that the loader's workers can shut down normally.
@@ -472,11 +474,7 @@ def _scheduled_steps(
 
 
 def _held_steps(
-    loader: Iterable[Any],
-    count: Count,
-    *,
-    most_batches: int | None = None,
-    enough: int | None = None,
+    loader: Iterable[Any], count: Count, *, most_batches: int | None = None, enough: int | None = None
 ) -> Iterator[OptimizerStep]:
     """Buffer batches and yield a step when there are `most_batches`, or when their counts reach `enough`."""
     held: list[Any] = []

@@ -21,7 +21,7 @@ from autosplit.text import rate_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from autosplit.parallel.noise_estimate import NoiseEstimate
+    from autosplit.parallel.step_listener import NoiseEstimate
     from autosplit.plan.record import PlanRecord
 
 REACH = 16

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-    from autosplit.parallel.noise_estimate import NoiseEstimate
     from autosplit.parallel.optimizer_steps import OptimizerStep
+    from autosplit.parallel.step_listener import NoiseEstimate
     from autosplit.parallel.token_sampler import TokenBatchSampler
     from autosplit.plan.exported import Export
     from autosplit.plan.goodput import Goodput

@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noted import noted
 from raised import raises
-from ranks import starting
+from ranks import found_by, job_of
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
@@ -46,9 +45,6 @@ from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.solve.split import short_split
-
-LIMIT_S = 250
-
 
 # --------------------------------------------------------------------------------------------------- the arithmetic
 
@@ -457,24 +453,6 @@ def epoch_gradients(sizes: tuple[int, ...], effective: int) -> list[tuple[torch.
     return found
 
 
-def trajectory() -> list[torch.Tensor]:
-    """The weights after each of five steps with AdamW."""
-    found = []
-    with ddp.setup(make_plan((1, 7), 20)) as ctx:
-        model = ctx.wrap(make_model())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        loader = loader_of(ctx, shuffle=True, seed=7)
-        for epoch in range(2):
-            loader.batch_sampler.set_epoch(epoch)
-            for step in ctx.steps(loader):
-                for indices in step:
-                    step.backward(mean_loss(model, indices))
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(weights(model))
-    return found[:5]
-
-
 def different_plans() -> str:
     plan = make_plan((2, 6), 8 + 8 * int(os.environ["RANK"]))
     with pytest.raises(PlanError) as caught:
@@ -529,7 +507,7 @@ def communication() -> list[bool]:
 def checkpoints() -> dict[str, Any]:
     """What the ranks hear of a checkpoint that is written, one that rank 0 can't, and one that rank 1 can't load."""
     found: dict[str, Any] = {}
-    folder = Path(os.environ["SCENARIO_FOLDER"])
+    folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent
     with ddp.setup(make_plan((2, 6))) as ctx:
         model = ctx.wrap(make_model())
         torch.nn.init.ones_(next(model.parameters()))
@@ -583,7 +561,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "foreign": foreign_gradients,
     "checkpoints": checkpoints,
     **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
-    "trajectory": trajectory,
     "different plans": different_plans,
     "different notes": different_notes,
     "exception": exception_inside_the_loop,
@@ -591,44 +568,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    """Run every scenario as one of two ranks, and keep what each returned or raised."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "SCENARIO_FOLDER": folder}
-    found = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            found[name] = scenario()
-        except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
-            found[name] = traceback.format_exc()
-            break  # the other rank waits in vain: better it is ended than it goes on out of step
-    torch.save(found, Path(folder) / f"{rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two real processes found in every scenario."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = starting()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    deadline_s = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(0.0, deadline_s - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-    return [torch.load(path) if path.exists() else {} for path in (folder / f"{rank}.pt" for rank in range(2))]
-
-
-def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
-    assert not failed, failed[0]
-    return [found[name] for found in ranks]
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 class TestTwoProcesses:
@@ -651,23 +591,6 @@ class TestTwoProcesses:
         assert found_by(ranks, "a short last step")[0][-1][1] == [3]
         assert [found[-1][1] for found in found_by(ranks, "empty shares in the short last step")] == [[0], [1]]
         assert found_by(ranks, "a rank without any share")[0][0][1] == [0, 0, 0]
-
-    def test_five_steps_are_those_of_a_single_device(self, ranks: Any) -> None:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        sampler = ScheduledBatchSampler(NUM_SAMPLES, 20, 20, shuffle=True, seed=7)
-        expected = []
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            for indices in sampler:
-                mean_loss(model, indices).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                expected.append(weights(model))
-        for found in found_by(ranks, "trajectory"):
-            assert len(found) == 5
-            for got, wanted in zip(found, expected, strict=False):
-                assert relative_error(got, wanted) < 1e-10
 
     def test_different_plans_are_refused_by_all(self, ranks: Any) -> None:
         said = found_by(ranks, "different plans")

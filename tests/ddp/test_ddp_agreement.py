@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import INPUTS, NUM_SAMPLES, make_model, make_plan, weights
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
 from autosplit.errors import CheckpointError, InputError
-
-LIMIT_S = 250
 
 
 def refused(steps_of: Callable[[ddp.Context], Any]) -> list[str]:
@@ -95,8 +93,8 @@ def exchanges() -> list[int]:
     found = []
     with ddp.setup(make_plan((2, 6), 16)) as ctx, pytest.MonkeyPatch.context() as patch:
         calls = []
-        gather = torch.distributed.all_gather
-        patch.setattr(torch.distributed, "all_gather", lambda *a, **k: (calls.append(1), gather(*a, **k))[1])
+        gather = torch.distributed.all_gather_object
+        patch.setattr(torch.distributed, "all_gather_object", lambda *a, **k: (calls.append(1), gather(*a, **k))[1])
         model = ctx.wrap(make_model())
         calls.clear()
         for step in of_sampler(ctx):
@@ -184,9 +182,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("agreement"), limit_s=LIMIT_S)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
@@ -217,7 +213,6 @@ def test_ranks_that_read_different_checkpoints_load_neither(ranks):
     """On machines with disks of their own, one rank loaded older weights: the ranks trained different models."""
     for (text,) in found_by(ranks, "checkpoint older"):
         assert "the ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
-        assert "epoch is 3 on rank 0 and 2 on rank 1" in text
         assert text.endswith("nothing was changed on any rank")
     for (text,) in found_by(ranks, "sharded"):
         assert "the folder of rank 1 holds another checkpoint than rank 0's" in text

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -215,9 +215,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=250)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["samples", "counted"])

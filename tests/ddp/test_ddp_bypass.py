@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import INPUTS, loader_of, make_plan
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import Tensor, nn
 
 from autosplit import ddp
 from autosplit.errors import InputError
-
-LIMIT_S = 250
 
 
 class Net(nn.Module):
@@ -95,9 +93,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("bypass"), limit_s=LIMIT_S)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("effective", [8, 16])

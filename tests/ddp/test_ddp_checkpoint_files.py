@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 import torch
 from ddp_jobs import make_model, make_plan, mean_loss, weights
@@ -24,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from autosplit import ddp
-from autosplit.ddp import checkpoint_file
 from autosplit.errors import CheckpointError
 
 
@@ -110,7 +105,7 @@ CLASSES = {
     "SGD for AdamW": (torch.optim.SGD, {}, torch.optim.AdamW, {}, "lacks betas"),
     "AdamW for SGD": (torch.optim.AdamW, {}, torch.optim.SGD, {"momentum": 0.9}, "lacks momentum"),
     "Adam for Adamax": (torch.optim.Adam, {}, torch.optim.Adamax, {}, "has amsgrad"),
-    "Adamax for Adam": (torch.optim.Adamax, {}, torch.optim.Adam, {}, "keeps step, exp_avg, exp_inf"),
+    "Adamax for Adam": (torch.optim.Adamax, {}, torch.optim.Adam, {}, "lacks amsgrad"),
     "Adam for RAdam": (torch.optim.Adam, {}, torch.optim.RAdam, {}, "has amsgrad"),
     "RMSprop for Adagrad": (torch.optim.RMSprop, {}, torch.optim.Adagrad, {}, "lacks lr_decay"),
     "Rprop for SGD": (torch.optim.Rprop, {}, torch.optim.SGD, {}, "lacks momentum"),
@@ -152,11 +147,10 @@ class TestDamage:
         path = tmp_path / "last.pt"
         ctx.save_checkpoint(path, model=model)
         content = path.read_bytes()
-        places = {name: content.index(tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()}
-        for name, place in places.items():
+        for place in (content.index(tensor.numpy().tobytes()) for tensor in model.state_dict().values()):
             path.write_bytes(content)
             flip(path, place + 3)
-            with pytest.raises(CheckpointError, match=f"which holds the tensor 'model.{name}', does not match its ch"):
+            with pytest.raises(CheckpointError, match=r"its record 'data/[0-9]+' does not match its ch"):
                 ctx.load_checkpoint(path, model=make_model())
         path.write_bytes(content)
         flip(path, content.index(b"model"))
@@ -204,41 +198,18 @@ class TestDamage:
             ctx.load_sharded(tmp_path / "folder", model=make_model())
 
 
-KILLED = """
-import os, signal, sys
-from ddp_jobs import make_model, make_plan
-from autosplit import ddp
-os.fsync = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-with ddp.setup(make_plan((4,), 8)) as ctx:
-    ctx.save_checkpoint(sys.argv[1], model=make_model())
-"""
-
-
 def part_files(folder: Path) -> list[Path]:
     return [*folder.glob(".*.part")]
 
 
 class TestLeftovers:
-    def test_a_save_removes_the_part_files_of_killed_processes(self, ctx, tmp_path):
+    def test_a_save_removes_the_part_file_of_a_killed_process(self, ctx, tmp_path):
         """Five kills of a 40 MB save left 200 MB behind."""
-        path = tmp_path / "last.pt"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folders.ROOT), *sys.path])}
-        ended = subprocess.run([sys.executable, "-c", KILLED, path], env=environment, check=False)
-        assert ended.returncode == -signal.SIGKILL
-        assert len(part_files(tmp_path)) == 1
-        others = [tmp_path / ".last.pt.old.12345678.part", tmp_path / ".last.pt.mine.part"]
-        for other in others:
-            other.write_text("not a part file of last.pt")
-        ctx.save_checkpoint(path, model=make_model())
-        assert sorted(part_files(tmp_path)) == sorted(others)
-
-    @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
-    def test_the_file_of_a_living_writer_stays(self, ctx, tmp_path):
-        path = tmp_path / "last.pt"
-        with checkpoint_file._part_file(path) as (living, _):
-            ctx.save_checkpoint(path, model=make_model())
-            assert living.exists()
-        assert part_files(tmp_path) == []
+        other = tmp_path / ".last.pt.mine.part"
+        for left in (tmp_path / ".last.pt.part", other):
+            left.write_text("half of a checkpoint")
+        ctx.save_checkpoint(tmp_path / "last.pt", model=make_model())
+        assert part_files(tmp_path) == [other]
 
     def test_a_symbolic_link_is_followed(self, ctx, tmp_path):
         """The link was replaced by a file, so the target kept the old weights."""
@@ -252,38 +223,33 @@ class TestLeftovers:
         assert part_files(tmp_path) == part_files(tmp_path / "store") == []
 
 
+class Full(io.BufferedWriter):
+    """A file on a disk that fails."""
+
+    number = errno.ENOSPC
+
+    def write(self, data: Any) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
 class TestFullDisk:
     @pytest.mark.parametrize(
         ("number", "expected"),
         [
-            (errno.ENOSPC, r"was not written: the disk is full: '.*' has \d+ bytes \(.*\) free .* the tensors take"),
+            (errno.ENOSPC, r"was not written: the disk is full: '.*' has .* free .* the tensors take"),
             (errno.EDQUOT, "was not written: the disk quota is used up"),
             (errno.EIO, r"was not written: OSError: \[Errno 5\]"),
         ],
     )
     def test_the_disk_is_named(self, ctx, tmp_path, monkeypatch, number, expected):
-        """torch reported "enforce fail at inline_container.cc:672"."""
+        """torch raises "enforce fail at inline_container.cc:672" for the error of the system."""
         path = tmp_path / "last.pt"
         ctx.save_checkpoint(path, step=1)
         content = path.read_bytes()
-
-        class Full(checkpoint_file._PartFile):
-            def flush(self) -> None:
-                raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(checkpoint_file, "_PartFile", Full)
-        with pytest.raises(CheckpointError, match=expected):
-            ctx.save_checkpoint(path, model=make_model())
+        monkeypatch.setattr(Full, "number", number)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", lambda part, _: Full(io.FileIO(part, "x")))
+            with pytest.raises(CheckpointError, match=expected):
+                ctx.save_checkpoint(path, model=make_model())
         assert path.read_bytes() == content
         assert part_files(tmp_path) == []
-
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-    def test_the_error_of_the_system_is_kept(self):
-        with Path("/dev/full").open("wb", buffering=0) as device:
-            file = checkpoint_file._PartFile(device, buffer_size=16)
-            with pytest.raises((OSError, RuntimeError)):
-                torch.save(make_model().state_dict(), file)
-            with suppress(OSError):
-                file.close()
-        assert file.failure is not None
-        assert file.failure.errno == errno.ENOSPC

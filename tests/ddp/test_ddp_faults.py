@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import signal
@@ -114,16 +113,24 @@ def before_a_checkpoint(victim: int, fail: Callable[[], None]) -> None:
         ctx.load_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
 
 
-def on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
-    """Save as many scripts do, which hung for half an hour: the other rank was in the next step."""
+def nothing_fails(victim: int, fail: Callable[[], None]) -> None:
+    """Catch an exception, save on rank 0 only while the other rank trains on, and leave with the model in hand."""
     path = Path(os.environ["FAULT_FOLDER"], "last.pt")
     with ddp.setup(plan_here()) as ctx:
+        with contextlib.suppress(ValueError):
+            if ctx.rank == victim:
+                fail()
         train(ctx, None)
         model = ctx.wrap(make_model())
         if ctx.rank == 0:
             ctx.save_checkpoint(path, model=model)
         train(ctx, None)
         ctx.load_checkpoint(path, model=model)
+        within = native_threads()
+    until(lambda: len(native_threads()) == 1)  # a joined thread stays in /proc for a moment
+    assert model.process_group is None
+    assert any("gloo" in name for name in within)
+    assert threading.enumerate() == [threading.main_thread()]
 
 
 def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
@@ -195,16 +202,6 @@ def in_a_group_of_the_users(victim: int, fail: Callable[[], None]) -> None:
     in_a_step(victim, fail)
 
 
-def caught(victim: int, fail: Callable[[], None]) -> None:
-    with ddp.setup(plan_here()) as ctx:
-        try:
-            if ctx.rank == victim:
-                fail()
-        except ValueError:
-            pass
-        train(ctx, None)
-
-
 def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
     with ddp.setup(plan_here()) as ctx:
         train(ctx, None)
@@ -212,18 +209,6 @@ def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
             fail()
         until(Path(os.environ["FAULT_FOLDER"], "failed").exists)
         time.sleep(1.5)
-
-
-def ends_well(victim: int, fail: Callable[[], None]) -> None:
-    """Leave with the model in hand, and look what still runs beside this thread."""
-    with ddp.setup(plan_here()) as ctx:
-        train(ctx, None)
-        kept = ctx.wrap(make_model())
-        within = native_threads()
-    until(lambda: len(native_threads()) == 1)  # a joined thread stays in /proc for a moment
-    assert kept.process_group is None
-    assert any("gloo" in name for name in within)
-    assert threading.enumerate() == [threading.main_thread()]
 
 
 def native_threads() -> list[str]:
@@ -362,11 +347,9 @@ class TestRaising:
             assert ended.code == 1
             last = ended.said.strip().splitlines()[-1]
             assert last.startswith("autosplit.errors.RankFailedError: " if rank != victim else "and more of it"), last
-
-    def test_says_where_in_the_users_code(self, tmp_path: Path) -> None:
-        found = job(tmp_path, in_a_step, 2, 1, "raises")
-        assert "the reason (" + str(Path(__file__)) in found[0].said.replace(".pyc", ".py")
-        assert "in raised: raise error)" in found[0].said
+            if rank != victim:  # the place in the user's code
+                assert f"the reason ({Path(__file__)}" in ended.said.replace(".pyc", ".py")
+                assert "in raised: raise error)" in ended.said
 
     @pytest.mark.slow
     @pytest.mark.parametrize("how", ["runs out of memory", "is interrupted", "exits"])
@@ -459,19 +442,11 @@ class TestLeaving:
 
 
 class TestNoFailure:
-    def test_saving_on_rank_0_only(self, tmp_path: Path) -> None:
-        found = job(tmp_path, on_rank_0_only, 2, 0, "raises")
-        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
-
     @pytest.mark.parametrize("victim", [slow(0), 1])
-    def test_what_the_user_caught(self, tmp_path: Path, victim: int) -> None:
-        found = job(tmp_path, caught, 2, victim, "raises")
-        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
-
-    def test_no_thread_outlives_setup(self, tmp_path: Path) -> None:
-        """Gloo's did, while the model was alive, and now and then took the process down at its very end."""
-        found = job(tmp_path, ends_well, 2, 0, "ends well")
-        assert [ended.code for ended in found] == [0, 0], found
+    def test_nothing_is_reported_and_no_thread_is_left(self, tmp_path: Path, victim: int) -> None:
+        """gloo's threads stayed while the model was alive, and sometimes crashed the process at its end."""
+        found = job(tmp_path, nothing_fails, 2, victim, "raises")
+        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2, found
 
     @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -530,19 +505,6 @@ def hub() -> Iterator[tuple[Line, Address]]:
     line.close()
 
 
-def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
-    """Let a thread hear what is said, until it is "over"."""
-    heard: list[Word] = []
-
-    def listen() -> None:
-        while Word("over", line.rank) not in heard:
-            heard.extend(line.words(LONG_S))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    return thread, heard
-
-
 def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -553,7 +515,14 @@ def until(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def telling_of(line: Line) -> Iterator[list[Word]]:
     """Let a thread hear what is said within a block."""
-    thread, heard = listening(line)
+    heard: list[Word] = []
+
+    def listen() -> None:
+        while Word("over", line.rank) not in heard:
+            heard.extend(line.words(LONG_S))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
     try:
         yield heard
     finally:
@@ -566,45 +535,7 @@ def stranger_at(address: Address) -> socket.socket:
     return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT_S)
 
 
-class Full:
-    """A listener of a process that has as many files open as it may, the first time."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.asked = 0
-        self.fileno = listener.fileno
-        self.close = listener.close
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        self.asked += 1
-        if self.asked == 1:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._listener.accept()
-
-
 class TestLine:
-    def test_words_and_ends_arrive(self, hub: Any) -> None:
-        line, address = hub
-        thread, heard = listening(line)
-        others = [Line(rank) for rank in (1, 2, 3)]
-        for other in others:
-            other.join(address)
-        until(lambda: len(heard) == 3)
-        assert sorted(word.rank for word in heard if word.kind == "joined") == [1, 2, 3]
-        others[0].send(Word("failed", 1, "é" * 2000))
-        until(lambda: len(heard) == 4)
-        assert heard[3] == Word("failed", 1, "é" * 1000 + "...")
-        others[1].drop()
-        until(lambda: len(heard) == 5)
-        assert (heard[4].kind, heard[4].rank) == ("lost", 2)
-        others[2].send(Word("left", 3))
-        for other in (others[0], others[2]):
-            other.close()
-        until(lambda: len(heard) == 6 and not line._peers)
-        line.say(Word("over", 0))
-        thread.join()
-        assert heard[5:] == [Word("left", 3), Word("over", 0)], "who said why it would go is not lost"
-
     def test_strangers_are_not_heard(self, hub: Any) -> None:
         line, address = hub
         with telling_of(line) as heard, closing(Line(1)) as other:
@@ -638,14 +569,6 @@ class TestLine:
         assert [(word.kind, word.rank) for word in heard[:3]] == [("joined", 1), ("lost", 1), ("joined", 2)]
         assert heard[1].cause.startswith("it sent a message that is not autosplit's")
 
-    def test_the_longest_word_arrives(self, hub: Any) -> None:
-        line, address = hub
-        with telling_of(line) as heard, closing(Line(1)) as other:
-            other.join(address)
-            other.send(Word("failed", 1, "\U0001f642" * 2000))  # 12 bytes each
-            until(lambda: len(heard) == 2)
-        assert heard[1] == Word("failed", 1, "\U0001f642" * 1000 + "...")
-
     def test_strangers_that_say_nothing_have_their_time(self, hub: Any) -> None:
         line, address = hub
         with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
@@ -654,15 +577,6 @@ class TestLine:
             until(lambda: list(line._peers) == [1])  # a rank has no such time
             until(lambda: bool(heard))
             assert heard == [Word("joined", 1)]
-
-    def test_connections_are_accepted_again_later(self, hub: Any) -> None:
-        line, address = hub
-        full = line._listener = Full(line._listener)
-        with telling_of(line) as heard, closing(Line(1)) as other:
-            other.join(address)
-            until(lambda: bool(heard))
-            assert heard == [Word("joined", 1)]
-        assert full.asked == 2
 
     @pytest.mark.parametrize(
         "answer",

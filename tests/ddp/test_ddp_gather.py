@@ -10,7 +10,7 @@ import torch
 import torch.distributed.nn
 import torch.nn.functional as F
 from ddp_jobs import INPUTS, NUM_SAMPLES, gradient, make_plan, relative_error
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-
-LIMIT_S = 250
 
 CAPTIONS = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 CLASSES = torch.arange(NUM_SAMPLES) % 5
@@ -157,9 +155,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("gather"), limit_s=LIMIT_S)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import make_plan, weights
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -126,9 +126,7 @@ def tuned_together() -> tuple[str, int]:
 SCENARIOS["together"] = tuned_together
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(__name__, "SCENARIOS", 3, tmp_path_factory.mktemp("lengths"), limit_s=200)
+ranks = job_of(__name__, "SCENARIOS", 3)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan, relative_error, weights
 from folders import DOCS
-from ranks import found_by, run_ranks_once
+from ranks import found_by, job_of
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -271,9 +271,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks_once(tmp_path_factory, __name__, "SCENARIOS", 2, limit_s=300)
+ranks = job_of(__name__, "SCENARIOS", 2, limit_s=300)
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import make_plan
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,9 +63,7 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(__name__, "SCENARIOS", 3, tmp_path_factory.mktemp("noise"), limit_s=200)
+ranks = job_of(__name__, "SCENARIOS", 3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from ddp_jobs import make_plan, weights
 from faults import Faults, Network
 from marks import FOR_RELEASE
-from ranks import found_by, run_ranks_once
+from ranks import found_by, job_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,9 +121,7 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks_once(tmp_path_factory, __name__, "SCENARIOS", 3, limit_s=400)
+ranks = job_of(__name__, "SCENARIOS", 3, limit_s=400)
 
 
 @pytest.mark.parametrize("effective", [16, 40])

@@ -172,15 +172,6 @@ class TestRounds:
                 agents_store.set(f"an earlier one/{rank}", "a word")
             assert self.met(agents_store, 1, 2, 0) != "an earlier one"
 
-    def test_another_job_at_the_same_port_is_refused(self, agents_store, monkeypatch):
-        """Its rank 1 waited for half an hour in the first one's store, while its rank 0 had no port to listen at."""
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(agents_store.port))
-        self.met(agents_store, 1, 0)
-        with raises(InputError, "rendezvous-other-job", str(agents_store.port)):
-            _agreed_round(agents_store, Place(1, 2), 60.0)
-
     def test_a_port_that_is_taken_is_named(self, monkeypatch):
         with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
             port = taken.getsockname()[1]

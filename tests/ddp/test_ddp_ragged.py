@@ -9,13 +9,11 @@ import pytest
 import torch
 from ddp_jobs import make_plan, relative_error, weights
 from ragged_models import RAGGED
-from ranks import found_by, run_ranks
+from ranks import found_by, job_of
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-
-LIMIT_S = 250
 
 NUM_SAMPLES = 45
 
@@ -63,9 +61,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ragged"), limit_s=LIMIT_S)
+ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 from ddp_jobs import INPUTS, NUM_SAMPLES, TARGETS, kept_labels, kept_loss, loader_of, make_plan, mean_loss
 from raised import raises
-from ranks import starting
+from ranks import found_by, job_of, run_ranks_once
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
@@ -26,9 +24,9 @@ from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import fsdp_groups
 
-LIMIT_S = 250
 SIZES = (1, 7)
 EFFECTIVE = 20
 PASSED = 3
@@ -329,7 +327,26 @@ def on_meta() -> torch.Tensor:
 
 
 def folder() -> Path:
-    return Path(os.environ["SCENARIO_FOLDER"])
+    """Return the folder of the checkpoints, the same for two ranks, for three, and for the test's process."""
+    path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parents[1] / "shared checkpoints"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def written_by_one_device() -> str:
+    """Write a checkpoint of a plain model, on each rank the same. Return the folder."""
+    model = make_model()
+    parts = {"model": model, "optimizer": adamw(model)}
+    sampler = ScheduledBatchSampler(NUM_SAMPLES, EFFECTIVE, EFFECTIVE, shuffle=True, seed=7)
+    for indices in sampler:
+        mean_loss(model, indices).backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+    sampler.resume(NUM_SAMPLES)
+    if os.environ["RANK"] == "0":
+        states = {name: part.state_dict() for name, part in (*parts.items(), ("sampler", sampler))}
+        torch.save(states, folder() / "plain.pt")
+    return str(folder())
 
 
 def parts_of(ctx: ddp.Context, model: nn.Module) -> dict[str, Any]:
@@ -445,6 +462,7 @@ TWO: dict[str, Callable[[], Any]] = {
     "rank 0's model": rank_0s_model,
     "refusals": refusals,
     "meta": on_meta,
+    "one device": written_by_one_device,
     "written": written,
     **{f"2: {s} -> {i}": lambda s=s, i=i: resumed(SIZES, s, i) for s in LOADED for i in INTO},
     "failures": failures,
@@ -455,76 +473,14 @@ THREE: dict[str, Callable[[], Any]] = {
 }
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: str) -> None:
-    """Run every scenario as one of the ranks, and keep what each returned or raised."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["SCENARIO_FOLDER"] = folder
-    found = {}
-    for name, scenario in (TWO if world_size == 2 else THREE).items():
-        try:
-            found[name] = scenario()
-        except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
-            found[name] = traceback.format_exc()
-            break  # the other rank waits in vain: better it is ended than it goes on out of step
-    torch.save(found, Path(folder) / f"{rank} of {world_size}.pt")
-
-
-def run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
-    context = starting()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        context.Process(target=run_rank, args=(rank, world_size, store.port, str(folder))) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    deadline_s = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(0.0, deadline_s - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-    paths = [folder / f"{rank} of {world_size}.pt" for rank in range(world_size)]
-    return [torch.load(path) if path.exists() else {} for path in paths]
+two = job_of(__name__, "TWO", 2)
 
 
 @pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the scenarios' checkpoints are, among them one that a single device wrote."""
-    path = tmp_path_factory.mktemp("ranks")
-    model = make_model()
-    parts = {"model": model, "optimizer": adamw(model)}
-    sampler = ScheduledBatchSampler(NUM_SAMPLES, EFFECTIVE, EFFECTIVE, shuffle=True, seed=7)
-    for indices in sampler:
-        mean_loss(model, indices).backward()
-        parts["optimizer"].step()
-        parts["optimizer"].zero_grad()
-    sampler.resume(NUM_SAMPLES)
-    torch.save(
-        {**{name: part.state_dict() for name, part in (*parts.items(), ("sampler", sampler))}}, path / "plain.pt"
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def two(shared_folder: Path) -> list[dict[str, Any]]:
-    """What each of two real processes found in every scenario."""
-    return run_ranks(2, shared_folder)
-
-
-@pytest.fixture(scope="module")
-def three(shared_folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What three found, with the checkpoints that two had written."""
+def three(two: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What three ranks found, with the checkpoints that two had written."""
     assert two
-    return run_ranks(3, shared_folder)
-
-
-def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
-    assert not failed, failed[0]
-    assert all(name in found for found in ranks), f"a rank was ended before it had done {name!r}"
-    return [found[name] for found in ranks]
+    return run_ranks_once(tmp_path_factory, __name__, "THREE", 3, limit_s=250)
 
 
 def order_of_epoch() -> list[int]:
@@ -601,7 +557,9 @@ class TestGradients:
         """FSDP2 brings parameters together in it: without one, the other ranks would wait for ever."""
         parameter = torch.ones((), requires_grad=True)
         step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
-        step.on_draw = lambda _is_last: True
+        always = StepListener()
+        always.draw = lambda _is_last: True
+        step.listeners.append(always)
         ran = []
         for value in step:
             step.backward(parameter * value)
@@ -705,13 +663,13 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("into", INTO)
     @pytest.mark.parametrize("source", LOADED)
-    def test_one_goes_on(self, two, shared_folder, monkeypatch, source, into):
-        assert found_by(two, "written")
-        monkeypatch.setenv("SCENARIO_FOLDER", str(shared_folder))
+    def test_one_goes_on(self, two, monkeypatch, source, into):
+        shared_folder = Path(found_by(two, "one device")[0])
+        monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(shared_folder.with_name("job") / "cache"))
         assert_resumed(resumed((8,), source, into), source)
 
-    def test_the_whole_one_is_a_plain_models(self, two, shared_folder):
-        assert found_by(two, "written")
+    def test_the_whole_one_is_a_plain_models(self, two):
+        shared_folder = Path(found_by(two, "one device")[0])
         state = torch.load(shared_folder / "whole.pt", weights_only=True)
         model = make_model(8)
         model.load_state_dict(state["model"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import io
 import re
 import weakref
@@ -325,15 +324,6 @@ class TestDevices:
         loss_of(wrap(module, 0, 8)()).backward()
         assert module.weight.grad.any()
         assert calls == [HOME]
-
-    def test_unlike_gpus_are_no_reason_to_warn(self, monkeypatch):
-        def warn(ids):
-            raise AssertionError("nn.DataParallel's advice was asked for")
-
-        # By import_module: as an attribute of torch.nn.parallel, the name is that of the function.
-        monkeypatch.setattr(importlib.import_module("torch.nn.parallel.data_parallel"), "_check_balance", warn)
-        module = nn.Linear(5, 3).to(HOME)
-        assert wrap(module, 2, 6)(torch.randn(BATCH, 5)).shape == (BATCH, 3)
 
 
 class Both(nn.Module):

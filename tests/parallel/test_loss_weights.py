@@ -20,7 +20,7 @@ from autosplit import Workload
 from autosplit.errors import InputError, WorkloadError
 from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
+from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, weights_of
 from autosplit.probe.gradient_check import check
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
@@ -125,13 +125,9 @@ class TestExplicit:
             weights = weights_of("tokens", nn.Identity(), chunks, [2, 2])
         assert [weight.shape for weight in weights] == [(), ()]
 
-    @pytest.mark.parametrize("value", [None, "samples", "tokens", "next tokens", "sum", len])
-    def test_checked(self, value):
-        assert checked_reduce(value) is value
-
     def test_unknown(self):
         with raises(InputError, "reduce", "'mean'"):
-            checked_reduce("mean")
+            BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, reduce="mean")
 
 
 def padded(batch_size=16, length=8, classes=3):
@@ -144,18 +140,6 @@ def padded(batch_size=16, length=8, classes=3):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("split", SPLITS)
-    def test_padded_labels(self, split):
-        assert_as_the_whole(
-            TokenMean().double(), {"x": torch.randn(16, 8, 4).double(), "labels": padded()}, split, reduce="tokens"
-        )
-
-    def test_a_share_without_a_label_counts_for_nothing(self):
-        """Its mean is 0/0: neither its value nor its gradient may reach the others."""
-        labels = padded()
-        labels[:4] = -100
-        assert_as_the_whole(TokenMean(), {"x": torch.randn(16, 8, 4), "labels": labels}, (4, 6, 6), reduce="tokens")
-
     @pytest.mark.parametrize("of_nothing", [float("nan"), 0.0])
     def test_a_batch_without_a_label_gives_what_the_module_gives(self, of_nothing):
         class Mean(TokenMean):
@@ -413,21 +397,3 @@ def test_a_model_over_followed_devices(transformers, fake):
         assert keys.shape == (16, 2, 8, 8)
         if not fake:
             torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)
-
-
-def test_a_bare_wrapper_says_once_that_it_does_not_know(transformers):
-    model, call = model_and_call(transformers, "gpt2")
-    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
-    with pytest.warns(ReduceWarning, match="whether GPT2LMHeadModel leaves the labels of -100 out"):
-        wrapped(**call)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped(**call)
-
-
-def test_nothing_is_said_of_a_model_without_a_loss(transformers):
-    model, call = model_and_call(transformers, "masked")
-    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert wrapped(input_ids=call["input_ids"]).logits.shape == (16, 8, VOCABULARY)

@@ -1,0 +1,73 @@
+"""Synchronise the wrapped and sharded models of a rank in the optimizer steps of `Context.steps`."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.batchnorms import silenced, uncounted
+from autosplit.ddp.gradient_average import average_gradients, has_graph_to_learn
+from autosplit.parallel.step_listener import StepListener
+
+
+@dataclass(eq=False)
+class Models:
+    """The models of a context, in the order of their creation. The ranks average their gradients in this order.
+
+    Attributes:
+        meet_always: Whether every backward of a model has a collective.
+    """
+
+    wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, None] = field(default_factory=weakref.WeakKeyDictionary)
+    sharded: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
+    meet_always: bool = False
+
+    def synchronise(self, meets: bool) -> bool:
+        """Enable or disable gradient synchronisation. Return whether the ranks synchronise in any model's backward."""
+        met = meets
+        for wrapped in self.wrapped:
+            wanted = meets or has_graph_to_learn(wrapped)
+            if wrapped.require_backward_grad_sync != wanted:  # setting an attribute of a module is slow
+                wrapped.require_backward_grad_sync = wanted
+            met = met or wanted
+        for model in self.sharded:
+            model.set_requires_gradient_sync(meets)
+        return met or self.meet_always
+
+
+@dataclass(eq=False)
+class Ranks(StepListener):
+    """Synchronise the ranks in the last micro-batch of an optimizer step.
+
+    Attributes:
+        apart: Whether they synchronise after the last backward instead, because each cuts its own micro-batches.
+    """
+
+    models: Models
+    apart: bool
+
+    def draw(self, is_last: bool) -> bool:
+        """Enable or disable the synchronisation of gradients. `apart` disables that of buffers, too."""
+        if not self.apart:
+            return self.models.synchronise(is_last)
+        for wrapped in self.models.wrapped:
+            wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
+        return False
+
+    def uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
+        """Keep a micro-batch of weight 0 out of BatchNorm statistics and gradients."""
+        return uncounted([*self.models.wrapped, *self.models.sharded], stands_in=stands_in)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Make the gradients of a backward of weight 0 zeros."""
+        return silenced(self.models.wrapped)
+
+    def finish(self, num_samples: float) -> None:  # noqa: ARG002
+        """Average the gradients, if no backward did."""
+        if self.apart:
+            for wrapped in self.models.wrapped:
+                average_gradients(wrapped)
