@@ -27,10 +27,10 @@ from autosplit.errors import AutosplitError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
-from autosplit.probe import find_ceiling as probe
+from autosplit.probe import find_ceiling
 from autosplit.profiles.store import store
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.workload.from_file import Loaded
 
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
@@ -78,7 +78,7 @@ def tuned(monkeypatch):
             return self.answer
 
     stand_in = Tuned()
-    monkeypatch.setattr(tuning, "tune", stand_in)
+    monkeypatch.setattr(tune, "tune", stand_in)
     return stand_in
 
 
@@ -128,7 +128,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     assert main(["tune", "--help"]) == 0
     out = capsys.readouterr().out
     in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler", "progress"}
-    parameters = inspect.signature(tuning.tune).parameters.values()
+    parameters = inspect.signature(tune.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]
 
@@ -386,7 +386,7 @@ def test_json_is_alone_on_stdout(script, tuned, capfd):
 
 
 def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
     assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
@@ -395,7 +395,7 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
 
 
 def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--output", "best.json", "--json"]) == 4
     out, err = capsys.readouterr()
     assert json.loads(out)["complete"] is False
@@ -404,12 +404,12 @@ def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
 
 
 def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--profile", "off"]) == 4
     assert "not saved (--output PATH saves it)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), tune.TuningInterrupted(None)])
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
     assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"
@@ -665,7 +665,7 @@ def probed(monkeypatch):
             return dataclasses.replace(answer, role=keywords["role"])
 
     stand_in = Probed()
-    monkeypatch.setattr(probe, "find_ceiling", stand_in)
+    monkeypatch.setattr(find_ceiling, "find_ceiling", stand_in)
     return stand_in
 
 
@@ -678,7 +678,7 @@ def test_every_keyword_of_find_ceiling_has_its_flag(capsys):
 
     assert main(["probe", "--help"]) == 0
     out = capsys.readouterr().out
-    parameters = inspect.signature(probe.find_ceiling).parameters.values()
+    parameters = inspect.signature(find_ceiling.find_ceiling).parameters.values()
     flags = [f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     assert flags
     assert not [flag for flag in flags if not re.search(f"  {flag}[ ,]", out)]

@@ -19,7 +19,7 @@ from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
 from autosplit.cli.main import main
 from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import InputError, PlanError
-from autosplit.profiles import store as profiles
+from autosplit.profiles import store
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -75,7 +75,7 @@ def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says
 def test_a_profiles_key_names_its_plan(capsys):
     """`show` prints it, and a newcomer passed it on."""
     key = "0" * 32
-    path = profiles.store(key, make_plan((2, 6)))
+    path = store.store(key, make_plan((2, 6)))
     assert main(["launch", "--print", "--plan", key[:12], "train.py"]) == 0
     assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
 

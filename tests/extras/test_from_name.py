@@ -20,7 +20,7 @@ from autosplit.extras.from_name import workload_from_name
 from autosplit.extras.workload_spec import built_workload, workload_of_spec
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.workload.workload import Workload
 
 TEXT = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -454,10 +454,10 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     flags = ["--seq-len", "8", "--task", "causal-lm", "--devices", "cpu:1GiB", "--max-batch-size", "4"]
     called = []
-    tune = tuning.tune
+    original = tune.tune
     quick = {"n_trials": 1, "isolate": False}
     monkeypatch.setattr(
-        tuning, "tune", lambda source, **keywords: (called.append(source), tune(source, **keywords, **quick))[1]
+        tune, "tune", lambda source, **keywords: (called.append(source), original(source, **keywords, **quick))[1]
     )
     assert main(["tune", "hf:model", "--no-isolate", "--profile", "off", *flags]) == 0
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from autosplit import find_ceiling
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import real_outputs as workspaces
+from autosplit.runtime import real_outputs
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -71,10 +71,10 @@ def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
 def test_a_shape_is_asked_for_once():
     workload = reader(6)
     tracer, _ = make_tracer(workload, like_gpu=False)
-    workspaces._rnn_workspace_bytes.cache_clear()
+    real_outputs._rnn_workspace_bytes.cache_clear()
     for split in ((7,), (7,)):
         tracer._run(StepShape((split,)))
-    counts = workspaces._rnn_workspace_bytes.cache_info()
+    counts = real_outputs._rnn_workspace_bytes.cache_info()
     assert counts.misses == 2  # one for each layer's shapes
     assert counts.hits > 0
 
@@ -82,11 +82,11 @@ def test_a_shape_is_asked_for_once():
 def test_other_ops_return_what_they_return():
     factors = torch.ones(2, 2), torch.ones(2, 2)
     outputs = torch.ops.aten.mm.default(*factors)
-    assert workspaces.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
+    assert real_outputs.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
     if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.6 has no such overload
-        assert workspaces.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
+        assert real_outputs.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
 
 
 def test_a_product_of_unlike_dtypes_is_refused():
     with pytest.raises(RuntimeError, match=r"must have the same dtype, but got torch\.float64 and torch\.float32"):
-        workspaces.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)
+        real_outputs.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)

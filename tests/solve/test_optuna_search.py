@@ -15,7 +15,7 @@ from marks import slow
 from raised import raises
 
 from autosplit.errors import InputError
-from autosplit.solve import optuna_search as search_module
+from autosplit.solve import optuna_search
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import Proposal
@@ -354,7 +354,7 @@ class TestStorage:
         for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
             study.enqueue_trial({"gpu0_bsz": trial.gpu0_bsz, "batch_size": 86, "accumulation_steps": 3})
             asked = study.ask()
-            search_module._suggested(asked, SPACE)
+            optuna_search._suggested(asked, SPACE)
             for name in ("split", "error_share", "peak_bytes"):
                 asked.set_user_attr(name, getattr(trial, name))
             study.tell(asked, trial.samples_per_s)
