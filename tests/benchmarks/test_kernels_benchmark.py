@@ -102,19 +102,22 @@ QUICK = [
     *rows(*MODELS, capabilities=(DEFAULT_CAPABILITY,)),
 ]
 IN_HALF = [name for name in CASES if name.endswith(" [bf16]") and name.rpartition(" [")[0] not in UNTRACEABLE]
-REPEATED = ("HuBERT", "Swin", "T5, eager", "T5, no dropout", "T5, gated")
-"""Models whose layers another model of the slow tests has, too: wav2vec2, Swin v2 and T5."""
+IN_GATE = ("BERT", "ConvNeXt", "Mixtral", "ResNet", "T5", "ViT")
+"""One model of each kind. All other cases wait for a release."""
 # In the column, 8.6 and 12.0 have the bytes of 8.0, and 10.0 has those of 9.0. The quick tests compare 7.5 and 9.0 for
-# the operators whose kernels depend on the capability, so all other cases wait for a release.
+# the operators whose kernels depend on the capability.
 SLOW = [row for row in rows(*IN_HALF) if row not in QUICK and row[1] in (75, 80, 90)]
-IN_GATE = [row for row in SLOW if row[1] == DEFAULT_CAPABILITY and row[0].rpartition(" [")[0] not in REPEATED]
-FOR_RELEASE = [row for row in SLOW if row not in IN_GATE]
+
+
+def marked(name, capability):
+    in_gate = capability == DEFAULT_CAPABILITY and name.rpartition(" [")[0] in IN_GATE
+    return slow(name, capability) if in_gate else for_release(name, capability)
 
 
 @needs_column
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [*QUICK, *(slow(*row) for row in IN_GATE), *(for_release(*row) for row in FOR_RELEASE)],
+    [*QUICK, *(marked(*row) for row in SLOW)],
 )
 def test_a_step_is_traced_as_on_cuda(name, capability):
     for package in CASES[name].needs:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from folders import ROOT
 from handmade import CARD, examined, made_ceiling, made_plan
-from marks import slow
+from marks import for_release
 
 import autosplit.devices.inventory
 from autosplit.cli.json_types import ANSWERS, ProbedCeiling, answer_of
@@ -114,7 +114,7 @@ def test_every_command_has_a_line_here():
     assert set(LINES) == set(ANSWERS)
 
 
-@pytest.mark.parametrize("command", [slow(line) if line == "loader" else line for line in LINES])
+@pytest.mark.parametrize("command", [for_release(line) if line == "loader" else line for line in LINES])
 def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
     """Neither more keys nor fewer, each of its type: read as that type and written again, it is the same."""
     if command == "report":

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from folders import ROOT
 from handmade import made_ceiling, made_plan
-from marks import slow
+from marks import for_release
 
 import autosplit.devices.inventory
 from autosplit.__main__ import main as start
@@ -158,15 +158,13 @@ def examples():
     return [line for command in COMMANDS.values() for line in command.example.splitlines()]
 
 
-# These take seconds: a model is built, and traced or run.
+# These take seconds each. test_readme.py runs the same commands from the documentation.
 LONG = tuple(
     f"autosplit {command} " for command in ("doctor", "tune", "compare", "measure", "probe", "check", "loader")
 )
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=pytest.mark.slow if line.startswith(LONG) else ()) for line in examples()]
-)
+@pytest.mark.parametrize("line", [for_release(line) if line.startswith(LONG) else line for line in examples()])
 def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     if line.startswith("autosplit report"):
         pytest.importorskip("matplotlib")
@@ -559,7 +557,7 @@ def test_bad_workloads(script, fails, arguments):
     assert "expected" in line
 
 
-@pytest.mark.parametrize("devices", [slow("cpu:1MiB"), "sim:RTX3090@1MiB"])
+@pytest.mark.parametrize("devices", [for_release("cpu:1MiB"), "sim:RTX3090@1MiB"])
 def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
     path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
     line, _ = fails("tune", path, "--devices", devices, code=3)
@@ -570,7 +568,9 @@ def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
 # tune, for real
 
 
-@pytest.mark.parametrize("path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), slow(EXAMPLE)])
+@pytest.mark.parametrize(
+    "path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), for_release(EXAMPLE)]
+)
 def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
     numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
     arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
@@ -838,7 +838,7 @@ def test_a_plot_is_drawn(script, probed, capsys, fails):
 # probe, for real
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", for_release("cpu:64KiB")])
 def test_probe_finds_ceilings(script, capsys, devices):
     assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from raised import raises
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -132,9 +132,9 @@ def loss_of(workload: Workload) -> float:
         ("t5", {"seq_len": 8}, (4, 8), (4, 8), None),
         ("bart", {"seq_len": 8}, (4, 8), (4, 8), 60),
         ("vit", {}, (4, 3, 32, 32), (4,), 3),
-        slow("gpt2", {"task": "classification"}, (4, 40), (4,), 2),
-        slow("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
-        slow("resnet", {"image_size": 48}, (4, 3, 48, 48), (4,), 2),
+        for_release("gpt2", {"task": "classification"}, (4, 40), (4,), 2),
+        for_release("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
+        for_release("resnet", {"image_size": 48}, (4, 3, 48, 48), (4,), 2),
     ],
 )
 def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, labels, chance):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -247,8 +247,8 @@ KINDS = {
 QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090", slow("cpu:1MiB,cpu:1MiB")])
-@pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else slow(kind) for kind in KINDS])
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", for_release("cpu:1MiB,cpu:1MiB")])
+@pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else for_release(kind) for kind in KINDS])
 def test_batches_of_every_kind_are_tuned(kind, devices):
     plan = tune(KINDS[kind](), devices=devices, effective_batch_size=12, max_batch_size=8, n_trials=2, profile="off")
     assert plan.accumulation_steps >= 2

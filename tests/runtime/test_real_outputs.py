@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,7 +42,7 @@ def cpu_runtime(workload: Workload, capacity_bytes: int = ROOM) -> CpuRuntime:
     return CpuRuntime(parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,), trainee)
 
 
-@pytest.mark.parametrize("length", [slow(6), 12, slow(40)])
+@pytest.mark.parametrize("length", [for_release(6), 12, for_release(40)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_traced_peaks_are_real_ones(length, bidirectional):
     """A fake op returned an empty workspace: traced at a seventh of what each sample holds."""
@@ -55,8 +55,8 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
         assert traced_peaks(tracer, shape) == runtime.peaks(shape)
 
 
-@pytest.mark.parametrize("length", [slow(6), 12])
-@pytest.mark.parametrize("samples", [slow(5), 37, slow(96)])
+@pytest.mark.parametrize("length", [for_release(6), 12])
+@pytest.mark.parametrize("samples", [for_release(5), 37, for_release(96)])
 def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
     """With 6 time steps not even one sample was said to fit; where some did, some per cent were missing."""
     workload = reader(length)

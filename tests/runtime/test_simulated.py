@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from folders import EXAMPLES
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 from workloads import without_fakes
@@ -113,7 +113,7 @@ MACHINES = {
 
 
 class TestComposition:
-    @pytest.mark.parametrize("name", ["cnn", slow("mlp"), slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("name", ["cnn", for_release("mlp"), for_release("char_gpt"), for_release("with_loss")])
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
         """It was held against itself, and sums of gradients waited for copies in one of the two alone."""
@@ -153,7 +153,7 @@ def test_what_device_0_does_with_outputs_is_started_after_they_were_made(tracers
 class TestKeptReplicas:
     """A step of several micro-steps is put together from one of them; here it is followed whole."""
 
-    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("name", ["cnn", for_release("char_gpt"), for_release("with_loss")])
     @pytest.mark.parametrize("split", [(400, 600, 600), (0, 800, 800)], ids=str)
     def test_is_the_whole_step(self, name, split, tracers):
         tracer = tracers(name)

@@ -11,7 +11,7 @@ from unittest import mock
 import optuna
 import pytest
 from handmade import made_ceiling
-from marks import slow
+from marks import for_release
 from raised import raises
 
 from autosplit.errors import InputError
@@ -288,7 +288,7 @@ class TestStorage:
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
         assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
 
-    @pytest.mark.parametrize("after", [slow(0), slow(1), 3, slow(7), slow(11)])
+    @pytest.mark.parametrize("after", [for_release(0), for_release(1), 3, for_release(7), for_release(11)])
     def test_a_killed_search_goes_on_where_it_was(self, tmp_path, after):
         (tmp_path / "whole").mkdir()
         failing = {"failing": lambda c: c.gpu0_bsz > 25}
@@ -332,17 +332,17 @@ class TestStorage:
         "changed",
         [
             {"samples_per_s": 0.0},
-            slow({"samples_per_s": math.inf}),
-            slow({"samples_per_s": 1e-300}),
-            slow({"samples_per_s": -5.0}),
-            slow({"split": (14, 72)}),
-            slow({"split": (-100, 186, 0)}),
+            for_release({"samples_per_s": math.inf}),
+            for_release({"samples_per_s": 1e-300}),
+            for_release({"samples_per_s": -5.0}),
+            for_release({"split": (14, 72)}),
+            for_release({"split": (-100, 186, 0)}),
             {"split": (15, 71, 0)},
             {"error_share": -1.0},
-            slow({"error_share": math.inf}),
-            slow({"peak_bytes": ()}),
+            for_release({"error_share": math.inf}),
+            for_release({"peak_bytes": ()}),
             {"peak_bytes": (1, 2)},
-            slow({"peak_bytes": (1, -2, 3)}),
+            for_release({"peak_bytes": (1, -2, 3)}),
         ],
         ids=str,
     )
