@@ -44,8 +44,9 @@ if emulated.wanted():
 for _name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(_name, None)
 
-# The same examples every time, and none remembered on disk; a first example may wait for an import of torch.
-settings.register_profile("autosplit", database=None, deadline=None, derandomize=True)
+# The same examples every time, and none remembered on disk. A first example may wait for an import of torch.
+EXAMPLES = 100 if FOR_RELEASE else 40
+settings.register_profile("autosplit", database=None, deadline=None, derandomize=True, max_examples=EXAMPLES)
 settings.load_profile("autosplit")
 
 

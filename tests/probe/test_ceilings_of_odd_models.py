@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from marks import for_release
+from marks import for_release, slow
 from raised import raises
 from torch import nn
 
@@ -169,6 +169,7 @@ class Queued(Noting):
         return outputs
 
 
+@pytest.mark.slow
 def test_a_ring_of_fixed_size_counts_once(counted):
     assert_right(lambda: classifier(Queued()), "1MiB", counted)
 
@@ -269,7 +270,7 @@ def python_draw():
     ("draw", "low"),
     [
         (tensor_draw, True),
-        (python_draw, False),
+        slow(python_draw, False),
         for_release(tensor_draw, False),
         for_release(python_draw, True),
         *(for_release(number_draw, low) for low in (True, False)),

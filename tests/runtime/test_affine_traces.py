@@ -66,6 +66,7 @@ def test_three_steps_tell_two_devices_up_to_1024_samples():
     assert not traces.given_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_steps_take_as_long(name):
     """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried."""
@@ -126,6 +127,7 @@ def llama() -> Workload:
     return Workload(model, {"input_ids": tokens, "labels": tokens})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", [ALL["lstm"], for_release(llama)])
 def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say(workload):
     """A tuning of 7 billion parameters on 64 cards followed two steps more: whether one sample fits beside all others.

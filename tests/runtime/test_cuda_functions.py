@@ -86,7 +86,8 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("precision", "reentrant"), [("none", True), ("bf16", False), for_release("none", False), for_release("bf16", True)]
+    ("precision", "reentrant"),
+    [("none", True), for_release("bf16", False), for_release("none", False), for_release("bf16", True)],
 )
 def test_a_checkpoint_recomputes_what_its_forward_computed(precision, reentrant):
     """GPT-2 and BERT with gradient checkpointing were refused: the recomputation saved the CPU's tensors.

@@ -343,6 +343,7 @@ class TestGroupedProducts:
         assert cost.flops == 2 * 24 * 8 * 16
         assert cost.product == (24, 16, 8, 1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("implementation", ["grouped_mm", for_release("eager")])
     def test_of_a_mixtral_in_float32(self, implementation):
         transformers = pytest.importorskip("transformers", minversion="5.0")

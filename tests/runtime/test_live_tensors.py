@@ -86,6 +86,7 @@ class Distilling:
         return F.mse_loss(model(inputs[0]), self.teacher(inputs[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
 @pytest.mark.parametrize("is_bound", [for_release(False), True])
 def test_a_teacher_in_training_mode(devices, is_bound):
@@ -101,6 +102,7 @@ def test_a_teacher_in_training_mode(devices, is_bound):
     assert_untouched(before, teacher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
 def test_a_loss_with_weights_of_its_own(devices):
     loss = Weighted()

@@ -56,6 +56,7 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     assert sum(work.numbers[1].sum() for work in found) < sum(work.numbers[1].sum() for work in apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU)])
 def test_other_batches_are_told(kind):
     """The width is between the sizes of which they are told: what is what must not depend on them."""
