@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import DOCS, EXAMPLES, PAGES, README, ROOT, TESTS
+from marks import for_release
 from shared_training import shares_plan
 
 GPUS = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
@@ -103,7 +104,7 @@ def with_few_trials(command: str) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        c
+        for_release(c) if "--loader" in c else c  # tunes on the CPU, as another command does
         for c in COMMANDS
         if c not in {*QUICK, *INSTALLING, *OF_EXAMPLES, *OF_A_TOOL, *OF_A_CARD, *OF_A_PLAN, SIMULATED}
     ],

@@ -614,7 +614,7 @@ workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimiz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "devices"), [(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
+@pytest.mark.parametrize(("text", "devices"), [for_release(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
 def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
     """It was 40 lines and more, of which the numbers scrolled away."""
     words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]
@@ -849,7 +849,7 @@ def test_probe_finds_ceilings(script, capsys, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["tune", "probe"])
+@pytest.mark.parametrize("command", ["tune", for_release("probe")])
 def test_ctrl_c_ends_both_processes(script, command):
     path = script(
         "import time\nimport multiprocessing as m\nif m.parent_process():\n    print('here', flush=True)\n"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from ddp_jobs import make_plan
+from marks import for_release
 from raised import raises
 
 from autosplit.cli import torchrun_job
@@ -131,7 +132,7 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [for_release(0), 3])
 def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "autosplit", "launch", "--plan", plan_file, "train.py", str(code)]

@@ -165,6 +165,7 @@ class TestThisMachine:
 
 @pytest.mark.gpu
 class TestAccelerators:
+    @pytest.mark.release  # the stage "doctor" of benchmarks/gpu.py, too
     def test_all_of_it_is_looked_at_and_nothing_private_said(self, capsys, tmp_path):
         saved = tmp_path / "cards.toml"
         assert main(["doctor", "--json", "--quiet", "--save", str(saved)]) == 0

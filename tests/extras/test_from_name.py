@@ -193,6 +193,7 @@ def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("hub")
 def test_the_key_is_the_same_in_every_process(save):
     """Where transformers took itself for the user's code, a number that it draws in each process was in the key."""

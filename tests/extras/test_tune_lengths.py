@@ -280,6 +280,7 @@ def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_process_of_its_own_measures_the_same_lengths():
     plan = tuned("cpu:24MiB", isolate=True, n_trials=2)
     assert plan.lengths is not None

@@ -60,8 +60,7 @@ def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
 
 
 ROLES = ("primary", "replica", "rank", "eval")
-IN_GATE = ("cnn", "char_gpt")
-KINDS = ["mlp", *(slow(name) if name in IN_GATE else for_release(name) for name in ALL if name != "mlp")]
+KINDS = ["mlp", slow("cnn"), *(for_release(name) for name in ALL if name not in ("mlp", "cnn"))]
 """Workloads. The tests of the tracer compare the traces of each of them with real steps."""
 
 
