@@ -1,4 +1,4 @@
-"""Run every test that needs an accelerator on emulated devices, in two processes."""
+"""Run every test that needs an accelerator on emulated devices, in four processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
 MARKED_FILES = (p for p in TESTS.rglob("test_*.py") if MARKED.search(p.read_text(encoding="utf-8")))
 FILES = sorted(str(path.relative_to(TESTS)) for path in MARKED_FILES)
 WITH_RANKS = [name for name in FILES if name.startswith(("ddp/", "integrations/"))]
-OTHERS = sorted(set(FILES) - set(WITH_RANKS), key=lambda name: (name != "test_emulated_devices.py", name))
-GROUPS = {
-    "ranks": WITH_RANKS,
+ALONE = ("probe/test_emulated_ceilings.py", "runtime/test_subprocess_runtime.py")
+"""Files whose tests compare all memory of a device, so that nothing may run before them in their process."""
+
+OTHERS = sorted({*FILES} - {*WITH_RANKS, *ALONE}, key=lambda name: (name != "test_emulated_devices.py", name))
+GROUPS = {  # the tests of the allocator come first, because nothing is cached then
     "others": OTHERS,
-}  # the tests of the allocator come first, because nothing is cached then
+    "ranks": WITH_RANKS,
+    **{name: [name] for name in ALONE},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
