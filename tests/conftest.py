@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import platform
 import random
+import shutil
 import signal
 import sys
 from importlib.metadata import version
@@ -44,8 +46,9 @@ if emulated.wanted():
 for _name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(_name, None)
 
-# The same examples every time, and none remembered on disk; a first example may wait for an import of torch.
-settings.register_profile("autosplit", database=None, deadline=None, derandomize=True)
+# The same examples every time, and none remembered on disk. A first example may wait for an import of torch.
+EXAMPLES = 100 if FOR_RELEASE else 40
+settings.register_profile("autosplit", database=None, deadline=None, derandomize=True, max_examples=EXAMPLES)
 settings.load_profile("autosplit")
 
 
@@ -107,19 +110,29 @@ def _write_ids(path: str, reports: list[pytest.TestReport]) -> None:
     Path(path).write_text("".join(f"{one}\n" for one in ids), encoding="utf-8")
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test a profile cache of its own, not made yet, and no profile from the environment."""
-    path = tmp_path / "cache"
+def cache_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the test its own profile cache, which does not exist yet, and no profile from the environment.
+
+    `tmp_path` would create and remove a folder for each of 7,000 tests. That takes milliseconds on a disk.
+    """
+    path = tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(path))
     monkeypatch.delenv("AUTOSPLIT_PROFILE", raising=False)
-    return path
+    yield path
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def _no_stage_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no command tell its stages, which a busy machine makes it do in the midst of what a test expects."""
-    monkeypatch.setattr("autosplit.cli.terminal.SILENT_S", math.inf)
+@pytest.fixture(autouse=True, scope="session")
+def _no_stage_lines() -> Iterator[None]:
+    """Let no command print its stages: on a busy machine they appear between the lines that a test expects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autosplit.cli.terminal.SILENT_S", math.inf)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -162,7 +175,9 @@ def _fixed_seeds() -> None:
     random.seed(0)
     torch = sys.modules.get("torch")  # not loaded yet: its generator starts from a fixed seed anyway
     if torch is not None:
-        torch.manual_seed(0)
+        # torch.manual_seed also queues a call for CUDA, with a formatted stack, which takes half a millisecond.
+        seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+        seed(0)
         torch.set_num_threads(1)
 
 

@@ -5,14 +5,10 @@ A sample's first token says which it is, so that a batch tells whose samples it 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import math
 import os
 import re
-import runpy
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from folders import EXAMPLES
 from handmade import made_ceiling
 from plans import make_plan, plan_device
 from torch import nn
@@ -57,9 +52,7 @@ PRELOAD = (
 
 JOBS: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {
     2: {  # the model, the shares, samples of an optimizer step; the short last step leaves rank 1 without a share
-        "bert, 1 forward a step": ("bert", (7, 1), 8),
         "bert, 5 forwards a step": ("bert", (7, 1), 40),
-        "gpt, 2 forwards a step": ("gpt", (6, 2), 16),
         "gpt, 3 forwards a step": ("gpt", (7, 1), 20),
     },
     3: {"bert, 2 forwards a step": ("bert", (5, 2, 1), 16), "gpt, 5 forwards a step": ("gpt", (1, 1, 2), 20)},
@@ -193,32 +186,6 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def run_example(name: str) -> tuple[str, bool]:
-    """Run an example as a script; return what it printed, and whether it said that it has no plan."""
-    from autosplit.integrations.process_share import NoPlanWarning
-
-    path = EXAMPLES / name
-    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        runpy.run_path(str(path), run_name="__main__")
-    return printed.getvalue(), any(warning.category is NoPlanWarning for warning in caught)
-
-
-def run_example_as_rank(name: str) -> tuple[str, bool]:
-    """Run an example in one of the processes that `autosplit launch` starts."""
-    path = folder_of_job(f"plan {os.environ['RANK']}")
-    shares_plan((6, 2), 24).save(path)
-    os.environ |= {"AUTOSPLIT_PROFILE": str(path), "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_RUN_ID": "none"}
-    forget_accelerate()
-    return run_example(name)
-
-
-def check_learns(printed: str) -> None:
-    losses = [float(number) for number in re.findall(r"loss\W+(\d+\.\d+)", printed)]
-    assert len(losses) >= 4, printed
-    assert losses[-1] < losses[0], printed
 
 
 def clean_workers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import re
 import runpy
@@ -27,8 +28,13 @@ MESSAGES = r"str\(error.*\)(\.lower\(\))?|(\w+\.)?(note|message|text|failure|rea
 TEXTS = {"cause", "error", "failure", "message", "misfit", "note", "notes", "reason", "said", "text", "why"}
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    return (node for node in nodes(path) if isinstance(node, ast.Call))
 
 
 def is_a_text(node: ast.expr) -> bool:
@@ -85,7 +91,7 @@ def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
     found = {
         (str(path.relative_to(ROOT / "autosplit")), ast.unparse(node.left))
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and is_a_text(node.left)
         if re.fullmatch(MESSAGES, ast.unparse(node.comparators[0]))
     }

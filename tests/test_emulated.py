@@ -1,4 +1,4 @@
-"""Every test that needs an accelerator, run on emulated ones: each file in a process of its own, the core in one."""
+"""Run every test that needs an accelerator on emulated devices, in four processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 import emulated
 import pytest
@@ -17,18 +15,18 @@ from folders import TESTS
 
 MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
 
-CORE = (
-    "test_emulated_devices.py::TestAllocator",  # first: nothing is cached yet
-    "runtime/test_accelerator.py::TestOneDevice::test_the_full_device_is_named_and_the_next_step_runs",
-    "runtime/test_accelerator.py::TestOneDevice::test_a_measured_step",
-    "parallel/test_balanced_gpus.py",
-    "parallel/test_persistent_replicas.py",
-    "devices/test_peer_copy_check.py",
-)
-"""What is used of two devices in every training: a process that loads torch for each file would take a minute."""
-
 MARKED_FILES = (p for p in TESTS.rglob("test_*.py") if MARKED.search(p.read_text(encoding="utf-8")))
-FILES = sorted({str(path.relative_to(TESTS)) for path in MARKED_FILES} - set(CORE))
+FILES = sorted(str(path.relative_to(TESTS)) for path in MARKED_FILES)
+WITH_RANKS = [name for name in FILES if name.startswith(("ddp/", "integrations/"))]
+ALONE = ("probe/test_emulated_ceilings.py", "runtime/test_subprocess_runtime.py")
+"""Files whose tests compare all memory of a device, so that nothing may run before them in their process."""
+
+OTHERS = sorted({*FILES} - {*WITH_RANKS, *ALONE}, key=lambda name: (name != "test_emulated_devices.py", name))
+GROUPS = {  # the tests of the allocator come first, because nothing is cached then
+    "others": OTHERS,
+    "ranks": WITH_RANKS,
+    **{name: [name] for name in ALONE},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,24 +40,18 @@ def _library():
         pytest.skip(str(error))
 
 
-pytestmark = pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already"),
+]
 
 
-@pytest.mark.timeout(600)
-def test_the_core_on_two_emulated_devices(tmp_path):
-    run_on_two(CORE, "gpu", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", FILES)
-def test_on_two_emulated_devices(name, tmp_path):
-    run_on_two([name], "gpu", tmp_path)
-
-
-def run_on_two(names: Sequence[str], marks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_two_emulated_devices(group, tmp_path):
+    words = [*GROUPS[group], "-m", "gpu", "-n", "0", "-q", "--no-header", "--tb=short"]
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", *names, "-m", marks, "-n", "0", "-q", "--no-header", "--tb=short"],
+        [sys.executable, "-m", "pytest", *words],
         cwd=TESTS,
         env={**os.environ, "EMULATED_DEVICES": "2", "EMULATED_MEMORY": str(tmp_path / "memory")},
         capture_output=True,

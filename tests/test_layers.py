@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -104,6 +105,12 @@ TOOLS = ("accelerate", "lightning", "transformers")
 HEAVY = ("torch", "optuna", "pynvml", "rich")
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Parse a module once for all tests. The key is the text, because some tests write a file twice."""
+    return ast.parse(text)
+
+
 def modules_in(root: Path) -> dict[str, Path]:
     """Map each module under `root`, named as one imports it from there, to its file.
 
@@ -144,7 +151,7 @@ def names_imported(node: ast.AST, package: list[str]) -> list[str]:
 def imports_of(path: Path, root: Path, nodes: list[ast.AST] | None = None) -> set[str]:
     """Collect the full names that a file imports, everywhere in it or only in `nodes`."""
     package = ["autosplit", *path.relative_to(root).parts[:-1]]
-    walked = ast.walk(ast.parse(path.read_text())) if nodes is None else nodes
+    walked = ast.walk(parsed(path.read_text())) if nodes is None else nodes
     return {name for node in walked for name in names_imported(node, package)}
 
 
@@ -260,7 +267,7 @@ def test_names_and_sentences_begin_as_the_field_does() -> None:
     opened = [
         (name, documented.splitlines()[0])
         for name, path in modules_in(ROOT).items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and (documented := ast.get_docstring(node))
         and documented.split()[0].strip(",.:") in {"What", "Of", "So", "Who", "It"}
@@ -281,11 +288,15 @@ def test_modules_name_the_module_they_need() -> None:
     assert not bare, f"{bare} import autosplit itself: import the module that has the name"
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_names_no_torch_at_module_level(name: str) -> None:
-    path = modules_in(ROOT)[name]  # a renamed module raises KeyError here: rename it in WITHOUT_TORCH, too
-    imported = imports_of(path, ROOT, module_level(ast.parse(path.read_text())))
-    assert not {full for full in imported if full.split(".")[0] == "torch"}
+def test_modules_without_torch_import_none_at_module_level() -> None:
+    modules = modules_in(ROOT)
+    level = {name: module_level(parsed(modules[name].read_text())) for name in WITHOUT_TORCH}  # KeyError: renamed
+    assert not [
+        (name, full)
+        for name, nodes in level.items()
+        for full in imports_of(modules[name], ROOT, nodes)
+        if full.split(".")[0] == "torch"
+    ]
 
 
 def test_what_needs_no_torch_loads_none() -> None:
@@ -316,14 +327,17 @@ def test_wrappers_stand_without_the_tuner() -> None:
     assert not loaded_by("import autosplit.parallel.balanced, autosplit.ddp") & {"optuna", "rich"}
 
 
-@pytest.mark.parametrize(("name", "home"), sorted(autosplit._HOMES.items()))
-def test_lazy_names_resolve(name: str, home: str) -> None:
+def test_lazy_names_are_defined_in_their_modules() -> None:
     modules = modules_in(ROOT)
-    assert home in modules, f"autosplit.{name} should come from autosplit.{home}, which does not exist"
-    tree = ast.parse(modules[home].read_text())
-    top = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert name in defined, f"autosplit.{home} {'only imports' if name in top else 'has no'} {name}"
+    defined = {
+        home: {
+            node.name
+            for node in parsed(modules[home].read_text()).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        for home in autosplit._HOMES.values()
+    }
+    assert not [(name, home) for name, home in autosplit._HOMES.items() if name not in defined[home]]
 
 
 def test_type_checkers_see_the_same_lazy_names() -> None:

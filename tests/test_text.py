@@ -25,7 +25,7 @@ from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
 from autosplit.probe.check_result import Check
 from autosplit.text import LONGEST, listed, printable, printable_json, shortened, without_passwords
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.tuning.progress import Progress
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\r\nerror: done\x00\x7f\u2028\ud800[bold red]x[/]"
@@ -201,7 +201,7 @@ class TestCommands:
         assert_harmless(capsys.readouterr().out)
 
     def test_a_storage_in_the_lines_to_copy(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(tuning, "tune", lambda workload, **keywords: made_plan((100, 156), kind="sim"))
+        monkeypatch.setattr(tune, "tune", lambda workload, **keywords: made_plan((100, 156), kind="sim"))
         path = tmp_path / "train.py"
         path.write_text(
             "import autosplit, torch\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.zeros(4, 3))"

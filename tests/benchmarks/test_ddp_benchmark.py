@@ -73,6 +73,7 @@ def test_ranks_of_gpus_keep_all_cores(bench, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_the_quick_form(tmp_path):
     output = tmp_path / "ddp.json"

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import workloads
 from folders import BENCHMARKS
-from marks import slow
+from marks import for_release
 
 from autosplit import parse_devices
 from autosplit.runtime.tracer import Tracer, make_tracer
@@ -60,7 +60,8 @@ def cards(bench, tracer: Tracer, spec: str, held: int | None):
     return tuple(replace(device, capacity_bytes=capacity_bytes) for device in devices)
 
 
-@pytest.mark.parametrize("held", [slow(None), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [for_release(None), 3])
 def test_exhaustive_search_finds_the_best_of_all_splits(bench, tracer, held):
     devices = cards(bench, tracer, "sim:T4+V100-16GB", held)
     seconds = enumerated(bench.Judge(tracer, devices, SAMPLES), 2)
@@ -71,6 +72,7 @@ def test_exhaustive_search_finds_the_best_of_all_splits(bench, tracer, held):
     assert judge.bounds_broken == 0
 
 
+@pytest.mark.slow
 def test_bounds_are_below_every_step(bench, tracer):
     judge = bench.Judge(tracer, parse_devices("sim:T4+2xRTX3060"), SAMPLES)
     seconds = enumerated(judge, 3)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from folders import ROOT
 from handmade import CARD, examined, made_ceiling, made_plan
-from marks import slow
+from marks import for_release
 
 import autosplit.devices.inventory
 from autosplit.cli.json_types import ANSWERS, ProbedCeiling, answer_of
@@ -19,11 +19,10 @@ from autosplit.cli.main import main
 from autosplit.cli.parser import COMMANDS
 from autosplit.devices.inventory import DeviceReport
 from autosplit.extras import doctor
-from autosplit.probe import find_ceiling as probe
-from autosplit.probe import gradient_check as checks
+from autosplit.probe import find_ceiling, gradient_check
 from autosplit.probe.check_result import Check
 from autosplit.profiles.store import store
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 
 DOCS = ROOT / "docs"
 
@@ -75,7 +74,7 @@ def stand_ins(monkeypatch, tmp_path):
     Path("train.py").write_text(
         "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
     )
-    plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
+    plan = made_plan((100, 156), gradient_check=(Check("gradient", 0.0, None, depends=False),))
     plan.save("plan.json")
     store("ab" * 16, plan)
     Path("data.py").write_text(
@@ -84,10 +83,10 @@ def stand_ins(monkeypatch, tmp_path):
     report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
     monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
-    monkeypatch.setattr(tuning, "tune", lambda *_, **__: plan)
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: plan)
     ceiling = made_ceiling("cpu:0", 7, 2**20, points=((4, 100, True), (8, 150, False)))
-    monkeypatch.setattr(probe, "find_ceiling", lambda *_, **__: ceiling)
-    monkeypatch.setattr(checks, "check", lambda _: plan.checks)
+    monkeypatch.setattr(find_ceiling, "find_ceiling", lambda *_, **__: ceiling)
+    monkeypatch.setattr(gradient_check, "check", lambda _: plan.checks)
 
 
 LINES = {
@@ -115,7 +114,7 @@ def test_every_command_has_a_line_here():
     assert set(LINES) == set(ANSWERS)
 
 
-@pytest.mark.parametrize("command", [slow(line) if line == "loader" else line for line in LINES])
+@pytest.mark.parametrize("command", [for_release(line) if line == "loader" else line for line in LINES])
 def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
     """Neither more keys nor fewer, each of its type: read as that type and written again, it is the same."""
     if command == "report":

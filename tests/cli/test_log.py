@@ -11,7 +11,7 @@ from handmade import made_plan
 
 import autosplit
 from autosplit.cli.main import main
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 
 WORKLOAD = "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
 
@@ -70,14 +70,14 @@ def test_what_is_shown_of_the_log(script, capsys, monkeypatch, flag, shown):
         log.warning("careful\nof %s", "two")
         return made_plan()
 
-    monkeypatch.setattr(tuning, "tune", stand_in)
+    monkeypatch.setattr(tune, "tune", stand_in)
     assert main(["tune", script, "--json", *flag]) == 0
     assert re.sub(r"\d\.\d\d s", "0.00 s", capsys.readouterr().err) == shown
 
 
 def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(tuning, "tune", lambda *_, **__: logging.getLogger("autosplit").warning("mine") or made_plan())
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: logging.getLogger("autosplit").warning("mine") or made_plan())
     assert main(["tune", script, "--json"]) == 0
     assert capsys.readouterr().err == "rank 1: mine\n"
 

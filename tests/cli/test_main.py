@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from folders import ROOT
 from handmade import made_ceiling, made_plan
-from marks import slow
+from marks import for_release
 
 import autosplit.devices.inventory
 from autosplit.__main__ import main as start
@@ -27,10 +27,10 @@ from autosplit.errors import AutosplitError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
-from autosplit.probe import find_ceiling as probe
+from autosplit.probe import find_ceiling
 from autosplit.profiles.store import store
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.workload.from_file import Loaded
 
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
@@ -78,7 +78,7 @@ def tuned(monkeypatch):
             return self.answer
 
     stand_in = Tuned()
-    monkeypatch.setattr(tuning, "tune", stand_in)
+    monkeypatch.setattr(tune, "tune", stand_in)
     return stand_in
 
 
@@ -129,7 +129,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     out = capsys.readouterr().out
     in_python = {"loss_fn", "compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch", "sampler"}
     in_python.add("progress")
-    parameters = inspect.signature(tuning.tune).parameters.values()
+    parameters = inspect.signature(tune.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]
 
@@ -159,15 +159,13 @@ def examples():
     return [line for command in COMMANDS.values() for line in command.example.splitlines()]
 
 
-# These take seconds: a model is built, and traced or run.
+# These take seconds each. test_readme.py runs the same commands from the documentation.
 LONG = tuple(
     f"autosplit {command} " for command in ("doctor", "tune", "compare", "measure", "probe", "check", "loader")
 )
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=pytest.mark.slow if line.startswith(LONG) else ()) for line in examples()]
-)
+@pytest.mark.parametrize("line", [for_release(line) if line.startswith(LONG) else line for line in examples()])
 def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     if line.startswith("autosplit report"):
         pytest.importorskip("matplotlib")
@@ -387,7 +385,7 @@ def test_json_is_alone_on_stdout(script, tuned, capfd):
 
 
 def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
     assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
@@ -396,7 +394,7 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
 
 
 def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--output", "best.json", "--json"]) == 4
     out, err = capsys.readouterr()
     assert json.loads(out)["complete"] is False
@@ -405,12 +403,12 @@ def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
 
 
 def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    tuned.answer = tune.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--profile", "off"]) == 4
     assert "not saved (--output PATH saves it)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), tune.TuningInterrupted(None)])
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
     assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"
@@ -560,7 +558,7 @@ def test_bad_workloads(script, fails, arguments):
     assert "expected" in line
 
 
-@pytest.mark.parametrize("devices", [slow("cpu:1MiB"), "sim:RTX3090@1MiB"])
+@pytest.mark.parametrize("devices", [for_release("cpu:1MiB"), "sim:RTX3090@1MiB"])
 def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
     path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
     line, _ = fails("tune", path, "--devices", devices, code=3)
@@ -571,7 +569,9 @@ def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
 # tune, for real
 
 
-@pytest.mark.parametrize("path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), slow(EXAMPLE)])
+@pytest.mark.parametrize(
+    "path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), for_release(EXAMPLE)]
+)
 def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
     numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
     arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
@@ -615,7 +615,7 @@ workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimiz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "devices"), [(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
+@pytest.mark.parametrize(("text", "devices"), [for_release(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
 def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
     """It was 40 lines and more, of which the numbers scrolled away."""
     words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]
@@ -666,7 +666,7 @@ def probed(monkeypatch):
             return dataclasses.replace(answer, role=keywords["role"])
 
     stand_in = Probed()
-    monkeypatch.setattr(probe, "find_ceiling", stand_in)
+    monkeypatch.setattr(find_ceiling, "find_ceiling", stand_in)
     return stand_in
 
 
@@ -679,7 +679,7 @@ def test_every_keyword_of_find_ceiling_has_its_flag(capsys):
 
     assert main(["probe", "--help"]) == 0
     out = capsys.readouterr().out
-    parameters = inspect.signature(probe.find_ceiling).parameters.values()
+    parameters = inspect.signature(find_ceiling.find_ceiling).parameters.values()
     flags = [f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     assert flags
     assert not [flag for flag in flags if not re.search(f"  {flag}[ ,]", out)]
@@ -837,7 +837,7 @@ def test_a_plot_is_drawn(script, probed, capsys, fails):
 # probe, for real
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", for_release("cpu:64KiB")])
 def test_probe_finds_ceilings(script, capsys, devices):
     assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -848,7 +848,7 @@ def test_probe_finds_ceilings(script, capsys, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["tune", "probe"])
+@pytest.mark.parametrize("command", ["tune", for_release("probe")])
 def test_ctrl_c_ends_both_processes(script, command):
     path = script(
         "import time\nimport multiprocessing as m\nif m.parent_process():\n    print('here', flush=True)\n"

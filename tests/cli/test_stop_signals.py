@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import for_release
 
 from autosplit.cli.stop_signals import stop_like_ctrl_c
 from autosplit.plan.plan import Plan
@@ -98,7 +99,7 @@ FLAGS = ["--devices", "cpu:8MiB,cpu:4MiB", "--effective-batch-size", "64", "--no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["SIGTERM", *(for_release(name) for name in NAMES if name != "SIGTERM")])
 def test_the_command_keeps_the_best_plan(tmp_path: Path, name: str) -> None:
     opened = pytest.importorskip("terminals", reason="there are no pseudo-terminals on this system").opened
     (tmp_path / "work.py").write_text(WORK)

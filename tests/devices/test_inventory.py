@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fake_gpus import GIB, FakeCard, FakeCuda, cards, stand_in
 
-from autosplit.devices import inventory as survey
+from autosplit.devices import inventory
 from autosplit.devices.accelerator import Found
 from autosplit.devices.inventory import survey_devices
 from autosplit.devices.spec import list_devices
@@ -88,7 +88,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
         found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
         told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
         stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
-        monkeypatch.setattr(survey, "_pynvml_distribution_note", lambda: None)
+        monkeypatch.setattr(inventory, "_pynvml_distribution_note", lambda: None)
 
     return install
 
@@ -250,13 +250,13 @@ def test_several_mig_instances_are_noted(machine, monkeypatch):
 
 def test_the_old_pynvml_distribution_is_noted(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"pynvml": "11.5.0"}[name])
-    assert "pip uninstall pynvml" in survey._pynvml_distribution_note()
+    assert "pip uninstall pynvml" in inventory._pynvml_distribution_note()
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert survey._pynvml_distribution_note() is None
+    assert inventory._pynvml_distribution_note() is None
 
 
 def test_the_real_seams_never_raise(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from gpus import COUNT, card
 from raised import raises
 
-from autosplit.devices import peer_copy_check as links
+from autosplit.devices import peer_copy_check
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.errors import DeviceError
 
@@ -41,14 +41,14 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(links, "_sound", set())
+    monkeypatch.setattr(peer_copy_check, "_sound", set())
 
 
 @pytest.fixture
 def machine(monkeypatch):
     def build(*args, **kwargs):
         made = Machine(*args, **kwargs)
-        monkeypatch.setattr(links, "_copied", made.copied)
+        monkeypatch.setattr(peer_copy_check, "_copied", made.copied)
         return made
 
     return build
@@ -151,8 +151,8 @@ def test_threads_check_a_link_once(machine):
 
 def test_the_real_copy_is_torchs_own():
     tensor = torch.arange(3)
-    assert links._copied(tensor, torch.device("meta")).device.type == "meta"
-    assert links._copied(tensor, CPU) is tensor
+    assert peer_copy_check._copied(tensor, torch.device("meta")).device.type == "meta"
+    assert peer_copy_check._copied(tensor, CPU) is tensor
 
 
 @pytest.mark.gpu

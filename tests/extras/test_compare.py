@@ -21,11 +21,11 @@ from autosplit.cli.commands.compare import print_comparison
 from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import DeviceError, InputError
-from autosplit.extras import compare as comparing
+from autosplit.extras import compare
 from autosplit.extras.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.record import DdpPlan
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.tuning.progress import Progress
 
 GIB = 2**30
@@ -127,7 +127,7 @@ def test_bad_machines_are_refused(devices, error, said):
 
 
 def test_options_are_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(tuning, "tune", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: pytest.fail("it ran"))
     for bad in ({"n_trials": 0}, {"time_limit_s": -1.0}, {"reserve": "90GiB"}, {"strategy": "best"}, {"seed": -1}):
         with pytest.raises(InputError, match=next(iter(bad))):
             autosplit.compare(lambda: None, devices=["sim:L4"], **bad)
@@ -212,7 +212,7 @@ def test_measured_machines_alone_need_no_error_bar():
 
 
 def test_an_interrupt_shows_those_that_are_done():
-    answers = {"sim:L4": one_device_plan(5.0), "sim:2xL4": tuning.TuningInterrupted(None), "sim:T4": misfit()}
+    answers = {"sim:L4": one_device_plan(5.0), "sim:2xL4": tune.TuningInterrupted(None), "sim:T4": misfit()}
     with pytest.raises(ComparisonInterrupted) as raised:
         comparison_of(answers)
     found = raised.value.comparison
@@ -224,7 +224,7 @@ def test_an_interrupt_shows_those_that_are_done():
 def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
     best = planned(5.0, complete=complete)  # complete for one of several precisions
     with pytest.raises(ComparisonInterrupted) as raised:
-        comparison_of({"sim:2xL4": tuning.TuningInterrupted(best), "sim:T4": misfit()})
+        comparison_of({"sim:2xL4": tune.TuningInterrupted(best), "sim:T4": misfit()})
     found = raised.value.comparison
     assert (found.not_compared, found.complete) == (("sim:T4",), False)
     assert found.to_dict()["machines"][0]["complete"] is False
@@ -366,7 +366,7 @@ def test_precisions_are_shown_where_they_differ():
 
 
 def test_brackets_in_a_name_stay_brackets():
-    machine = comparing.ComparedMachine("[bold]x", one_device_plan(5.0), None, True)
+    machine = compare.ComparedMachine("[bold]x", one_device_plan(5.0), None, True)
     assert "[bold]x" in printed(Comparison((machine,)), 100)
 
 
@@ -410,7 +410,7 @@ def answers(monkeypatch):
 
     found = Answers({"sim:2xL4": planned(9.0), "sim:T4": one_device_plan(5.0)})
     found.calls = []
-    monkeypatch.setattr(tuning, "tune", found)
+    monkeypatch.setattr(tune, "tune", found)
     return found
 
 
@@ -444,7 +444,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     out = capsys.readouterr().out
     in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler"}
     in_python |= {"lengths", "progress"}
-    parameters = inspect.signature(tuning.tune).parameters.values()
+    parameters = inspect.signature(tune.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]
 
@@ -485,13 +485,13 @@ def test_exit_codes_of_misfits(script, answers, capsys):
 
 
 def test_an_interrupt_on_the_command_line(script, answers, capsys):
-    answers["sim:T4"] = tuning.TuningInterrupted(None)
+    answers["sim:T4"] = tune.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
     assert "sim:2xL4" in out
     assert "- not compared: sim:T4" in out
     assert err.startswith("error: interrupted: the machines that are done are shown; run it again")
-    answers["sim:2xL4"] = tuning.TuningInterrupted(None)
+    answers["sim:2xL4"] = tune.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: interrupted before there was any plan; run it again\n")

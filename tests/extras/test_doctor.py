@@ -14,15 +14,13 @@ from raised import raises
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
-from autosplit.devices import peer_copy_check as links
+from autosplit.devices import peer_copy_check
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card
 from autosplit.devices.examination import Copy, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError
-from autosplit.extras import collective_check as meeting
-from autosplit.extras import doctor
-from autosplit.extras import measured_rates as rates
+from autosplit.extras import collective_check, doctor, measured_rates
 from autosplit.extras.doctor import examine
 
 GIB = 2**30
@@ -37,19 +35,19 @@ def reported(**changes: object) -> DeviceReport:
 class TestRates:
     def test_they_are_those_of_this_processor(self):
         """A product of twice the size takes eight times as long; a rate that grew with it would be of the clock."""
-        small, large = (rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
+        small, large = (measured_rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
         assert 1e8 < small < 1e14
         assert 0.2 < large / small < 20
-        assert 1e8 < rates.memory_bytes_per_s(CPU, largest_bytes=2**26) < 1e13
-        assert 1e-7 < rates.launch_s(CPU) < 1e-3
-        assert 1e8 < rates.copy_bytes_per_s(CPU, CPU) < 1e13
+        assert 1e8 < measured_rates.memory_bytes_per_s(CPU, largest_bytes=2**26) < 1e13
+        assert 1e-7 < measured_rates.launch_s(CPU) < 1e-3
+        assert 1e8 < measured_rates.copy_bytes_per_s(CPU, CPU) < 1e13
 
     def test_a_product_that_the_device_has_not_is_none(self, monkeypatch):
         def fails(*_args: object, **_options: object) -> None:
             raise RuntimeError("not implemented for 'Half'")
 
         monkeypatch.setattr(torch, "ones", fails)
-        assert rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
+        assert measured_rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
 
     @pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((7, 5), False)])
     def test_float32_by_tensor_cores_is_a_rate_of_its_own(self, monkeypatch, capability, has):
@@ -60,7 +58,7 @@ class TestRates:
             seen.append((dtype, torch.get_float32_matmul_precision()))
             return 1e12 * len(seen)
 
-        monkeypatch.setattr(rates, "matmul_flops", rate)
+        monkeypatch.setattr(measured_rates, "matmul_flops", rate)
         found = doctor._flops_of(torch.device("cuda", 0), 2**30)
         assert ("tf32" in found) == has
         assert (torch.float32, "highest") in seen
@@ -133,12 +131,12 @@ class TestCards:
 @pytest.mark.slow
 class TestThisMachine:
     def test_two_processes_meet(self):
-        found = meeting.met([CPU, CPU])
+        found = collective_check.met([CPU, CPU])
         assert (found.backend, found.ranks, found.failure) == ("gloo", 2, None)
         assert found.gb_per_s > 0.01
 
     def test_ranks_that_can_not_meet_say_why(self):
-        found = meeting.met([torch.device("cuda", 0), torch.device("cuda", 1)])
+        found = collective_check.met([torch.device("cuda", 0), torch.device("cuda", 1)])
         if accelerator_kind() == "cuda":
             pytest.skip("here they can")
         assert found == Meeting("nccl", 2, failure=found.failure, cure=found.cure)
@@ -167,6 +165,7 @@ class TestThisMachine:
 
 @pytest.mark.gpu
 class TestAccelerators:
+    @pytest.mark.release  # the stage "doctor" of benchmarks/gpu.py, too
     def test_all_of_it_is_looked_at_and_nothing_private_said(self, capsys, tmp_path):
         saved = tmp_path / "cards.toml"
         assert main(["doctor", "--json", "--quiet", "--save", str(saved)]) == 0
@@ -194,7 +193,7 @@ class TestAccelerators:
     def test_copies_that_arrive_as_zeros_are_named_with_a_cure(self, monkeypatch):
         import emulated
 
-        monkeypatch.setattr(links, "_sound", set())
+        monkeypatch.setattr(peer_copy_check, "_sound", set())
         emulated.copies_arrive_as_zeros()
         try:
             problems: list = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from raised import raises
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -20,7 +20,7 @@ from autosplit.extras.from_name import workload_from_name
 from autosplit.extras.workload_spec import built_workload, workload_of_spec
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 from autosplit.workload.workload import Workload
 
 TEXT = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -132,9 +132,9 @@ def loss_of(workload: Workload) -> float:
         ("t5", {"seq_len": 8}, (4, 8), (4, 8), None),
         ("bart", {"seq_len": 8}, (4, 8), (4, 8), 60),
         ("vit", {}, (4, 3, 32, 32), (4,), 3),
-        slow("gpt2", {"task": "classification"}, (4, 40), (4,), 2),
-        slow("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
-        slow("resnet", {"image_size": 48}, (4, 3, 48, 48), (4,), 2),
+        for_release("gpt2", {"task": "classification"}, (4, 40), (4,), 2),
+        for_release("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
+        for_release("resnet", {"image_size": 48}, (4, 3, 48, 48), (4,), 2),
     ],
 )
 def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, labels, chance):
@@ -193,6 +193,7 @@ def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("hub")
 def test_the_key_is_the_same_in_every_process(save):
     """Where transformers took itself for the user's code, a number that it draws in each process was in the key."""
@@ -454,10 +455,10 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     flags = ["--seq-len", "8", "--task", "causal-lm", "--devices", "cpu:1GiB", "--max-batch-size", "4"]
     called = []
-    tune = tuning.tune
+    original = tune.tune
     quick = {"n_trials": 1, "isolate": False}
     monkeypatch.setattr(
-        tuning, "tune", lambda source, **keywords: (called.append(source), tune(source, **keywords, **quick))[1]
+        tune, "tune", lambda source, **keywords: (called.append(source), original(source, **keywords, **quick))[1]
     )
     assert main(["tune", "hf:model", "--no-isolate", "--profile", "off", *flags]) == 0
     out = capsys.readouterr().out

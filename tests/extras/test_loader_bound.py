@@ -33,7 +33,7 @@ from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.solve.trial import KNEE_SHARE
-from autosplit.tuning import tune as tuning
+from autosplit.tuning import tune
 
 WORKERS = LoaderSettings(2, 4, persistent_workers=True)
 
@@ -158,7 +158,7 @@ def test_a_measured_loader_is_not_measured_again(plan):
 
 
 def test_the_old_keyword_names_the_new_function(monkeypatch):
-    monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    monkeypatch.setattr(tune, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
     with raises(InputError, "argument-unknown", "autosplit.fit_to_loader(plan, loader)"):
         tuned("cpu", loader=DataLoader([torch.zeros(1)]))
     with raises(TypeError, "argument-unknown", "loaders="):
@@ -166,7 +166,7 @@ def test_the_old_keyword_names_the_new_function(monkeypatch):
 
 
 def test_the_command_refuses_other_objects_before_it_tunes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    monkeypatch.setattr(tune, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
     (tmp_path / "loading.py").write_text("loader = [1, 2]")
     words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "cpu:1GiB", "--loader", f"{tmp_path}/loading.py"]
     assert main(words) == 2
@@ -181,7 +181,7 @@ def test_the_command_fits_its_plan_to_the_loader(monkeypatch, tmp_path, capsys, 
             raise KeyboardInterrupt
         return loads(1.0)
 
-    monkeypatch.setattr(tuning, "tune", lambda *_, **keywords: plan if "loader" not in keywords else None)
+    monkeypatch.setattr(tune, "tune", lambda *_, **keywords: plan if "loader" not in keywords else None)
     monkeypatch.setattr(loader_bound, "measure_loader", measured)
     (tmp_path / "loading.py").write_text("from torch.utils.data import DataLoader\nloader = DataLoader([0, 1])")
     words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "sim:T4", "--loader", f"{tmp_path}/loading.py"]

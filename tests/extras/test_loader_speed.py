@@ -261,6 +261,7 @@ broken = DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=lambda batch: 1 / 0)
 """
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_loader_of_a_file(tmp_path, capsys):
     file = tmp_path / "data.py"
     file.write_text(FILE)

@@ -9,6 +9,7 @@ import torch
 from ddp_jobs import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import for_release
 from raised import raises
 from torch import nn
 
@@ -99,7 +100,7 @@ E|.|^2 = 4 E[|x|^2 ((x.1)^2 + 4)] = 4 (8 * (8 + 2) + 4 * 8) = 448: S = 416, S / 
 
 
 class TestInTheLoop:
-    @pytest.mark.parametrize("sizes", [(3, 20, 9), (16, 16), (1, 31)])
+    @pytest.mark.parametrize("sizes", [(3, 20, 9), for_release((16, 16)), for_release((1, 31))])
     def test_a_linear_regression_is_within_ten_percent_of_the_closed_form(self, sizes):
         found = found_by(count=1200, sizes=sizes).noise_scale
         assert found.value == pytest.approx(CLOSED_FORM, rel=0.1)

@@ -375,7 +375,6 @@ TWO = {
     "every way": every_way,
     "gathered": gathered,
     "unlike lengths": gathered_of_unlike_lengths,
-    "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
 RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} | {"with workers": ("bert", (7, 1), 20)}
@@ -436,11 +435,6 @@ class TestTwoRanks:
             assert found["metrics"] == found["objects"] == expected
             assert found["means"] == [1 if size in {4, 2} else 2 for size in map(len, expected)]
             assert [len(part) for part in found["all"]] == [8, 5, 8, 5, 8, 5, 8, 5, 3], "one of no share is run, too"
-
-    def test_the_example_takes_the_plan(self, two):
-        for printed, without_plan in found_by(two, "example")[:1]:
-            assert not without_plan
-            shared.check_learns(printed)
 
 
 @pytest.mark.slow
@@ -868,13 +862,6 @@ class TestRefusals:
         loader = accelerator.shares_of(DataLoader(TEXTS, collate_fn=COLLATE["bert"]))
         with raises(InputError, "skipped-batches", str(batches)):
             accelerator.skip_first_batches(loader, batches)
-
-
-@pytest.mark.usefixtures("_alone")
-def test_the_example_runs_without_a_plan():
-    printed, without_plan = shared.run_example("train_accelerate.py")
-    assert without_plan
-    shared.check_learns(printed)
 
 
 def test_a_loss_that_is_a_sum_is_doubted():

@@ -209,7 +209,6 @@ TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
-    "example": partial(shared.run_example_as_rank, "train_lightning.py"),
     **{f"cut, {kind}": partial(cut, (kind, *job), Faults(above=4)) for kind, job in CUT.items()},
     "cut where it is large": partial(cut, ("bert", (7, 1), 20), Faults(above=3, place="forward")),
     "unlike plans": unlike_plans,
@@ -279,15 +278,9 @@ class TestTwoRanks:
         for weights in found_by(two, "adds up"):
             assert torch.allclose(weights, added_up((20,)), rtol=1e-12)
 
-    def test_the_example_takes_the_plan(self, two):
-        (printed, without_plan), (nothing, _) = found_by(two, "example")
-        assert not without_plan
-        shared.check_learns(printed)
-        assert all(f"step {step:3}, batch {3 * step}: " in printed for step in (10, 20, 30)), "3 forwards a step"
-        assert "loss" not in nothing, "the first process prints"
-
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
@@ -586,9 +579,3 @@ class TestRefusals:
         trainer = make_trainer(shares, devices=1, gradient_clip_val=None)
         with raises(InputError, "lightning-manual-optimization"):
             trainer.fit(module, shares.data(Data("bert")))
-
-
-def test_the_example_runs_without_a_plan():
-    printed, without_plan = shared.run_example("train_lightning.py")
-    assert without_plan
-    shared.check_learns(printed)

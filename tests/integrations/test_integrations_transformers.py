@@ -198,7 +198,6 @@ TWO = {
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "bert", (7, 1), 20, name="own", loss=loss_by_items),
     "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
-    "example": partial(shared.run_example_as_rank, "train_transformers.py"),
     "unlike plans": unlike_plans,
     "batchnorms": with_batchnorms,
     "cut with a static graph": cut_with_a_static_graph,
@@ -263,13 +262,9 @@ class TestTwoRanks:
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 
-    def test_the_example_takes_the_plan(self, two):
-        for printed, without_plan in found_by(two, "example")[:1]:
-            assert not without_plan
-            shared.check_learns(printed)
-
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
@@ -555,10 +550,3 @@ class TestTuning:
         trainer = transformers.Trainer(shared.make_model("bert"), make_args(tmp_path))
         with raises(InputError, "trainer-dataset", "NoneType"):
             workload(trainer)
-
-
-@pytest.mark.usefixtures("_alone")
-def test_the_example_runs_without_a_plan():
-    printed, without_plan = shared.run_example("train_transformers.py")
-    assert without_plan
-    shared.check_learns(printed)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release, slow
 from raised import raises
 from torch import nn
 
@@ -100,8 +100,8 @@ class Averaged(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("where", ["dict", slow("lazily"), slow("outside")])
-@pytest.mark.parametrize("device", ["cpu:4MiB", slow("sim:RTX3090@4MiB")])
+@pytest.mark.parametrize("where", ["dict", for_release("lazily"), for_release("outside")])
+@pytest.mark.parametrize("device", ["cpu:4MiB", for_release("sim:RTX3090@4MiB")])
 def test_an_average_of_the_weights_takes_its_bytes_wherever_it_is_kept(where, device, counted):
     """Only parameters and buffers were charged: 1033 samples were the answer for a dict, where 919 run."""
     Averaged.outside = {}
@@ -169,6 +169,7 @@ class Queued(Noting):
         return outputs
 
 
+@pytest.mark.slow
 def test_a_ring_of_fixed_size_counts_once(counted):
     assert_right(lambda: classifier(Queued()), "1MiB", counted)
 
@@ -201,9 +202,9 @@ class Rows(nn.Module):
         return self.table(names).mean(1)[:, :10]
 
 
-@pytest.mark.parametrize("distinct", [slow(False), True])
+@pytest.mark.parametrize("distinct", [for_release(False), True])
 @pytest.mark.parametrize(
-    ("rows", "width", "names", "samples", "budget"), [slow(2000, 16, 20, 8, "2MiB"), (1000, 32, 20, 4, "1MiB")]
+    ("rows", "width", "names", "samples", "budget"), [for_release(2000, 16, 20, 8, "2MiB"), (1000, 32, 20, 4, "1MiB")]
 )
 def test_sparse_gradients_are_followed_for_real(rows, width, names, samples, budget, distinct, counted):
     """A fake has no rows: the trace told two thirds of a real step, and two of six steps ran out of memory."""
@@ -269,11 +270,11 @@ def python_draw():
     ("draw", "low"),
     [
         (tensor_draw, True),
-        (python_draw, False),
-        slow(tensor_draw, False),
-        slow(python_draw, True),
-        *(slow(number_draw, low) for low in (True, False)),
-        *(slow(draw, True) for draw in (in_place_draw, signed_draw, coin)),
+        slow(python_draw, False),
+        for_release(tensor_draw, False),
+        for_release(python_draw, True),
+        *(for_release(number_draw, low) for low in (True, False)),
+        *(for_release(draw, True) for draw in (in_place_draw, signed_draw, coin)),
     ],
 )
 def test_layers_that_are_left_out_at_random_count(draw, low, counted):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 
@@ -187,32 +186,6 @@ def test_what_was_assumed_is_told_with_the_ceiling():
     found = find_ceiling(Workload(model, torch.randn(8, 32)), "sim:RTX3090", max_batch_size=8)
     assert "optimizer-assumed" in kinds(found.notes)
     assert "loss-assumed" in kinds(found.notes)
-
-
-def dying() -> Workload:
-    """Ends its process in its first real step; fake ones have no numbers to be ended by."""
-    return classifier(Dying(), torch.optim.SGD)
-
-
-class Dying(nn.Module):
-    """Kills the process that runs it, but not one that only follows it, nor this one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.home = small(), os.getpid() if not os.environ.get("AUTOSPLIT_TEST_HOME") else 0
-
-    def forward(self, x):
-        if os.environ.get("AUTOSPLIT_TEST_HOME") != str(os.getpid()):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.layers(x)
-
-
-@pytest.mark.slow
-def test_what_killed_every_step_is_said(monkeypatch):
-    """ "It needs more than its trace tells; use a smaller model", where every process had been killed."""
-    monkeypatch.setenv("AUTOSPLIT_TEST_HOME", str(os.getpid()))
-    with pytest.raises(autosplit.AutosplitError, match="SIGKILL"):
-        find_ceiling(dying, "cpu:1MiB", isolate=True)
 
 
 def test_a_time_limit_that_is_over_before_anything_ran_is_not_a_lack_of_memory():

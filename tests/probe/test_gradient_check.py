@@ -29,9 +29,7 @@ from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
-from autosplit.probe import gradient_check as checks
-from autosplit.probe import gradient_runs as quiet
-from autosplit.probe import loss_rule as rules
+from autosplit.probe import gradient_check, gradient_runs, loss_rule
 from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
@@ -233,9 +231,9 @@ def test_dropout_layers_are_off(layer):
 def test_functional_dropout_is_off_too():
     workload = classified(FunctionalDropout())
     only_gradient(check(workload))
-    copy = quiet.QuietCopy(workload, workload.sample_batch, torch.float64, (2, 5))
-    same = quiet.relative(copy.whole(seed=1), copy.whole(seed=2))
-    assert same == {quiet.GRADIENT: 0.0}  # exact whatever is drawn: nothing is
+    copy = gradient_runs.QuietCopy(workload, workload.sample_batch, torch.float64, (2, 5))
+    same = gradient_runs.relative(copy.whole(seed=1), copy.whole(seed=2))
+    assert same == {gradient_runs.GRADIENT: 0.0}  # exact whatever is drawn: nothing is
 
 
 # --------------------------------------------------------------------------------------------------------- losses
@@ -518,7 +516,7 @@ def test_a_part_whose_mean_is_not_a_number():
     ]
     assert loss.accumulation_error is None
     assert "all its labels are ignored" in loss.advice
-    assert Plan.from_json(make_plan(checks=(loss,)).to_json()).checks == (loss,)
+    assert Plan.from_json(make_plan(gradient_check=(loss,)).to_json()).checks == (loss,)
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -795,7 +793,7 @@ def test_models_without_memory_are_not_checked():
 
 def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
     called = []
-    monkeypatch.setattr(checks, "available_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(gradient_check, "available_host_bytes", lambda: 2**20)
     factory = Workload(lambda: called.append(1) or nn.Linear(64, 10_000), torch.randn(4, 64))
     for workload in (mlp(), factory):
         found, notes = checks_for(workload)
@@ -806,7 +804,7 @@ def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
 
 
 def test_what_takes_too_long_is_not_checked(monkeypatch):
-    monkeypatch.setattr(checks, "FIRST_S", 0.0)
+    monkeypatch.setattr(gradient_check, "FIRST_S", 0.0)
     found, notes = checks_for(mlp())
     assert found == ()
     assert notes[0].kind == "not-checked"
@@ -826,7 +824,7 @@ def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
             finally:
                 restored.append(x.neg().neg())
 
-    monkeypatch.setattr(checks, "FIRST_S", 0.02)
+    monkeypatch.setattr(gradient_check, "FIRST_S", 0.02)
     _, notes = checks_for(classified(Restoring(4, 3), 4))
     assert torch.is_grad_enabled()
     assert notes[0].kind == "not-checked"
@@ -836,7 +834,7 @@ def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
 
 def test_as_many_samples_as_time_allows_are_checked(monkeypatch):
     seen = []
-    monkeypatch.setattr(quiet.QuietCopy, "seconds", property(lambda _: 0.2, lambda *_: None), raising=False)
+    monkeypatch.setattr(gradient_runs.QuietCopy, "seconds", property(lambda _: 0.2, lambda *_: None), raising=False)
 
     def loss_fn(outputs, targets):
         seen.append(len(outputs))
@@ -948,24 +946,24 @@ def test_figures_are_those_of_the_wrapper_and_of_steps():
 def test_weights_that_make_up_the_whole_are_found(weights, seed):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(2))
-    whole = {quiet.GRADIENT: weights[0] * a + weights[1] * b}
-    if not float(whole[quiet.GRADIENT].norm()) > 1e-3:
+    whole = {gradient_runs.GRADIENT: weights[0] * a + weights[1] * b}
+    if not float(whole[gradient_runs.GRADIENT].norm()) > 1e-3:
         return
-    mixing = rules.Mixing.of(whole, [{quiet.GRADIENT: a}, {quiet.GRADIENT: b}])
+    mixing = loss_rule.Mixing.of(whole, [{gradient_runs.GRADIENT: a}, {gradient_runs.GRADIENT: b}])
     assert mixing.solution() == pytest.approx(weights, abs=1e-6)
     assert mixing.error((weights[0], weights[1])) < 1e-6
     other = (weights[0] + 1.0, weights[1])
-    expected = float(a.norm() / whole[quiet.GRADIENT].norm())
+    expected = float(a.norm() / whole[gradient_runs.GRADIENT].norm())
     assert mixing.error(other) == pytest.approx(expected, rel=1e-4)
 
 
 def test_relative_differences():
     ones, zeros = torch.ones(4), torch.zeros(4)
-    assert quiet.relative({"a": ones * 1.1}, {"a": ones})["a"] == pytest.approx(0.1, rel=1e-5)
-    assert quiet.relative({"a": zeros}, {"a": ones}) == {"a": 1.0}
-    assert quiet.relative({"a": zeros}, {"a": zeros}) == {"a": 0.0}
-    assert quiet.relative({}, {"a": ones}) == {"a": math.inf}
-    assert quiet.relative({"a": ones * math.nan}, {"a": ones}) == {"a": math.inf}
+    assert gradient_runs.relative({"a": ones * 1.1}, {"a": ones})["a"] == pytest.approx(0.1, rel=1e-5)
+    assert gradient_runs.relative({"a": zeros}, {"a": ones}) == {"a": 1.0}
+    assert gradient_runs.relative({"a": zeros}, {"a": zeros}) == {"a": 0.0}
+    assert gradient_runs.relative({}, {"a": ones}) == {"a": math.inf}
+    assert gradient_runs.relative({"a": ones * math.nan}, {"a": ones}) == {"a": math.inf}
 
 
 def test_a_gradient_is_one_row():
@@ -973,14 +971,14 @@ def test_a_gradient_is_one_row():
     dense.grad, sparse.grad = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0]).to_sparse()
     turned = torch.ones(1, dtype=torch.complex64, requires_grad=True)
     turned.grad = torch.tensor([4 + 5j])
-    assert quiet._gradient_of([dense, sparse, unused, turned]).tolist() == [1, 2, 0, 3, 0, 0, 4, 5]
+    assert gradient_runs._gradient_of([dense, sparse, unused, turned]).tolist() == [1, 2, 0, 3, 0, 0, 4, 5]
 
 
 # ------------------------------------------------------------------------------------------- plans, command line
 
 
 def test_checks_come_back_with_their_plan():
-    plan = make_plan(checks=check(classified(net(), 8)))
+    plan = make_plan(gradient_check=check(classified(net(), 8)))
     assert plan.checks
     again = Plan.from_json(plan.to_json())
     assert again == plan

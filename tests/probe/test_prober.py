@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release, slow
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -60,8 +60,8 @@ def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
 
 
 ROLES = ("primary", "replica", "rank", "eval")
-KINDS = ["mlp", *(slow(name) for name in ALL if name != "mlp")]
-"""Of workloads: what depends on these is the trace, and its own tests follow each of them."""
+KINDS = ["mlp", slow("cnn"), *(for_release(name) for name in ALL if name not in ("mlp", "cnn"))]
+"""Workloads. The tests of the tracer compare the traces of each of them with real steps."""
 
 
 class TestAgainstBruteForce:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error, weights
 from folders import PAGES
+from marks import for_release
 from ranks import for_workers, found_by, run_ranks, run_ranks_once
 from torch import nn
 from torch.nn import functional as F
@@ -490,7 +491,7 @@ class TestTraining:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("table", "jobs"), [("LONG_TWO", TWO), ("LONG_THREE", THREE), ("LONG_FOUR", FOUR)], ids=["two", "three", "four"]
+        ("table", "jobs"), [for_release("LONG_TWO", TWO), ("LONG_THREE", THREE), for_release("LONG_FOUR", FOUR)]
     )
     def test_fifty_steps_with_adam(self, tmp_path, table, jobs):
         count = len(next(iter(jobs.values()))[0])

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 from workloads import ALL
@@ -38,7 +38,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
+@pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_equal_to_the_byte(name):
     """Up to 24 traces were made for each size that was run, of seconds each where a step takes a third of one."""
     workload = ALL[name]()
@@ -66,7 +66,8 @@ def test_three_steps_tell_two_devices_up_to_1024_samples():
     assert not traces.given_up
 
 
-@pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_steps_take_as_long(name):
     """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried."""
     workload = ALL[name]()
@@ -82,8 +83,8 @@ def test_steps_take_as_long(name):
         assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("machine", [slow("sim:2xRTX3090"), "sim:3xRTX3090"])
-@pytest.mark.parametrize("name", ["cnn", slow("with_loss"), slow("char_gpt")])
+@pytest.mark.parametrize("machine", [for_release("sim:2xRTX3090"), "sim:3xRTX3090"])
+@pytest.mark.parametrize("name", ["cnn", for_release("with_loss"), for_release("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards.
 
@@ -126,7 +127,8 @@ def llama() -> Workload:
     return Workload(model, {"input_ids": tokens, "labels": tokens})
 
 
-@pytest.mark.parametrize("workload", [ALL["lstm"], slow(llama)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [ALL["lstm"], for_release(llama)])
 def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say(workload):
     """A tuning of 7 billion parameters on 64 cards followed two steps more: whether one sample fits beside all others.
 
@@ -238,8 +240,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "in pieces" else name for name in ODD])
-@pytest.mark.parametrize("devices", ["sim:L4", pytest.param("sim:2xL4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [for_release(name) if name == "in pieces" else name for name in ODD])
+@pytest.mark.parametrize("devices", ["sim:L4", for_release("sim:2xL4")])
 def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     """Told by lines, a loss over the batch was planned for a twentieth of its memory over two cards."""
     plan = tune(ODD[name](), devices=devices, effective_batch_size=512, n_trials=3, profile="off")
@@ -354,10 +356,10 @@ def arriving(precision="none"):
     "make",
     [
         arriving,
-        slow(lambda: arriving("bf16")),
-        slow(lambda: arriving("fp16")),
+        for_release(lambda: arriving("bf16")),
+        for_release(lambda: arriving("fp16")),
         *(
-            slow(lambda make=make: make(torch.optim.AdamW))
+            for_release(lambda make=make: make(torch.optim.AdamW))
             for name, make in ARCHITECTURES.items()
             if name not in UNFAKED
         ),
@@ -377,7 +379,7 @@ def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
     assert tracer.runs - first <= 2, "the optimizer's state appears in one more"
 
 
-@pytest.mark.parametrize("batch", [1024, slow((64, 4096))])
+@pytest.mark.parametrize("batch", [1024, for_release((64, 4096))])
 def test_a_tuning_follows_few_steps(batch, monkeypatch):
     """A hundred were followed; then each kind of step by itself, and the largest of each kind."""
     followed = []

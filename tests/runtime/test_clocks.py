@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from marks import slow
+from marks import for_release
 from workloads import ALL
 
 from autosplit.devices.spec import parse_devices
@@ -23,7 +23,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("lstm")])
+@pytest.mark.parametrize("name", ["cnn", for_release("char_gpt"), for_release("lstm")])
 def test_sixty_micro_steps_are_told_by_few(name):
     """Each was played: twelve of 7 billion parameters on eight cards, forty times in a tuning, took a tenth of it."""
     traces = AffineTraces(make_tracer(ALL[name](), like_gpu=True)[0])

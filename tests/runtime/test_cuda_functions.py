@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -86,7 +86,8 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("precision", "reentrant"), [("none", True), ("bf16", False), slow("none", False), slow("bf16", True)]
+    ("precision", "reentrant"),
+    [("none", True), for_release("bf16", False), for_release("none", False), for_release("bf16", True)],
 )
 def test_a_checkpoint_recomputes_what_its_forward_computed(precision, reentrant):
     """GPT-2 and BERT with gradient checkpointing were refused: the recomputation saved the CPU's tensors.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -178,11 +178,10 @@ QUICK = (ctc_of_selected, masked_head, repeated_rows, guarded, matched_in_numpy)
 
 
 def each_loss() -> list:
-    marks = {loss: () if loss in QUICK else pytest.mark.slow for loss in LOSSES}
-    return [pytest.param(loss, id=loss.__name__, marks=marks[loss]) for loss in LOSSES]
+    return [loss if loss in QUICK else for_release(loss) for loss in LOSSES]
 
 
-@pytest.mark.parametrize("loss", each_loss())
+@pytest.mark.parametrize("loss", each_loss(), ids=lambda loss: loss.__name__)
 def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
     described = workload(loss)
     tracer, why_real = make_tracer(described, like_gpu=True)
@@ -191,7 +190,7 @@ def test_a_step_is_traced_with_the_values_of_the_sample_batch(loss):
     assert any(LOSSES[loss] in str(note) and "sample batch" in str(note) for note in tracer.assumptions())
 
 
-@pytest.mark.parametrize("loss", each_loss())
+@pytest.mark.parametrize("loss", each_loss(), ids=lambda loss: loss.__name__)
 def test_a_replayed_step_holds_as_much_as_a_real_one(loss):
     described = workload(loss)
     tracer = replaying(described)
@@ -344,7 +343,8 @@ class TestGroupedProducts:
         assert cost.flops == 2 * 24 * 8 * 16
         assert cost.product == (24, 16, 8, 1)
 
-    @pytest.mark.parametrize("implementation", ["grouped_mm", slow("eager")])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("implementation", ["grouped_mm", for_release("eager")])
     def test_of_a_mixtral_in_float32(self, implementation):
         transformers = pytest.importorskip("transformers", minversion="5.0")
         config = transformers.MixtralConfig(

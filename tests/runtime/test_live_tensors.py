@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from raised import raises
 from torch import nn
 from torch.nn import functional as F
@@ -63,8 +63,8 @@ def run_all(devices: str, workload: Workload) -> None:
     check(workload)
 
 
-@pytest.mark.parametrize("devices", [DEVICES[0], slow(DEVICES[1])])
-@pytest.mark.parametrize("has_gradients", [slow(False), True])
+@pytest.mark.parametrize("devices", [DEVICES[0], for_release(DEVICES[1])])
+@pytest.mark.parametrize("has_gradients", [for_release(False), True])
 def test_a_penalty_on_the_live_parameters(devices, has_gradients):
     """Fake gradients were left in them: the first step of the training clipped by a norm without a number, for good."""
     model = net()
@@ -86,8 +86,9 @@ class Distilling:
         return F.mse_loss(model(inputs[0]), self.teacher(inputs[0]))
 
 
-@pytest.mark.parametrize("devices", [slow(DEVICES[0]), DEVICES[1]])
-@pytest.mark.parametrize("is_bound", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
+@pytest.mark.parametrize("is_bound", [for_release(False), True])
 def test_a_teacher_in_training_mode(devices, is_bound):
     """Its running statistics moved."""
     trainer = Distilling()
@@ -101,7 +102,8 @@ def test_a_teacher_in_training_mode(devices, is_bound):
     assert_untouched(before, teacher)
 
 
-@pytest.mark.parametrize("devices", [slow(DEVICES[0]), DEVICES[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
 def test_a_loss_with_weights_of_its_own(devices):
     loss = Weighted()
     before = everything_of(loss)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from folders import EXAMPLES
-from marks import slow
+from marks import for_release
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -437,7 +437,7 @@ def assert_fake_is_real(make, splits):
 
 
 @pytest.mark.usefixtures("_onednn")
-@pytest.mark.parametrize("make", [slow(char_gpt), mlp, lstm])
+@pytest.mark.parametrize("make", [for_release(char_gpt), mlp, lstm])
 @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((0, 5, 2),), ((3, 4), (3, 4))], ids=str)
 def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
     assert_fake_is_real(make, splits)
@@ -476,7 +476,7 @@ def frozen_first() -> Workload:
     return workload
 
 
-@pytest.mark.parametrize("make", [frozen_first, slow(adapted_gpt)])
+@pytest.mark.parametrize("make", [frozen_first, for_release(adapted_gpt)])
 @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((3, 4), (3, 4))], ids=str)
 def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(make, splits):
     assert_fake_is_real(make, splits)

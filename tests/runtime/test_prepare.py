@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -20,8 +20,7 @@ from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.key import workload_of
-from autosplit.runtime import accelerator
-from autosplit.runtime import prepare as staging
+from autosplit.runtime import accelerator, prepare
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.prepare import Followed, build, follow, runtime_for, workload_source
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -39,7 +38,7 @@ SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
 @pytest.fixture
 def nothing_is_small(monkeypatch):
     """Have everything built as what is large."""
-    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
 
 
 def test_what_is_small_is_built_once_and_for_real_for_cards_that_are_not_there():
@@ -79,7 +78,7 @@ class Masked(nn.Module):
 def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
     """Or its plan would not be found again by a version of torch in which it grows past what is small."""
     for_real = build(made, SIM)
-    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     without_memory = build(made, SIM)
     assert (for_real.fake, without_memory.fake) == (False, True)
     assert workload_of(for_real.workload) == workload_of(without_memory.workload)
@@ -88,7 +87,7 @@ def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypa
 @pytest.mark.slow
 def test_it_is_the_same_plan_however_it_is_built(monkeypatch):
     plan = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
-    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     other = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
     assert (plan.split, plan.ceilings, plan.samples_per_s) == (other.split, other.ceilings, other.samples_per_s)
 
@@ -139,7 +138,7 @@ def test_what_can_not_be_followed_is_not_built_where_it_would_fill_this_machine(
         followed = staged(picky, SIM, closing)
     assert "real-tensors" in kinds(followed.notes)
     assert "values-from-sample" in kinds(followed.notes)
-    monkeypatch.setattr(staging, "available_host_bytes", lambda: 95)
+    monkeypatch.setattr(prepare, "available_host_bytes", lambda: 95)
     said = r"without its memory \(DataDependentOutputException: .*a copy and gradients take 96 B; expected no"
     with ExitStack() as closing, pytest.raises(WorkloadError, match=said):
         staged(picky, SIM, closing)
@@ -248,8 +247,8 @@ KINDS = {
 QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090", slow("cpu:1MiB,cpu:1MiB")])
-@pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else slow(kind) for kind in KINDS])
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", for_release("cpu:1MiB,cpu:1MiB")])
+@pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else for_release(kind) for kind in KINDS])
 def test_batches_of_every_kind_are_tuned(kind, devices):
     plan = tune(KINDS[kind](), devices=devices, effective_batch_size=12, max_batch_size=8, n_trials=2, profile="off")
     assert plan.accumulation_steps >= 2

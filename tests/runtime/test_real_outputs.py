@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 
 from autosplit import find_ceiling
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import real_outputs as workspaces
+from autosplit.runtime import real_outputs
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -42,7 +42,7 @@ def cpu_runtime(workload: Workload, capacity_bytes: int = ROOM) -> CpuRuntime:
     return CpuRuntime(parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,), trainee)
 
 
-@pytest.mark.parametrize("length", [slow(6), 12, slow(40)])
+@pytest.mark.parametrize("length", [for_release(6), 12, for_release(40)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_traced_peaks_are_real_ones(length, bidirectional):
     """A fake op returned an empty workspace: traced at a seventh of what each sample holds."""
@@ -55,8 +55,8 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
         assert traced_peaks(tracer, shape) == runtime.peaks(shape)
 
 
-@pytest.mark.parametrize("length", [slow(6), 12])
-@pytest.mark.parametrize("samples", [slow(5), 37, slow(96)])
+@pytest.mark.parametrize("length", [for_release(6), 12])
+@pytest.mark.parametrize("samples", [for_release(5), 37, for_release(96)])
 def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
     """With 6 time steps not even one sample was said to fit; where some did, some per cent were missing."""
     workload = reader(length)
@@ -71,10 +71,10 @@ def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
 def test_a_shape_is_asked_for_once():
     workload = reader(6)
     tracer, _ = make_tracer(workload, like_gpu=False)
-    workspaces._rnn_workspace_bytes.cache_clear()
+    real_outputs._rnn_workspace_bytes.cache_clear()
     for split in ((7,), (7,)):
         tracer._run(StepShape((split,)))
-    counts = workspaces._rnn_workspace_bytes.cache_info()
+    counts = real_outputs._rnn_workspace_bytes.cache_info()
     assert counts.misses == 2  # one for each layer's shapes
     assert counts.hits > 0
 
@@ -82,11 +82,11 @@ def test_a_shape_is_asked_for_once():
 def test_other_ops_return_what_they_return():
     factors = torch.ones(2, 2), torch.ones(2, 2)
     outputs = torch.ops.aten.mm.default(*factors)
-    assert workspaces.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
+    assert real_outputs.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
     if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.6 has no such overload
-        assert workspaces.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
+        assert real_outputs.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
 
 
 def test_a_product_of_unlike_dtypes_is_refused():
     with pytest.raises(RuntimeError, match=r"must have the same dtype, but got torch\.float64 and torch\.float32"):
-        workspaces.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)
+        real_outputs.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)

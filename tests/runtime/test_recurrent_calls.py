@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from torch import nn
 
 from autosplit.runtime.affine_traces import AffineTraces
@@ -40,8 +40,8 @@ def started(found):
     return sum(part != "none" for work in found for _, _, part in work.labels)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
-@pytest.mark.parametrize("split", [(64,), slow((48, 64))])
+@pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU), for_release(nn.RNN)])
+@pytest.mark.parametrize("split", [(64,), for_release((48, 64))])
 def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     """Each of its ops at each place was started by the host, a hundred times too slow where that is all there is."""
     trace, found = works(kind, split)
@@ -56,7 +56,8 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     assert sum(work.numbers[1].sum() for work in found) < sum(work.numbers[1].sum() for work in apart)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU)])
 def test_other_batches_are_told(kind):
     """The width is between the sizes of which they are told: what is what must not depend on them."""
     batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))

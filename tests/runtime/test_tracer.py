@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, OPTIMIZERS
-from marks import slow
+from marks import for_release
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,7 +38,7 @@ def alike(trace: Trace, other: Trace) -> bool:
 class TestTheFirstStep:
     @pytest.mark.parametrize("like_gpu", [False, True])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    @pytest.mark.parametrize("name", ["cnn", slow("lstm"), slow("gpt"), slow("checkpointed")])
+    @pytest.mark.parametrize("name", ["cnn", for_release("lstm"), for_release("gpt"), for_release("checkpointed")])
     def test_that_is_kept_is_as_all_that_follow(self, name, optimizer, like_gpu):
         workload = ARCHITECTURES[name](OPTIMIZERS[optimizer])
         tracer, why_real = make_tracer(workload, like_gpu=like_gpu)

@@ -11,11 +11,11 @@ from unittest import mock
 import optuna
 import pytest
 from handmade import made_ceiling
-from marks import slow
 from raised import raises
+from sqlalchemy import Engine, event
 
 from autosplit.errors import InputError
-from autosplit.solve import optuna_search as search_module
+from autosplit.solve import optuna_search
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import Proposal
@@ -30,6 +30,18 @@ optuna_5 = pytest.mark.skipif(
     not hasattr(optuna.Trial, "set_constraint"),
     reason=f"optuna {optuna.__version__} has no constraints of trials, and draws and times them differently",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk():
+    """Commits to SQLite wait for the disk, which takes most of the time of these tests."""
+
+    def connected(connection, _record) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", connected)
+    yield
+    event.remove(Engine, "connect", connected)
 
 
 def rate(configuration: Configuration) -> float:
@@ -99,7 +111,7 @@ def test_every_trial_is_in_the_space_and_none_is_repeated():
     assert [t.number for t in trials] == list(range(len(trials)))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_improves_on_a_first_guess_that_is_off(seed):
     guess, top = Configuration(20, 90, 3), Configuration(14, 86, 3)
     assert rate(guess) < 0.81 * rate(top)
@@ -124,12 +136,9 @@ def test_the_first_are_tried_first_in_order_without_what_is_not_in_the_space():
     assert len(evaluation.asked) == 5
 
 
-def test_the_same_seed_tries_the_same():
-    assert run(Evaluation(), seed=3) == run(Evaluation(), seed=3)
-
-
-def test_another_seed_tries_others():
-    assert run(Evaluation(), seed=3) != run(Evaluation(), seed=4)
+def test_the_same_seed_tries_the_same_and_another_seed_does_not():
+    first = run(Evaluation(), seed=3)
+    assert run(Evaluation(), seed=3) == first != run(Evaluation(), seed=4)
 
 
 def test_a_small_space_is_tried_whole_and_the_search_ends():
@@ -288,29 +297,17 @@ class TestStorage:
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
         assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
 
-    @pytest.mark.parametrize("after", [slow(0), slow(1), 3, slow(7), slow(11)])
-    def test_a_killed_search_goes_on_where_it_was(self, tmp_path, after):
+    def test_a_killed_search_goes_on_where_it_was(self, tmp_path):
         (tmp_path / "whole").mkdir()
         failing = {"failing": lambda c: c.gpu0_bsz > 25}
         first = [Configuration(20, 90, 3), Configuration(30, 90, 3)]
         uninterrupted = run(Evaluation(**failing), first=first, n_trials=12, storage=url_of(tmp_path / "whole"))
         begun, ended = Evaluation(**failing), Evaluation(**failing)
-        killed_after(begun, after, tmp_path, first=first, n_trials=12)
+        killed_after(begun, 3, tmp_path, first=first, n_trials=12)
         ended.asked = list(begun.asked)
         trials = run(ended, first=first, n_trials=12, storage=url_of(tmp_path))
         assert trials == uninterrupted
         assert len(set(ended.asked)) == len(ended.asked) == 12, "nothing is run twice"
-
-    @pytest.mark.slow
-    def test_killed_again_and_again_it_still_ends_at_the_same(self, tmp_path):
-        (tmp_path / "whole").mkdir()
-        (tmp_path / "parts").mkdir()
-        uninterrupted = run(Evaluation(), n_trials=9, storage=url_of(tmp_path / "whole"))
-        evaluation = Evaluation()
-        for after in (2, 2, 5, 8):
-            killed_after(evaluation, after, tmp_path / "parts", n_trials=9)
-        assert run(evaluation, n_trials=9, storage=url_of(tmp_path / "parts")) == uninterrupted
-        assert len(evaluation.asked) == 9
 
     def test_a_trial_that_was_running_when_it_was_killed_is_failed(self, tmp_path):
         killed_after(Evaluation(), 2, tmp_path, n_trials=4)
@@ -331,18 +328,10 @@ class TestStorage:
     @pytest.mark.parametrize(
         "changed",
         [
-            {"samples_per_s": 0.0},
-            slow({"samples_per_s": math.inf}),
-            slow({"samples_per_s": 1e-300}),
-            slow({"samples_per_s": -5.0}),
-            slow({"split": (14, 72)}),
-            slow({"split": (-100, 186, 0)}),
+            {"samples_per_s": math.inf},
             {"split": (15, 71, 0)},
             {"error_share": -1.0},
-            slow({"error_share": math.inf}),
-            slow({"peak_bytes": ()}),
             {"peak_bytes": (1, 2)},
-            slow({"peak_bytes": (1, -2, 3)}),
         ],
         ids=str,
     )
@@ -354,7 +343,7 @@ class TestStorage:
         for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
             study.enqueue_trial({"gpu0_bsz": trial.gpu0_bsz, "batch_size": 86, "accumulation_steps": 3})
             asked = study.ask()
-            search_module._suggested(asked, SPACE)
+            optuna_search._suggested(asked, SPACE)
             for name in ("split", "error_share", "peak_bytes"):
                 asked.set_user_attr(name, getattr(trial, name))
             study.tell(asked, trial.samples_per_s)

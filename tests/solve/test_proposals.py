@@ -109,7 +109,7 @@ def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.floats(0.8, 1.5),
     st.floats(0.3, 3.0),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raised import raises
 
 from autosplit.errors import InputError
-from autosplit.solve import fastest_split as fastest
+from autosplit.solve import fastest_split
 from autosplit.solve import split as splits
 from autosplit.solve.step_time import TimeCurve
 
@@ -204,7 +204,7 @@ class TestFastestSplit:
     @given(curves())
     def test_equals_brute_force(self, case: tuple[int, list[list[int]], list[int], list[int]]) -> None:
         batch_size, tables, caps, floors = case
-        got = fastest.fastest_split(batch_size, lookups(tables), caps, floors)
+        got = fastest_split.fastest_split(batch_size, lookups(tables), caps, floors)
         assert sum(got) == batch_size
         assert all(least <= n <= most for least, n, most in zip(floors, got, caps, strict=True))
         ranges = (range(least, most + 1) for least, most in zip(floors, caps, strict=True))
@@ -227,7 +227,7 @@ class TestFastestSplit:
         case_floors = [least * stretch for least in floors]
         total = batch_size * stretch
         expected = one_by_one(total, times, case_caps, case_floors)
-        assert fastest.fastest_split(total, times, case_caps, case_floors) == expected
+        assert fastest_split.fastest_split(total, times, case_caps, case_floors) == expected
 
     @given(alike_devices())
     def test_devices_that_are_alike_are_asked_once_and_served_alike(
@@ -236,9 +236,9 @@ class TestFastestSplit:
         """Once eight alike cards took 20 seconds to explain: each was asked, and flat curves were halved to the end."""
         batch_size, curves, caps, floors = case
         expected = one_by_one(batch_size, curves, caps, floors)
-        assert fastest.fastest_split(batch_size, curves, caps, floors) == expected
+        assert fastest_split.fastest_split(batch_size, curves, caps, floors) == expected
         apart = [TimeCurve(curve.points) for curve in curves]  # equal, and not known to be
-        assert fastest.fastest_split(batch_size, apart, caps, floors) == expected
+        assert fastest_split.fastest_split(batch_size, apart, caps, floors) == expected
 
     def test_flat_curves_are_not_halved_to_the_last_digit(self) -> None:
         asked = []
@@ -246,37 +246,37 @@ class TestFastestSplit:
         def flat(seconds: float) -> Callable[[int], float]:
             return lambda n: asked.append(n) or (seconds if n else 0.0)
 
-        assert fastest.fastest_split(2000, [flat(0.1), flat(0.3), flat(0.2)], [900, 900, 900]) == (900, 200, 900)
+        assert fastest_split.fastest_split(2000, [flat(0.1), flat(0.3), flat(0.2)], [900, 900, 900]) == (900, 200, 900)
         assert len(asked) < 400
 
     def test_twice_the_speed_gets_twice_the_samples(self) -> None:
-        assert fastest.fastest_split(30, [linear(0, 1.0), linear(0, 2.0)], [100, 100]) == (20, 10)
+        assert fastest_split.fastest_split(30, [linear(0, 1.0), linear(0, 2.0)], [100, 100]) == (20, 10)
 
     def test_a_device_that_would_only_slow_the_step_down_gets_nothing(self) -> None:
-        assert fastest.fastest_split(8, [linear(0, 1.0), linear(100.0, 1.0)], [10, 10]) == (8, 0)
+        assert fastest_split.fastest_split(8, [linear(0, 1.0), linear(100.0, 1.0)], [10, 10]) == (8, 0)
 
     def test_caps_and_floors_hold(self) -> None:
         times = [linear(0, 1.0), linear(0, 1.0)]
-        assert fastest.fastest_split(10, times, [3, 20]) == (3, 7)
-        assert fastest.fastest_split(10, times, [20, 20], [8, 0]) == (8, 2)
+        assert fastest_split.fastest_split(10, times, [3, 20]) == (3, 7)
+        assert fastest_split.fastest_split(10, times, [20, 20], [8, 0]) == (8, 2)
 
     @pytest.mark.parametrize("batch_size", [7, 1000])
     def test_alike_devices_share_evenly_also_where_time_is_flat(self, batch_size: int) -> None:
         expected = splits.even_split(batch_size, 3)
-        assert fastest.fastest_split(batch_size, [linear(0.1, 0.01)] * 3, [batch_size] * 3) == expected
-        assert fastest.fastest_split(batch_size, [linear(0.1, 0.0)] * 3, [batch_size] * 3) == expected
-        assert fastest.fastest_split(batch_size, [linear(0.0, 0.0)] * 3, [batch_size] * 3) == expected
+        assert fastest_split.fastest_split(batch_size, [linear(0.1, 0.01)] * 3, [batch_size] * 3) == expected
+        assert fastest_split.fastest_split(batch_size, [linear(0.1, 0.0)] * 3, [batch_size] * 3) == expected
+        assert fastest_split.fastest_split(batch_size, [linear(0.0, 0.0)] * 3, [batch_size] * 3) == expected
 
     def test_an_empty_batch(self) -> None:
-        assert fastest.fastest_split(0, [linear(1, 1)] * 2, [4, 4]) == (0, 0)
+        assert fastest_split.fastest_split(0, [linear(1, 1)] * 2, [4, 4]) == (0, 0)
 
     def test_a_huge_cap_costs_nothing(self) -> None:
-        assert fastest.fastest_split(4, [linear(1, 1)] * 2, [2**62, 2**62]) == (2, 2)
+        assert fastest_split.fastest_split(4, [linear(1, 1)] * 2, [2**62, 2**62]) == (2, 2)
 
     def test_ten_thousand_devices(self) -> None:
         times = [linear(0.001 + i % 97 / 10_000, 0.0001 + i % 89 / 100_000) for i in range(10_000)]
         start_s = time.process_time()
-        got = fastest.fastest_split(2_500_000, times, [3_000_000] * len(times))
+        got = fastest_split.fastest_split(2_500_000, times, [3_000_000] * len(times))
         elapsed_s = time.process_time() - start_s
         assert sum(got) == 2_500_000
         slowest_s = max(f(n) for f, n in zip(times, got, strict=True))
@@ -357,19 +357,19 @@ ONE = linear(1, 1)
         (lambda: splits.proportional_split(9, (2, 2), (4, 3)), "batch_size is 9, but the ceilings (4, 3) have room"),
         (lambda: splits.proportional_split(9, (2, 2), (4, 3)), "evaluate under torch.no_grad(), where none holds"),
         (lambda: splits.cap_split((2, False), (4, 4)), "sizes[1] is False"),
-        (lambda: fastest.fastest_split(4, [], []), "times is empty"),
-        (lambda: fastest.fastest_split(9, [ONE, ONE], [4, 4]), "the caps (4, 4) have room for 8"),
-        (lambda: fastest.fastest_split(9, [ONE] * 20, [0] * 20), "... 20 in all) have room for 0"),
+        (lambda: fastest_split.fastest_split(4, [], []), "times is empty"),
+        (lambda: fastest_split.fastest_split(9, [ONE, ONE], [4, 4]), "the caps (4, 4) have room for 8"),
+        (lambda: fastest_split.fastest_split(9, [ONE] * 20, [0] * 20), "... 20 in all) have room for 0"),
         (
-            lambda: fastest.fastest_split(4, [ONE], [4, 4]),
+            lambda: fastest_split.fastest_split(4, [ONE], [4, 4]),
             "caps is (4, 4); expected one whole number per device",
         ),
-        (lambda: fastest.fastest_split(4, [ONE, ONE], [4, 4], [3, 2]), "the floors (3, 2) need 5"),
-        (lambda: fastest.fastest_split(4, [ONE, ONE], [1, 4], [2, 0]), "floors[0] is 2, above the cap of 1"),
-        (lambda: fastest.fastest_split(2, [lambda n: float("nan")], [4]), "times[0](1) is nan; expected finite"),
-        (lambda: fastest.fastest_split(99, [lambda n: n and float("inf")], [99]), "times[0](99) is inf"),
-        (lambda: fastest.fastest_split(9, [abs, abs, lambda n: float("nan")], [0, 9, 9]), "times[2]("),
-        (lambda: fastest.fastest_split(9, [float("inf").__mul__] * 3, [0, 9, 9]), "times[1](5) is inf"),
+        (lambda: fastest_split.fastest_split(4, [ONE, ONE], [4, 4], [3, 2]), "the floors (3, 2) need 5"),
+        (lambda: fastest_split.fastest_split(4, [ONE, ONE], [1, 4], [2, 0]), "floors[0] is 2, above the cap of 1"),
+        (lambda: fastest_split.fastest_split(2, [lambda n: float("nan")], [4]), "times[0](1) is nan; expected finite"),
+        (lambda: fastest_split.fastest_split(99, [lambda n: n and float("inf")], [99]), "times[0](99) is inf"),
+        (lambda: fastest_split.fastest_split(9, [abs, abs, lambda n: float("nan")], [0, 9, 9]), "times[2]("),
+        (lambda: fastest_split.fastest_split(9, [float("inf").__mul__] * 3, [0, 9, 9]), "times[1](5) is inf"),
         (lambda: splits.micro_batch_sizes(0, 4), "effective_batch_size is 0; expected a whole number, 1 or more"),
         (lambda: splits.accumulation_steps(4, 0), "batch_size is 0"),
     ],

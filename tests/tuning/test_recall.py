@@ -452,7 +452,7 @@ def _refusing(code: int, *names: str) -> Iterator[None]:
             real = getattr(os, name)
 
             def call(path: Any, *args: Any, _real: Any = real, **options: Any) -> Any:
-                if isinstance(path, (str, Path)) and "/cache/profiles" in str(path):
+                if isinstance(path, (str, Path)) and f"{os.environ['AUTOSPLIT_CACHE_DIR']}/profiles" in str(path):
                     raise OSError(code, os.strerror(code), str(path))
                 return _real(path, *args, **options)
 

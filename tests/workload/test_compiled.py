@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow
+from marks import for_release
 from raised import raises
 from torch import nn
 from torch.nn import functional as F
@@ -104,7 +104,7 @@ def test_are_compiled_again_as_they_were(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        (name, devices) if (name, devices) in {("whole", SIM), ("in_part", CPU)} else slow(name, devices)
+        (name, devices) if (name, devices) in {("whole", SIM), ("in_part", CPU)} else for_release(name, devices)
         for name in COMPILED
         for devices in (SIM, CPU)
     ],
@@ -175,7 +175,9 @@ def test_the_plan_of_one_is_found_again(name):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("compile_it", [torch.jit.script, slow(lambda module: torch.jit.trace(module, BATCH[0]))])
+@pytest.mark.parametrize(
+    "compile_it", [torch.jit.script, for_release(lambda module: torch.jit.trace(module, BATCH[0]))]
+)
 def test_one_of_torchscript_is_refused_by_name(compile_it):
     """It ended in what a container of TorchScript's lacks: 'OrderedModuleDict' object has no attribute 'get'."""
     whole, part = compile_it(net()), nn.Sequential(net(), compile_it(nn.Linear(8, 8)))
