@@ -109,18 +109,14 @@ def _sums_samples(node: Any, samples: int) -> bool:
     return bool(sizes) and int(sizes[0]) == samples and all(_name(one) != "Mean" for one in nearest)
 
 
-def warn_of_reading(reading: Reading, *, where: str, stacklevel: int) -> None:
-    """Warn if a loss is not a mean over samples, because its micro-batches are weighted by their samples.
-
-    Args:
-        where: The function that accepts `count=`, such as ``"plan.steps"``.
-    """
+def warn_of_reading(reading: Reading, *, stacklevel: int) -> None:
+    """Warn if a loss is not a mean over samples, because its micro-batches are weighted by their samples."""
     if reading.kind in ("samples", "unknown"):
         return
     cure = (
         "Tune with loss_reduction='sum', and pass step.backward(loss / step.weight)."
         if reading.kind == "sum"
-        else f"Pass count= to {where}: {COUNTS[reading.kind]}."
+        else f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."
     )
     warnings.warn(
         f"The loss is {reading.text}, but its micro-batches are weighted by their samples, so the gradient depends on "

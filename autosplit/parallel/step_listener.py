@@ -61,7 +61,7 @@ class LossReader(StepListener):
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Read the graph."""
-        warn_of_reading(read_loss(loss, samples), where="plan.steps or ctx.steps", stacklevel=4)
+        warn_of_reading(read_loss(loss, samples), stacklevel=4)
 
 
 @dataclass(eq=False)

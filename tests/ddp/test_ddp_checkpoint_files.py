@@ -164,7 +164,7 @@ class TestDamage:
         ctx.save_checkpoint(path, model=expected)
         content = path.read_bytes()
         refused = 0
-        for place in range(0, len(content), 17):
+        for place in range(0, len(content), 41):
             path.write_bytes(content)
             flip(path, place)
             model = make_model()

@@ -134,12 +134,12 @@ def assert_mirrors(tree, more, n, dim, given_shares) -> None:
 
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.balanced.AmbiguousBatchWarning")  # what is drawn may be square
 class TestAnyNesting:
-    @settings(max_examples=400)
+    @settings(max_examples=200)
     @given(TREES, TREES, st.integers(1, 20), st.sampled_from([0, 1]), shares())
     def test_outputs_are_the_plain_modules(self, tree, more, n, dim, given_shares):
         assert_mirrors(tree, more, n, dim, given_shares)
 
-    @settings(max_examples=120)
+    @settings(max_examples=60)
     @given(TREES, st.integers(1, 12), st.sampled_from([0, 1]), shares())
     def test_and_so_they_are_inside_a_tracker(self, tree, n, dim, given_shares):
         with tracked(given_shares[0]):
