@@ -124,8 +124,9 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
         )
     foreign = _foreign_options(optimizer)
     for number, group in enumerate(groups):
-        lacks = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
-        found = lacks + [f"has {key}" for key in group if key in foreign]
+        found = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
+        found += [f"has {key}" for key in group if key in foreign]
+        found += _other_state(optimizer, group, state["state"])
         if found:
             raise CheckpointError(
                 f"{name!r} is of another optimizer: its group {number} {found[0]}; expected the state of a "
@@ -141,6 +142,29 @@ def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     options = {key for kind in kinds for key in inspect.signature(kind).parameters}
     return options - {*inspect.signature(type(optimizer)).parameters, *_NEWER}
+
+
+def _other_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], states: Mapping[Any, Any]) -> list[str]:
+    """Return how the state of a group differs from the state that the optimizer's class makes with its options.
+
+    A state with other names loads without an error, and fails at the next step. Optimizers of other packages and LBFGS,
+    which takes a closure, are not compared.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
+        return []
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    sample = kind([parameter])
+    sample.param_groups[0].update({key: value for key, value in group.items() if key in sample.defaults})
+    sample.param_groups[0].update(dict.fromkeys(("fused", "capturable"), False))  # these need a GPU
+    sample.step()
+    made = set(sample.state[parameter])
+    for key in group["params"]:
+        saved = set(states.get(key, {}))
+        if saved and saved != made:
+            return [f"lacks {name}" for name in sorted(made - saved)] + [f"has {name}" for name in sorted(saved - made)]
+    return []
 
 
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -107,6 +107,8 @@ CLASSES = {
     "Adam for Adamax": (torch.optim.Adam, {}, torch.optim.Adamax, {}, "has amsgrad"),
     "Adamax for Adam": (torch.optim.Adamax, {}, torch.optim.Adam, {}, "lacks amsgrad"),
     "Adam for RAdam": (torch.optim.Adam, {}, torch.optim.RAdam, {}, "has amsgrad"),
+    "Adamax for RAdam": (torch.optim.Adamax, {}, torch.optim.RAdam, {}, "lacks exp_avg_sq"),
+    "RAdam for Adamax": (torch.optim.RAdam, {}, torch.optim.Adamax, {}, "lacks exp_inf"),
     "RMSprop for Adagrad": (torch.optim.RMSprop, {}, torch.optim.Adagrad, {}, "lacks lr_decay"),
     "Rprop for SGD": (torch.optim.Rprop, {}, torch.optim.SGD, {}, "lacks momentum"),
 }
