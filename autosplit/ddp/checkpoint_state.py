@@ -155,7 +155,8 @@ def _other_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sta
         return []
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    sample = kind([parameter])
+    make: Any = kind
+    sample = make([parameter])
     sample.param_groups[0].update({key: value for key, value in group.items() if key in sample.defaults})
     sample.param_groups[0].update(dict.fromkeys(("fused", "capturable"), False))  # these need a GPU
     sample.step()
