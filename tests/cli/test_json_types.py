@@ -74,7 +74,7 @@ def stand_ins(monkeypatch, tmp_path):
     Path("train.py").write_text(
         "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
     )
-    plan = made_plan((100, 156), gradient_check=(Check("gradient", 0.0, None, depends=False),))
+    plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
     plan.save("plan.json")
     store("ab" * 16, plan)
     Path("data.py").write_text(

@@ -103,15 +103,6 @@ def fails(capsys):
 # Usage
 
 
-@pytest.mark.smoke
-def test_help_names_the_commands(capsys):
-    assert main(["--help"]) == 0
-    assert main([]) == 0
-    out, err = capsys.readouterr()
-    assert all(f"\n  {command} " in out for command in ("devices", "tune", "probe", "show"))
-    assert err == ""
-
-
 @pytest.mark.parametrize("words", [[], ["profiles"]])
 def test_no_line_of_a_list_of_commands_is_cut(capsys, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
@@ -558,36 +549,7 @@ def test_bad_workloads(script, fails, arguments):
     assert "expected" in line
 
 
-@pytest.mark.parametrize("devices", [for_release("cpu:1MiB"), "sim:RTX3090@1MiB"])
-def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
-    path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
-    line, _ = fails("tune", path, "--devices", devices, code=3)
-    assert "1 MiB" in line
-    assert line.count("MiB") >= 2
-
-
 # tune, for real
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(None, marks=[pytest.mark.smoke, pytest.mark.slow]), for_release(EXAMPLE)]
-)
-def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
-    numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
-    arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
-    assert main(arguments) == 0
-    first, err = capsys.readouterr()
-    plan = Plan.from_json(first)
-    assert err == ""
-    assert plan.simulated
-    assert sum(plan.split) == plan.batch_size <= 40
-    assert plan.effective_batch_size == 64
-    assert plan.accumulation_steps == -(-64 // plan.batch_size)
-    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
-    assert main(arguments) == 0
-    again = Plan.from_json(capsys.readouterr().out)
-    assert again.notes[0].kind == "from-profile"
-    assert again.trials == plan.trials
 
 
 @pytest.mark.smoke
@@ -837,16 +799,6 @@ def test_a_plot_is_drawn(script, probed, capsys, fails):
 # probe, for real
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090@24MiB", for_release("cpu:64KiB")])
-def test_probe_finds_ceilings(script, capsys, devices):
-    assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    by_role = {(row["device"], row["role"]): row for row in shown["ceilings"]}
-    assert len(by_role) == 2 * (2 if "sim" in devices else 1)
-    assert all(row["batch_size"] > 0 and row["headroom_bytes"] >= 0 for row in by_role.values())
-    assert all(row["confirmed"] is ("sim" not in devices) for row in by_role.values())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["tune", for_release("probe")])
 def test_ctrl_c_ends_both_processes(script, command):
@@ -889,22 +841,6 @@ def test_devices_never_fails(capsys):
 
 
 # show
-
-
-def test_show_a_saved_plan(tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    made_plan((100, 156)).save(path)
-    assert main(["show", str(path)]) == 0
-    short = capsys.readouterr().out
-    assert main(["show", str(path), "--details"]) == 0
-    assert f'plan = autosplit.Plan.load("{path}")' in capsys.readouterr().out
-    assert "Plan.load" not in short
-    assert main(["show", str(path), "--code"]) == 0
-    code = capsys.readouterr().out
-    compile(code, "code", "exec")
-    assert f'plan = autosplit.Plan.load("{path}")' in code
-    assert main(["show", str(path), "--json"]) == 0
-    assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
 
 
 @pytest.mark.smoke

@@ -516,7 +516,7 @@ def test_a_part_whose_mean_is_not_a_number():
     ]
     assert loss.accumulation_error is None
     assert "all its labels are ignored" in loss.advice
-    assert Plan.from_json(make_plan(gradient_check=(loss,)).to_json()).checks == (loss,)
+    assert Plan.from_json(make_plan(checks=(loss,)).to_json()).checks == (loss,)
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -978,7 +978,7 @@ def test_a_gradient_is_one_row():
 
 
 def test_checks_come_back_with_their_plan():
-    plan = make_plan(gradient_check=check(classified(net(), 8)))
+    plan = make_plan(checks=check(classified(net(), 8)))
     assert plan.checks
     again = Plan.from_json(plan.to_json())
     assert again == plan

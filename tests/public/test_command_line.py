@@ -210,6 +210,7 @@ class TestTune:
         plan = Plan.load(folder / "best" / "plan.json")
         assert (plan.simulated, plan.effective_batch_size) == (True, 64)
 
+    @pytest.mark.smoke
     def test_is_answered_by_its_profile_the_second_time(self, run, folder):
         ran = run(*TUNE, "--json")
         assert ran.code == 0
