@@ -23,12 +23,11 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 STYLE = ROOT / "autosplit" / "extras" / "templates" / "report.css"
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
-EFFECTIVE_BATCH_SIZE = 1024
 PICTURES = {
-    "sim:1xRTX3090+1xRTX2080Ti": {"devices": "split", "rates": "gain"},
-    "sim:1xRTX3090@1GiB+1xRTX2080Ti@512MiB": {"line0": "ceiling", "landscape": "landscape", "trials": "search"},
+    ("sim:1xRTX4090+1xRTX3060", 16384): {"devices": "split", "rates": "gain"},
+    ("sim:1xRTX3090@1GiB+1xRTX2080Ti@512MiB", 1024): {"line0": "ceiling", "landscape": "landscape", "trials": "search"},
 }
-"""The charts of the report that are pictures of their own, by the devices of the plan."""
+"""The charts of the report that are pictures of their own, by the devices and the effective batch size of the plan."""
 
 KINDS = {"parameters": "c1", "gradients": "c2", "optimizer": "c3", "activations": "c5"}
 """Kinds of storages that the tracker tells apart, with their colours."""
@@ -104,9 +103,9 @@ def main() -> None:
     """Draw the pictures."""
     FOLDER.mkdir(exist_ok=True)
     found = {"tracker": tracker_chart(followed_step())}
-    for devices, names in PICTURES.items():
+    for (devices, size), names in PICTURES.items():
         workload = load_workload(EXAMPLE)
-        plan = autosplit.tune(workload, devices=devices, effective_batch_size=EFFECTIVE_BATCH_SIZE, profile="off")
+        plan = autosplit.tune(workload, devices=devices, effective_batch_size=size, profile="off")
         found |= {names[chart.name]: chart for chart in charts_of(plan, plan.explain()) if chart.name in names}
     for name, chart in found.items():
         assert chart.svg, chart.text

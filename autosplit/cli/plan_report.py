@@ -59,12 +59,11 @@ def short_report(plan: Plan, origin: Origin) -> Group:
     from rich.console import Group
 
     explanation = plan.explain()
-    ddp = _faster_with_ddp(explanation)
     ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
+        pairs_table([*_short_numbers(plan), *_strategies(plan, explanation)]),
         *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS]]),
         *_section("notes", _notes_to_act_on(plan)),
         *_pasted("", _next_lines(plan, origin)),
@@ -115,13 +114,22 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
         yield Text(printable(line, longest=None), no_wrap=True, overflow="ignore")
 
 
-def _faster_with_ddp(explanation: Explanation) -> str:
-    """Return a text on how much faster DDP is, or an empty text if it is not faster."""
-    gain = explanation.ddp_samples_per_s / explanation.samples_per_s
-    if explanation.fastest != "ddp" or gain <= 1 + BINDING_SHARE:
-        return ""
-    how = "measured" if explanation.ddp_measured else "predicted"
-    return f"{rate_text(explanation.ddp_samples_per_s)} ({how}), {gain:.2f} times: --strategy ddp"
+def _strategies(plan: Plan, explanation: Explanation) -> Iterator[tuple[str, str]]:
+    """Yield DDP's throughput and its gain over equal ranks, and the strategy to use."""
+    ddp = plan.ddp
+    if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or plan.shares_processor:
+        return
+    yield "with DDP", f"{rate_text(ddp.samples_per_s)} (predicted){_gain_over_equal_ranks(plan)}"
+    gain = ddp.samples_per_s / plan.samples_per_s
+    if explanation.fastest == "ddp" and gain > 1 + BINDING_SHARE:
+        yield "recommended", f"DDP with autosplit launch, {gain:.2f} times BalancedDataParallel"
+    else:
+        yield "recommended", "BalancedDataParallel: model = plan.wrap(model)"
+
+
+def _gain_over_equal_ranks(plan: Plan) -> str:
+    even = plan.ddp.even_samples_per_s
+    return "" if even is None else f", {plan.ddp.samples_per_s / even:.2f} times equal ranks"
 
 
 def _unused_lines(plan: Plan) -> list[str]:
@@ -257,6 +265,8 @@ def _gain_text(plan: Plan) -> str:
         return "not claimed, because these devices share one CPU"
     if plan.split == even:
         return "none: the even split is the fastest"
+    if plan.even_samples_per_s is None and plan.region is None and plan.ddp.even_samples_per_s is not None:
+        return f"{plan.samples_per_s / plan.ddp.even_samples_per_s:.2f} times equal ranks (predicted)"
     if plan.even_samples_per_s is not None:
         return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {shares_text(even)}"
     pairs = zip(plan.devices, even, plan.ceilings, strict=True)
@@ -287,7 +297,7 @@ def ddp_lines(plan: Plan) -> list[str]:
     effective = plan.ddp.effective_batch_size
     same = effective in (0, plan.effective_batch_size)
     other = "" if same else f", {counted_text(effective, 'sample')} per optimizer step"
-    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
+    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}{_gain_over_equal_ranks(plan)}"]
 
 
 def ddp_heading(explanation: Explanation) -> str:

@@ -140,6 +140,8 @@ class DdpPlan:
         measured: Whether the throughput was measured or simulated. For a single rank it is from the search.
         options: Options of DistributedDataParallel.
         least_batch: The fewest samples per rank: 2 if a BatchNorm layer sees one value per sample, otherwise 1.
+        even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
+            None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
     """
 
     ranks: tuple[RankSettings, ...]
@@ -149,6 +151,7 @@ class DdpPlan:
     measured: bool = False
     options: DdpOptions = DdpOptions()
     least_batch: int = 1
+    even_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
 
 
 @dataclass(frozen=True, repr=False)

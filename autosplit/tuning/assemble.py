@@ -161,7 +161,7 @@ def solved_ranks(
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
     may_accumulate = why_single(workload) is None
-    answer = Problem.of(
+    problem = Problem.of(
         Fit(step_time, all_reduce_s),
         ranks,
         None,
@@ -170,7 +170,8 @@ def solved_ranks(
         accumulates=may_accumulate,
         least_batch=least_batch,
         tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
-    ).solve()
+    )
+    answer = problem.solve()
     if answer is None:
         held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
         if not may_accumulate and held < request.least_effective:
@@ -200,12 +201,14 @@ def solved_ranks(
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.split, strict=True))
     )
+    even = None if len(ranks) == 1 or step_time.adds_up else problem.even(answer.effective_batch_size)
     return DdpPlan(
         settings,
         answer.samples_per_s,
         effective_batch_size=answer.effective_batch_size,
         options=options,
         least_batch=least_batch,
+        even_samples_per_s=None if even is None else even.samples_per_s,
     )
 
 

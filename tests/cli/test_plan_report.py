@@ -235,8 +235,31 @@ def test_ddp_is_named_where_it_is_faster():
     plan = made_plan((100, 156))
     region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
     faster = replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=20469.0))
-    assert row_of(short(faster), "with DDP").endswith("20,469 samples/s (predicted), 2.00 times: --strategy ddp")
-    assert "with DDP" not in short(replace(faster, ddp=replace(plan.ddp, samples_per_s=5000.0)))
+    told = short(replace(faster, ddp=replace(faster.ddp, even_samples_per_s=10000.0)))
+    assert row_of(told, "with DDP").endswith("20,469 samples/s (predicted), 2.05 times equal ranks")
+    assert row_of(told, "recommended").endswith("DDP with autosplit launch, 2.00 times BalancedDataParallel")
+
+
+def test_both_strategies_are_shown_where_ddp_is_slower():
+    """The report named DDP only if it was faster, so nobody saw what it gains over equal ranks."""
+    plan = made_plan((100, 156))
+    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
+    told = short(replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=5000.0, even_samples_per_s=4000.0)))
+    assert row_of(told, "with DDP").endswith("5,000 samples/s (predicted), 1.25 times equal ranks")
+    assert row_of(told, "recommended").endswith("BalancedDataParallel: model = plan.wrap(model)")
+
+
+def test_a_plan_for_ddp_has_its_gain_over_equal_ranks():
+    plan = made_plan((100, 156))
+    told = short(
+        replace(
+            plan,
+            region=None,
+            even_samples_per_s=None,
+            ddp=replace(plan.ddp, even_samples_per_s=plan.samples_per_s / 1.5),
+        )
+    )
+    assert row_of(told, "gain").endswith("1.50 times equal ranks (predicted)")
 
 
 def test_notes_that_ask_for_nothing_are_left_for_the_details():

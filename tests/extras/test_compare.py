@@ -443,7 +443,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
     assert main(["compare", "--help"]) == 0
     out = capsys.readouterr().out
     in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler"}
-    in_python |= {"lengths", "progress"}
+    in_python |= {"lengths", "loss_reduction", "progress"}
     parameters = inspect.signature(tune.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]

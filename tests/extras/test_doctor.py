@@ -110,7 +110,7 @@ class TestCards:
         assert main(["doctor", "--save", str(tmp_path / "none" / "cards.toml")]) == 2
         printed = capsys.readouterr()
         assert "H200" in printed.out
-        assert "expected a file in a folder that is there; name another" in printed.err.replace("\n", " ")
+        assert "Choose a file in an existing folder." in printed.err.replace("\n", " ")
 
     def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
         copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))

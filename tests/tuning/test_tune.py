@@ -1033,7 +1033,7 @@ BAD = {
         "effective_batch_size is 1024:256; expected the smaller end first; write 256:1024",
         lambda: quick(small(), SIM, effective_batch_size="1024:256"),
     ),
-    "fp32": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp32")),
+    "fp64": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp64")),
     "a single sample": (
         UserCodeError,
         r"mend it and run again; .*\(a single sample is made a batch by sample.unsqueeze\(0\)\)",
