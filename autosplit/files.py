@@ -1,13 +1,15 @@
-"""Read files up to a size limit, replace them atomically, and rename them."""
+"""Read files up to a size limit, replace them atomically, rename them, and find the folder of profiles."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import stat
 from pathlib import Path
 
+from autosplit.errors import ProfileError
 from autosplit.text import size_text
 
 OWNER_ONLY = 0o600
@@ -112,3 +114,36 @@ def moved_aside(path: Path, suffix: str) -> Path:
         OSError: It cannot be moved.
     """
     return path.replace(path.with_suffix(suffix))
+
+
+def profiles_folder() -> Path:
+    """Return the folder of profiles in `AUTOSPLIT_CACHE_DIR` or the user's cache directory. It may not exist.
+
+    Raises:
+        ProfileError: The home directory is unknown.
+    """
+    given = os.environ.get("AUTOSPLIT_CACHE_DIR")
+    with contextlib.suppress(RuntimeError):  # the home directory is unknown
+        if given:
+            return Path(given).expanduser().absolute() / "profiles"
+        import platformdirs
+
+        found = platformdirs.user_cache_path("autosplit", appauthor=False)
+        if found.is_absolute():  # older versions of platformdirs return "~/.cache"
+            return found / "profiles"
+    raise ProfileError(
+        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown. Expected a folder for profiles. Set "
+        "AUTOSPLIT_CACHE_DIR or HOME to a folder.",
+        code="cache-folder",
+    )
+
+
+def profile_with_key(digits: str) -> Path | None:
+    """Return the only profile whose key begins with these hexadecimal digits, or None."""
+    if not digits or set(digits) - set("0123456789abcdef"):
+        return None
+    try:
+        found = [*profiles_folder().glob(f"{digits}*.json")]
+    except (OSError, ProfileError):
+        return None
+    return found[0] if len(found) == 1 else None

@@ -14,7 +14,15 @@ from torch import nn
 
 import autosplit
 from autosplit.cli.main import main
-from autosplit.errors import ArgumentError, AutosplitError, DeviceError, UserCodeError, WorkloadError
+from autosplit.errors import (
+    ArgumentError,
+    AutosplitError,
+    DeviceError,
+    InputError,
+    PlanError,
+    UserCodeError,
+    WorkloadError,
+)
 
 BATCH = torch.randn(8, 16), torch.randint(0, 4, (8,))
 LOSS = nn.CrossEntropyLoss()
@@ -149,3 +157,21 @@ def test_the_command_line_names_the_next_step(
     file.write_text("from torch import nn\nmodel = nn.Linear(2, 1)\n")
     assert main([part.format(file=file) for part in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_plan_is_loaded_by_its_key_and_cuts_a_dataset() -> None:
+    plan = autosplit.tune(net(), BATCH, LOSS, **{**SMALL, "profile": "auto", "effective_batch_size": 16})
+    assert plan.path is not None
+    loaded = autosplit.Plan.load(plan.path.stem[:12])
+    assert loaded.split == plan.split
+    dataset = torch.utils.data.TensorDataset(torch.zeros(48, 16))
+    assert len(loaded.batch_sampler(dataset)) == len(loaded.batch_sampler(48)) > 0
+    with raises(PlanError, "plan-unreadable", "ffffffffffff", "autosplit profiles"):
+        autosplit.Plan.load("ffffffffffff")
+
+
+def test_a_loader_without_a_step_is_refused() -> None:
+    """The epoch had no step, without a word."""
+    plan = autosplit.tune(net(), BATCH, LOSS, effective_batch_size=64, **SMALL)
+    with raises(InputError, "drop-last-leaves-no-step", "10", "64"):
+        plan.batch_sampler(10, drop_last=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from autosplit.cli.output import Manner, note
 from autosplit.errors import InputError
+from autosplit.files import profiles_folder
 from autosplit.plan.plan import Plan
-from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, read_profile
+from autosplit.profiles.store import KEY_DIGITS, profile_paths, read_profile
 
 
 def plan_file(which: str) -> Path:

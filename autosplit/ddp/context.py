@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Literal
 
@@ -168,7 +168,7 @@ class Context(CheckpointMethods):
         return DataLoader(dataset, batch_sampler=sampler, **{**self.plan.loader_keywords, **options})
 
     def batch_sampler(
-        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+        self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> ScheduledBatchSampler:
         """Return a batch sampler that yields this rank's part of every micro-batch.
 
@@ -178,7 +178,7 @@ class Context(CheckpointMethods):
         one or two samples with weight 0, which do not change BatchNorm statistics.
 
         Args:
-            num_samples: The length of the data set, the same on every rank.
+            num_samples: The dataset or its length, the same on every rank.
             shuffle: Whether to draw a new order each epoch. `steps` counts the epochs, or `set_epoch` on every rank
                 chooses one.
             seed: The seed of the order, the same on every rank.

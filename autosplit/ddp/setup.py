@@ -73,7 +73,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         count = len(plan.ddp.ranks)
         raise PlanError(
             f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process for "
-            f"each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job",
+            f"each rank; start it with autosplit launch SCRIPT or torchrun "
+            f"--nproc-per-node {count} SCRIPT, or tune for the devices of this job",
             code="world-size",
         )
     device = device_for(plan, place)

@@ -197,7 +197,8 @@ def share_of(plan: Plan, place: Place) -> Share:
         if count != place.world_size:
             raise PlanError(
                 f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
-                f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job",
+                f"for each rank; start it with autosplit launch SCRIPT or torchrun "
+                f"--nproc-per-node {count} SCRIPT, or tune for the devices of this job",
                 code="world-size",
             )
         ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        num_samples: int,
+        num_samples: int | Sized,
         batch_size: int,
         effective_batch_size: int,
         *,
@@ -115,12 +115,23 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         order: Callable[[int], Sequence[int]] | None = None,
         rank_slice: RankSlice | None = None,
     ) -> None:
-        self.num_samples = whole_number("num_samples", num_samples, minimum=1)
+        given: Any = num_samples
+        # A 0-dimensional tensor is a number, although it has __len__.
+        is_dataset = isinstance(given, Sized) and not isinstance(given, str) and getattr(given, "ndim", 1) > 0
+        length = len(given) if is_dataset else given
+        self.num_samples = whole_number("num_samples", length, minimum=1)
         self.batch_size = whole_number("batch_size", batch_size, minimum=1)
         self.effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
         self.drop_last = drop_last
+        if drop_last and self.num_samples < self.effective_batch_size:
+            raise InputError(
+                f"drop_last=True leaves no step: the dataset has {self.num_samples} samples, and a step has "
+                f"{self.effective_batch_size}. Expected at least one step. Tune for a smaller effective_batch_size, or "
+                "leave drop_last out.",
+                code="drop-last-leaves-no-step",
+            )
         self._draw = order
         self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
         self.epoch = 0

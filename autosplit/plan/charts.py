@@ -428,6 +428,8 @@ def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, flo
         rates.append(("even split that fits", explanation.even.samples_per_s, False))
     if plan.ddp.ranks and not is_ddp and len(plan.devices) > 1:
         rates.append(("DDP", plan.ddp.samples_per_s, plan.ddp.measured))
+        if plan.ddp.even_samples_per_s is not None:
+            rates.append(("DDP with equal ranks", plan.ddp.even_samples_per_s, False))
     names = {device.label: device.name for device in plan.devices}
     for alone in explanation.alone:
         label = alone.devices[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,12 +252,12 @@ class Plan(PlanRecord):
         return next((check.reduce for check in self.checks if check.reduce is not None), None)
 
     def batch_sampler(
-        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+        self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> ScheduledBatchSampler:
         """Return a batch sampler for the plan's micro-batches, with `effective_batch_size` samples per step.
 
         Args:
-            num_samples: Length of the dataset.
+            num_samples: The dataset, or its length.
             shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets one.
             seed: Seed of the order.
             drop_last: Leave out the last step of an epoch if it is incomplete.

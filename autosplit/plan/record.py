@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from autosplit.errors import PlanError
-from autosplit.files import read_bounded, replace_file, what_stands_at
+from autosplit.files import profile_with_key, read_bounded, replace_file, what_stands_at
 from autosplit.notes import Note
 from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import fits_devices, unfit_number, unsound_part
@@ -415,18 +415,19 @@ class PlanRecord:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan that `save` wrote.
+        """Read a plan that `save` wrote, or a profile by the first digits of its key.
 
         Raises:
             PlanError: The file does not exist, or is not a plan that this version can read.
         """
         try:
+            path = path if Path(path).exists() else profile_with_key(os.fspath(path)) or path
             text = read_bounded(path, MAX_FILE_BYTES)
         except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
-                f"the plan {os.fspath(path)} can't be read ({reason}); expected a file that Plan.save wrote; "
-                "check the path",
+                f"the plan {os.fspath(path)} can't be read ({reason}). Expected a file that Plan.save wrote, or a key "
+                "that autosplit profiles lists. Check the path.",
                 code="plan-unreadable",
             ) from error
         return cls.from_json(text, source=os.fspath(path)).kept_at(Path(path))

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError, PlanError, ProfileError
-from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file
+from autosplit.files import (
+    OWNER_ONLY,
+    LargeFileError,
+    make_private_folder,
+    moved_aside,
+    profiles_folder,
+    read_bounded,
+    replace_file,
+)
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES
@@ -56,28 +64,6 @@ class Found:
     path: Path
     notes: tuple[Note, ...] = ()
     unreadable: bool = False
-
-
-def profiles_folder() -> Path:
-    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist.
-
-    Raises:
-        ProfileError: Nobody knows where: the home directory is unknown.
-    """
-    given = os.environ.get("AUTOSPLIT_CACHE_DIR")
-    with contextlib.suppress(RuntimeError):  # without a home
-        if given:
-            return Path(given).expanduser().absolute() / "profiles"
-        import platformdirs
-
-        found = platformdirs.user_cache_path("autosplit", appauthor=False)
-        if found.is_absolute():  # of older ones "~/.cache" is left
-            return found / "profiles"
-    raise ProfileError(
-        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
-        "AUTOSPLIT_CACHE_DIR to one, or HOME",
-        code="cache-folder",
-    )
 
 
 def _path_of(key: str) -> Path:

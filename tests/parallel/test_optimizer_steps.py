@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from raised import raises
 from torch.nn.utils.rnn import pack_sequence
@@ -87,6 +87,7 @@ class TestScheduledBatchSampler:
     def test_every_sample_once_in_steps_of_the_effective_batch(
         self, num_samples: int, batch_size: int, effective_batch_size: int, shuffle: bool, drop_last: bool
     ) -> None:
+        assume(not drop_last or num_samples >= effective_batch_size)
         sampler = ScheduledBatchSampler(
             num_samples, batch_size, effective_batch_size, shuffle=shuffle, seed=7, drop_last=drop_last
         )

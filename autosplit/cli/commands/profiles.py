@@ -15,7 +15,8 @@ from autosplit.cli.stored_profile import Profile, profile_at
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_plain, short_name
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
-from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, remove_left_over, remove_profile
+from autosplit.files import profiles_folder
+from autosplit.profiles.store import KEY_DIGITS, profile_paths, remove_left_over, remove_profile
 from autosplit.text import counted_text, rate_text, tuple_text
 
 if TYPE_CHECKING:
