@@ -1033,15 +1033,19 @@ BAD = {
         "effective_batch_size is 1024:256.*256:1024",
         lambda: quick(small(), SIM, effective_batch_size="1024:256"),
     ),
-    "fp32": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp32")),
+    "fp32": (
+        WorkloadError,
+        "'none' is fp32, or the precision of the model",
+        lambda: quick(small(), SIM, precision="fp32"),
+    ),
     "a single sample": (
         UserCodeError,
-        r"mend it and run again; .*\(a single sample is made a batch by sample.unsqueeze\(0\)\)",
+        r"a single sample a batch by sample.unsqueeze\(0\)",
         lambda: quick(lambda: Workload(nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)), SIM),
     ),
     "an array of targets": (
         UserCodeError,
-        r"batch_size \(8\).*values other than tensors and lists in it stay as they are \(make them tensors",
+        r"batch_size \(8\).*values other than tensors and lists, which are not cut: make them tensors",
         lambda: quick(
             Workload(nn.Linear(4, 3), (torch.zeros(4, 4), np.zeros(4, np.int64)), loss_fn=listed_cross_entropy), SIM
         ),
@@ -1054,7 +1058,11 @@ BAD = {
         lambda: quick(small(), SIM, seed=2**32),
     ),
     "float64 on fakes": (UserCodeError, "must have the same dtype", lambda: quick(small_of_float64(), SIM)),
-    "an optimizer of a part": (WorkloadError, r"lacks 4 parameters .* requires_grad_\(False\)", lambda: quick(headed(), SIM)),
+    "an optimizer of a part": (
+        WorkloadError,
+        r"lacks 4 parameters .* requires_grad_\(False\)",
+        lambda: quick(headed(), SIM),
+    ),
     "an optimizer of live ones": (WorkloadError, "other parameters than its argument", lambda: quick(straying(), SIM)),
     "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
     "unknown profile": (InputError, "profile is 'maybe'", lambda: quick(small(), SIM, profile="maybe")),
