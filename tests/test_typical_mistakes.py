@@ -55,7 +55,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AutosplitError], str, str]]
         lambda: autosplit.tune(nn.Transformer, BATCH, LOSS, **SMALL),
         UserCodeError,
         "user-code",
-        "Transformer(), made from the class",
+        "Transformer(), an instance of the class",
     ),
     "a loss of outputs": (
         lambda: autosplit.tune(net(), BATCH, compute_loss=of_outputs, **SMALL),

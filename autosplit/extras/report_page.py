@@ -150,7 +150,7 @@ def _size(nbytes: int) -> str:
 
 def _check_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for check in sorted(plan.checks, key=lambda check: not check.depends):
-        more = "; ".join(filter(None, (check.advice, check.remark)))
+        more = " ".join(filter(None, (check.advice, check.remark)))
         errors = error_text(check.split_error), error_text(check.accumulation_error)
         yield check.subject, *errors, "yes" if check.depends else "no", more
 

@@ -54,8 +54,8 @@ class Check:
         verdict = "changes" if self.depends else "stays the same"
         split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
         said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
-        more = "; ".join(filter(None, (self.advice, self.remark)))
-        return f"{said}: {more}" if more else said
+        more = " ".join(filter(None, (self.advice, self.remark)))
+        return f"{said}. {more}" if more else said
 
 
 def is_count_expression(text: str) -> bool:

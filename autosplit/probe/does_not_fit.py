@@ -22,14 +22,14 @@ def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
     needed_bytes = own_bytes
     if own_bytes:
         message = (
-            f"a copy of the model does not fit {device.label} ({device.name}) at batch {least} beside the model, which "
-            f"is there already and takes {own_bytes} of the {capacity_bytes} bytes that it may hold; expected room for "
-            "a step; tune with the model on the processor (model.cpu()), and move it afterwards"
+            f"A copy of the model does not fit {device.label} ({device.name}) at batch {least}. The model is "
+            f"there already and takes {own_bytes} of the {capacity_bytes} bytes allowed. Tune it on the CPU "
+            "(model.cpu()), and move it afterwards."
         )
     elif prober.max_batch_size < least:
         return DoesNotFitError(
-            f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
-            f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size",
+            f"A batch of {prober.max_batch_size} is the largest allowed, but BatchNorm trains on at least {least}. "
+            f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
             code="batchnorm-least-samples",
         )
     else:
@@ -52,15 +52,14 @@ def _why_not(prober: StepRunner, index: int, needed_bytes: int) -> str:
     lost = [note.text for note in prober.runtime.notes] if isinstance(prober.runtime, IsolatedRuntime) else []
     if fits and (lost or prober.out_of_time):
         return (
-            f"no step of the workload ran to its end on {where}: {'; '.join(lost) or 'the time limit was over'}; "
-            f"expected one of the {needed_bytes} bytes that the smallest one takes by its trace, of {capacity_bytes} "
-            f"that it may hold; {'run one step by itself to see why' if lost else 'raise time_limit_s'}"
+            f"No step of the workload finished on {where}: {'; '.join(lost).rstrip('.') or 'the time limit was over'}. "
+            f"By its trace the smallest step takes {needed_bytes} bytes, and {capacity_bytes} are allowed. "
+            f"{'Run one step by itself to see why.' if lost else 'Raise time_limit_s.'}"
         )
     needs = f"it needs {needed_bytes} bytes ({size_text(needed_bytes)})"
     if fits:
-        needs = f"a real step needs more than the {needed_bytes} bytes that its trace tells,"
+        needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
     return (
-        f"the workload does not fit {where} at batch {prober.least_batch()}: {needs} and may hold {capacity_bytes} "
-        f"({size_text(capacity_bytes)}); expected at least one sample to fit; use a smaller model, a lower precision, "
-        "or a larger device"
+        f"The workload does not fit {where} at batch {prober.least_batch()}: {needs} and may hold {capacity_bytes} "
+        f"({size_text(capacity_bytes)}). Use a smaller model, a lower precision, or a larger device."
     )

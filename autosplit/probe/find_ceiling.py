@@ -61,12 +61,10 @@ def find_ceiling(
     """
     request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
     if role not in get_args(Role):
-        raise InputError(
-            f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them", code="role"
-        )
+        raise InputError(f"role is {role!r}. Expected one of {', '.join(get_args(Role))}.", code="role")
     if len(request.devices) != 1:
         raise InputError(
-            f"{len(request.devices)} devices are given; expected one; call find_ceiling for each", code="one-device"
+            f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.", code="one-device"
         )
     asked, held = role, {"fits": (role,)} if role in COPYING else {}
     role = "rank" if held else role
@@ -107,8 +105,8 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
         others = [other for other in list_devices() if other.kind == device.kind and other.index != device.index]
         if not others:
             raise DeviceError(
-                f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
-                "probe it as role='rank' or role='primary'",
+                f"{device.label} is the only GPU. A replica needs another GPU as device 0. "
+                "Probe it with role='rank' or role='primary'.",
                 code="replica-needs-second-gpu",
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1

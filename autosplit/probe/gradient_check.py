@@ -72,9 +72,9 @@ def check(workload: Any) -> tuple[Check, ...]:
         needed_bytes, available_bytes = _gradients_bytes(first.workload.modules), available_host_bytes()
         if needed_bytes > available_bytes:
             raise WorkloadError(
-                f"gradients in float64 take {needed_bytes / 2**30:.1f} GiB; expected no more than the "
-                f"{available_bytes / 2**30:.1f} GiB that this machine has available; check the same model with fewer "
-                "layers",
+                f"Gradients in float64 take {needed_bytes / 2**30:.1f} GiB. Expected at most the "
+                f"{available_bytes / 2**30:.1f} GiB that this machine has available. Check the same model with fewer "
+                "layers.",
                 code="check-memory",
             )
         workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
@@ -114,11 +114,11 @@ def checks_for(
             batch = _batch_of(built)
             size = _affordable_samples(built, batch)
             total = batch_size_of(batch, built.batch_dim)
-            remark = "" if size == total else f"checked with the first {size} of {total} samples"
+            remark = "" if size == total else f"Checked with the first {size} of {total} samples."
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
-            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor took over {FIRST_S:g} s"
+            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the CPU took over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning reports errors of the workload
             if getattr(error, "code", None) == NOT_FINITE:
                 return (), (Note(NOT_FINITE, NOT_FINITE_TEXT),)
@@ -128,7 +128,8 @@ def checks_for(
 
 def not_checked(why: object) -> Note:
     """Return the note of a plan whose gradients were not checked. The profile keeps it."""
-    text = f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
+    reason = str(why).rstrip(".")
+    text = f"The gradient check was not run: {reason}. Run it with autosplit check FILE (autosplit.check(workload))."
     return Note("not-checked", text)
 
 
@@ -156,8 +157,8 @@ def _batch_of(workload: Workload) -> Any:
         return workload.sample_batch
     if workload.make_batch is None:
         raise WorkloadError(
-            f"the sample batch has {size} sample{'' if size == 1 else 's'}; expected {LEAST_SAMPLES} or more, all "
-            "different, to split; pass a larger sample batch, or make_batch=",
+            f"The sample batch has {size} sample{'' if size == 1 else 's'}. Expected {LEAST_SAMPLES} or more, all "
+            "different, to split. Pass a larger sample batch, or make_batch=.",
             code="check-sample-count",
         )
     return workload.made_batch(MADE_SAMPLES)
@@ -202,5 +203,5 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
     if affordable >= total:
         return total
     if by_memory < 1:
-        raise TooDearError(f"{few} samples hold {copy.saved_bytes / 2**30:.1f} GiB between forward and backward")
+        raise TooDearError(f"{few} samples take {copy.saved_bytes / 2**30:.1f} GiB between forward and backward")
     return max(few, affordable)

@@ -99,14 +99,14 @@ class Comparison:
             self.copy = begun.copy
             self.tolerance = TOLERANCES[self.copy.dtype]
             if begun.refusal:
-                self.remarks.append(f"in float32, since the model can't run in float64 ({begun.refusal})")
+                self.remarks.append(f"Checked in float32, because the model can't run in float64 ({begun.refusal}).")
             if not self._accumulates:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
-                self.remarks.append(f"accumulation was not checked: {why}")
+                self.remarks.append(f"Accumulation was not checked: {why}.")
             if not _is_finite(begun.whole):
                 raise WorkloadError(
-                    "the gradient of the whole sample batch is not finite; expected numbers to compare; pass a sample "
-                    "batch and parameters that can be trained",
+                    "The gradient of the whole sample batch is not finite. Pass a batch and parameters that can be "
+                    "trained.",
                     code="gradient-not-finite",
                 )
             if self.workload.step is None and self.workload.loss_reduction == "mean":
@@ -121,7 +121,7 @@ class Comparison:
                     raise WorkloadError(table, code="gradient-not-finite") from error
                 if isinstance(error, AutosplitError):
                     raise
-                raise from_user_code(error, "the workload on a part of its own sample batch") from error
+                raise from_user_code(error, "The workload on a part of its own sample batch") from error
 
     @property
     def _accumulates(self) -> bool:
@@ -136,8 +136,8 @@ class Comparison:
         drawn = self._drawn(begun.whole)
         if drawn > self.tolerance:
             self.remarks.append(
-                "the forward draws random numbers, and a batch draws others than its parts do: this is in the "
-                f"difference, too; two seeds alone differ by {100 * drawn:.2g} %"
+                "The forward draws random numbers, other ones for a whole batch than for its parts. The difference "
+                f"includes this. Two seeds alone differ by {100 * drawn:.2g}%."
             )
             if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
                 return (*self._gradients(differences, is_random=True), *norms)
@@ -199,7 +199,7 @@ class Comparison:
 
     def _gradients(self, differences: _Differences, *, is_random: bool = False) -> tuple[Check, ...]:
         """Return one check for the gradient of each optimizer."""
-        remark = "; ".join(self.remarks)
+        remark = " ".join(self.remarks)
         checks = []
         for subject, split in differences.split.items():
             accumulation = differences.accumulation
@@ -233,14 +233,14 @@ class Comparison:
         elif rule is None and (found := self._differing_module()):
             subject = "model"
             advice = (
-                f"{found}: its output for a sample depends on the other samples of the forward; use a layer that "
-                "computes each sample alone, or train on one device with one forward per step"
+                f"In {found}, the output for a sample depends on the other samples of the forward. Use a layer that "
+                "computes each sample alone, or train on one device with one forward per step."
             )
         elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
             subject = "model"
             advice = (
-                f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several forwards "
-                "changes it several times; update it once per optimizer step"
+                f"It keeps state from one forward to the next ({', '.join(moved[:3])}). A step of several forwards "
+                "changes it several times. Update it once per optimizer step."
             )
         count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
         advice = advice or self._loss_advice(whole, rest, rule)
@@ -255,7 +255,7 @@ class Comparison:
             if self._mends(position, whole):
                 return (
                     f"{place} of shape {tuple(leaf.shape)} holds no samples, but is split with the batch because it "
-                    "has as many rows; pass it as autosplit.Whole(tensor), also where you call the model"
+                    "has as many rows. Pass it as autosplit.Whole(tensor), also where you call the model."
                 )
         return ""
 
@@ -290,19 +290,19 @@ class Comparison:
         if kind == "output":
             return _called(path, dict(copy.modules)[path])
         parent = path.rpartition(".")[0]
-        return f"the forward of {_called(parent, dict(copy.modules).get(parent))} before {path or 'it'}"
+        return f"the forward of {_called(parent, dict(copy.modules).get(parent))} before {path or 'the model'}"
 
     def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
         if self.workload.step is not None:
             return (
-                "a loss computed inside a model sees the samples of one device only: let the models return their "
-                "outputs, and compute the losses in step=, where the outputs are gathered"
+                "A loss computed inside a model sees the samples of one device only. Let the models return their "
+                "outputs, and compute the losses in step=, where the outputs are gathered."
             )
         if not all(map(_is_finite, rest.parts)):
             return (
-                "the loss of one micro-batch is not finite, for example because all its labels are ignored: pass "
-                "plan.steps(loader, count=...) a function that counts the labels in use; a micro-batch without any "
-                "is then skipped"
+                "The loss of one micro-batch is not finite, for example because all its labels are ignored. Pass "
+                "plan.steps(loader, count=...) a function that counts the labels in use. A micro-batch without any "
+                "is then skipped."
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
         if split_is_off and (kept := self._kept_elsewhere()):
@@ -311,14 +311,14 @@ class Comparison:
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
             if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
-                looping = "; and in the loop step.backward(loss / step.weight)" if reduce == "sum" else ""
+                looping = ", and call step.backward(loss / step.weight) in the loop" if reduce == "sum" else ""
                 return (
-                    f"it is a {rule.reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} "
-                    f"was given: pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}"
+                    f"It is a {rule.reduction} over the samples, but loss_reduction={self.workload.loss_reduction!r} "
+                    f"was given. Pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}."
                 )
         split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
         if split and accumulation_is_off:
-            return f"split: {split}; accumulated: {accumulated}"
+            return f"Split: {split} Accumulated: {accumulated}"
         return split or accumulated
 
     def _kept_elsewhere(self) -> str:
@@ -330,17 +330,17 @@ class Comparison:
         if not kept and not hooked:
             return ""
         what = f"the attribute {kept[0]} keeps" if kept else f"a forward hook on {hooked[0] or 'the model'} keeps"
-        return f"the loss may use a tensor that {what}. {SIDE_ADVICE}"
+        return f"The loss may use a tensor that {what}. {SIDE_ADVICE}"
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
-        outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="
+        outside = "Let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss=."
         if rule is None:
-            return f"the model computes the loss itself, and on each device sees only its share: {outside}"
+            return f"The model computes the loss itself, and on each device sees only part of the batch. {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:
             return (
-                'the model\'s loss is not a mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
+                'The model\'s loss is not a mean over samples. After model = plan.wrap(model) set model.reduce = "sum".'
             )
-        return f"the model's loss is a mean over {rule.over}, not over samples: {outside}"
+        return f"The model's loss is a mean over {rule.over}, not over samples. {outside}"
 
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
         return relative(self.copy.split(reduce), whole)[GRADIENT]
@@ -370,19 +370,19 @@ class _Differences:
 def _accumulation_advice(rule: Rule | None) -> str:
     if rule is None:
         return (
-            'it needs the whole batch, and no weights of micro-batches can replace that: pass loss_scope="batch" to '
-            "the Workload, so that nothing is accumulated; under DDP gather the tensors that the loss compares with "
-            "ctx.all_gather(tensor)"
+            'It needs the whole batch, and no weights of micro-batches can replace that. Pass loss_scope="batch" to '
+            "the Workload, so that nothing is accumulated. Under DDP gather the tensors that the loss compares with "
+            "ctx.all_gather(tensor)."
         )
     if rule.count is None:
         return (
-            "it is a mean, but not over samples: the first micro-batch here weighs "
-            f"{rule.ratio:.3g} times as much as the second; pass plan.steps(loader, count=...) a function that returns "
-            "what the loss divides by, an int or a float, such as the sum of its samples' weights"
+            "It is a mean, but not over samples: the first micro-batch here weighs "
+            f"{rule.ratio:.3g} times as much as the second. Pass plan.steps(loader, count=...) a function that returns "
+            "the number that the loss divides by, such as the sum of its samples' weights."
         )
     return (
-        f"it is a mean over {rule.over}, not over samples: accumulate with plan.steps(loader, count=lambda batch: "
-        f"{rule.count}) (under DDP ctx.steps, with the same count=)"
+        f"It is a mean over {rule.over}, not over samples. Accumulate with plan.steps(loader, count=lambda batch: "
+        f"{rule.count}) (under DDP ctx.steps, with the same count=)."
     )
 
 
@@ -392,10 +392,10 @@ def _norm_check(seen: NormSeen, samples: int, *, accumulates: bool) -> Check:
         _finite(seen.split_error),
         _finite(seen.accumulation_error) if accumulates else None,
         depends=True,
-        advice="it computes its statistics from each device's share: use larger shares, freeze it with .eval(), or use "
-        "GroupNorm; under DDP on GPUs ctx.wrap(model, sync_batchnorm=True) sees the samples of all ranks",
-        remark=f"the figures are of the {samples} samples that the workload came with, cut in two: larger shares "
-        "differ less",
+        advice="It computes its statistics from the samples of each device. Use larger splits, freeze it with .eval(), "
+        "or use "
+        "GroupNorm. Under DDP on GPUs ctx.wrap(model, sync_batchnorm=True) sees the samples of all ranks.",
+        remark=f"The figures are for the workload's {samples} samples, cut in two. Larger splits differ less.",
     )
 
 

@@ -53,8 +53,8 @@ NOISE = 1e-6
 """Largest difference between the errors of two rules that fit equally well."""
 
 RULES: dict[str, str] = {
-    "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
-    "labels": "labels, those left out by the loss apart",
+    "shifted labels": "labels, without the first of each sequence and those that the loss ignores",
+    "labels": "labels, without those that the loss ignores",
     "samples": "samples",
 }
 """The counts that a loss may be a mean over, the most likely first."""
@@ -131,7 +131,7 @@ class Samples:
         """Return the first samples of a batch. Raise WorkloadError if parts of it can't be cut in the same manner."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
-            raise WorkloadError("the batch has lists, which can't be cut as its tensors can", code="batch-not-cuttable")
+            raise WorkloadError("The batch has lists, which can't be cut like tensors.", code="batch-not-cuttable")
 
         def rows(indices: Sequence[int]) -> Any:
             chosen = [*indices]
@@ -202,7 +202,7 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     if len(usable) < 2:
         raise _UnexaminedError("fewer than two samples have a loss, or labels that are not ignored")
     if any(not math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0 for i in range(number)):
-        raise _UnexaminedError("a sample alone has no finite loss, so the loss divides by something that it lacks")
+        raise _UnexaminedError("one sample alone has no finite loss, so the loss divides by something that it lacks")
     errors: dict[Any, float] = dict.fromkeys([SUM, *counts], 0.0)
     for group in _groups(usable, losses, counts):
         with torch.no_grad():
@@ -286,15 +286,15 @@ def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> Non
         where: Name of the object that takes `count=`, such as ``"the Trainer"``.
         stacklevel: Stack level of the warning.
     """
-    cure = f"Pass count= to {where}: a function that returns what the mean loss of a batch divides by."
+    cure = f"Pass count= to {where}: a function that returns the number that the loss of a batch is divided by."
     if math.isnan(finding.error):
         text = (
-            f"What the loss is a mean over could not be examined: {finding.reason}. It is taken for {finding}. If it "
-            f"is anything else, the gradient depends on the split. {cure}"
+            f"Could not examine which mean the loss is: {finding.reason}. autosplit assumes {finding}. If this is "
+            f"wrong, the gradient depends on the split. {cure}"
         )
     elif finding.error > TOLERANCE:
         text = (
-            f"The loss is a mean neither over labels nor over samples, and no sum (a few samples are "
+            f"The loss is not a mean over labels or samples, and not a sum (a few samples are "
             f"{finding.error:.1%} off). The gradient depends on the split. {cure} See also autosplit check."
         )
     else:

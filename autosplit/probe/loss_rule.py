@@ -190,7 +190,7 @@ def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tup
             counts = float((tensor != value).sum()), float((other != value).sum())
             yield over, f"int((batch{path} != {value}).sum())", counts
             if tensor.dim() > 1:
-                less = f"{over}, the first of each sample left out"
+                less = f"{over}, without the first of each sample"
                 counts = float((tensor[:, 1:] != value).sum()), float((other[:, 1:] != value).sum())
                 yield less, f"int((batch{path}[:, 1:] != {value}).sum())", counts
 

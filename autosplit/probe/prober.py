@@ -176,7 +176,9 @@ class Prober(Stopwatch):
         if n is None and self.exact and search.found < self.max_batch_size and search.failed != search.found + 1:
             n = search.found + 1
         if n is not None:
-            _log.info("next %d on %s: %d ran, of the sizes tried", n, self.runtime.devices[index].label, search.found)
+            _log.info(
+                "next %d on %s: %d ran, out of the sizes tried", n, self.runtime.devices[index].label, search.found
+            )
         return n
 
     def _alike(self, seen: Observations) -> int | None:
@@ -265,7 +267,7 @@ class Prober(Stopwatch):
                 return MemoryFit.through(*(point(own, beside)[1] for own, beside in ((1, 1), (2, 1), (1, 2))))
             points = [point(1, 1), point(2, 2)]
         except OutOfMemoryError as error:
-            _log.info("device 0 beside the others: out of memory (%s)", error)
+            _log.info("device 0 with the others: out of memory (%s)", error)
             self.counts.ooms += 1
             return None
         (t0, y0), (t1, y1) = ((self.traced(shape)[0], peak) for shape, (_, _, peak) in points)

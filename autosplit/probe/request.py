@@ -147,26 +147,26 @@ def checked_request(
     _one_of("profile", profile, PROFILES)
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
         raise InputError(
-            f"max_batch_size is {max_batch_size}; expected at most {MOST_SAMPLES}; leave it out for no bound",
+            f"max_batch_size is {max_batch_size}. Expected at most {MOST_SAMPLES}. Leave it out for no bound.",
             code="max-batch-size",
         )
     whole_number("n_trials", n_trials, minimum=1)
     if whole_number("seed", seed, minimum=0) >= 2**32:  # the limit of numpy, which Optuna uses
-        raise InputError(f"seed is {seed}; expected a whole number below {2**32}; take a smaller one", code="seed")
+        raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.", code="seed")
     is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if time_limit_s is not None and not (is_number and time_limit_s > 0):
         raise InputError(
-            f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit", code="time-limit"
+            f"time_limit_s is {time_limit_s!r}. Expected seconds above 0. Leave it out for no limit.", code="time-limit"
         )
     if storage is not None and not isinstance(storage, str):
         raise InputError(
-            f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out",
+            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass one, or leave it out.",
             code="storage-type",
         )
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
-            f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); "
-            "pass one, or leave it out",
+            f"sampler is {shown(sampler)}. Expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0). "
+            "Pass one, or leave it out.",
             code="sampler-type",
         )
     _check_name(name)
@@ -199,8 +199,7 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     ends = (value.split(":") if isinstance(value, str) else value) if is_range else [value]
     if is_range and len(ends) != 2:
         raise InputError(
-            f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
-            "pass one of these",
+            f"effective_batch_size is {value!r}. Expected a number, or a range such as (256, 1024) or '256:1024'.",
             code="effective-batch-size",
         )
     names = ("effective_batch_size", "the end of effective_batch_size")[: len(ends)]
@@ -209,12 +208,12 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     least, most = checked[0], checked[-1]
     if most < least:
         raise InputError(
-            f"effective_batch_size is {least}:{most}; expected the smaller end first; write {most}:{least}",
+            f"effective_batch_size is {least}:{most}. Expected the smaller end first. Write {most}:{least}.",
             code="effective-batch-size-order",
         )
     if most > MOST_SAMPLES:
         raise InputError(
-            f"{names[-1]} is {most}; expected at most {MOST_SAMPLES}; ask for fewer",
+            f"{names[-1]} is {most}. Expected at most {MOST_SAMPLES}. Use a smaller number.",
             code="effective-batch-size-too-large",
         )
     return least, most
@@ -227,8 +226,8 @@ def _check_name(name: object) -> None:
     fine = isinstance(name, str) and name.isprintable() and name == name.strip() and 0 < len(name) <= LONGEST_NAME
     if not fine:
         raise InputError(
-            f"name is {shown(name)}; expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
-            "either end; choose another, or leave it out",
+            f"name is {shown(name)}. Expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
+            "either end. Choose another, or leave it out.",
             code="profile-name",
         )
 
@@ -241,6 +240,4 @@ def _whole_text(text: str) -> Any:
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise InputError(
-            f"{what} is {value!r}; expected one of {', '.join(map(repr, allowed))}; choose one of them", code="choice"
-        )
+        raise InputError(f"{what} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.", code="choice")

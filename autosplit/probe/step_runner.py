@@ -209,7 +209,7 @@ class StepRunner:
             if peak_bytes > capacity_bytes:
                 raise OutOfMemoryError(
                     f"{device.label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may hold "
-                    f"{capacity_bytes}; give it fewer samples",
+                    f"{capacity_bytes}. Give it fewer samples.",
                     device=device.label,
                     device_index=index,
                     requested_bytes=peak_bytes,
@@ -227,7 +227,7 @@ class StepRunner:
                 self.count(1, ooms=1)
                 raise
             told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
-            _log.info("timed %s: %s, give or take %s, in %d of it", shape, *told)
+            _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
             self.count(timed.repeats)
         return self._measured[shape]
 
@@ -323,9 +323,9 @@ def named_steps(shape: StepShape) -> Iterator[None]:
         cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
         advise(
             error,
-            "mend it and run again; if only the sample batch's own size runs, its batch_dim does not count samples (a "
-            "single sample is made a batch by sample.unsqueeze(0)), or values other than tensors and lists in it "
-            "stay as they are (make them tensors, or pass make_batch=)",
+            "fix it and run again. If only the sample batch's own size runs, its batch_dim may not count samples. Make "
+            "a single sample a batch by sample.unsqueeze(0). Or the batch has values other than tensors and lists, "
+            "which are not cut: make them tensors, or pass make_batch=.",
         )
-        what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
+        what = f"The workload, with a batch of {samples}{cut} (max_batch_size bounds the batches that are run),"
         raise from_user_code(error, what) from error

@@ -113,7 +113,7 @@ class Stopwatch(StepRunner):
                 continue
             if peak_bytes > capacity_bytes:
                 limit = "memory"
-                _log.info("%d samples are not tried: they would hold %s", n, size_text(peak_bytes))
+                _log.info("not trying %d samples: they would take %s", n, size_text(peak_bytes))
                 break
             self.report(f"timing {n} sample{'s' * (n > 1)} on {self.runtime.devices[0].label}")
             measured = self.measured(shape, budget_s=DOUBLING_BUDGET_S)
@@ -121,7 +121,7 @@ class Stopwatch(StepRunner):
             enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or self.out_of_time
             if n == self.max_batch_size or (enough and n >= needed):
                 limit = "max_batch_size" if n == self.max_batch_size else "time"
-                _log.info("no more than %d samples are tried: limited by %s", n, limit)
+                _log.info("not trying more than %d samples: limited by %s", n, limit)
                 break
             n = min(2 * n, self.max_batch_size)
         if not points:

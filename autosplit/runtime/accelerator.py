@@ -139,8 +139,8 @@ class AcceleratorRuntime:
             free_bytes, total_bytes = self._backend.mem_get_info(gpu)
             if free_bytes < SPILLING * total_bytes:
                 raise OutOfMemoryError(
-                    f"a step takes {pace_s / best_s:.0f} times as long for each sample as a smaller one did, and "
-                    f"{gpu} has {free_bytes} bytes left, as where memory spills to the host",
+                    f"The step takes {pace_s / best_s:.0f} times as long per sample as a smaller step. {gpu} has "
+                    f"{free_bytes} bytes left, so memory probably spills to the host.",
                     device=str(gpu),
                 )
 
@@ -283,7 +283,7 @@ class AcceleratorRuntime:
         self._drop_trainee()  # if the first update ran out of memory, only half of the optimizer's state exists
         where = "a GPU" if index is None else f"{self.devices[index].label} ({self.devices[index].name})"
         raise OutOfMemoryError(
-            f"{where} is out of memory with the samples {shape.splits[0]}; give it fewer. {message.splitlines()[0]}",
+            f"{where} is out of memory with {shape.splits[0]} samples. Give it fewer. {message.splitlines()[0]}",
             device=None if index is None else self.devices[index].label,
             device_index=index,
             capacity_bytes=0 if index is None else self.capacities_bytes[index],
@@ -357,7 +357,7 @@ class _Steady:
         if again:
             label = self._runtime.devices[min(again)].label
             raise OutOfMemoryError(
-                f"the allocator of {label} had to give back memory in two steps one after the other", device=label
+                f"The allocator of {label} had to release memory in two consecutive steps.", device=label
             )
 
 

@@ -187,7 +187,7 @@ class AffineTraces:
             try:
                 self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
             except Exception as error:  # noqa: BLE001  # the requested size may still work, or fail again there
-                _log.info("a step can't be foretold from others: %s: %s", type(error).__name__, error)
+                _log.info("can't predict this step from other steps: %s: %s", type(error).__name__, error)
                 self._laws[unit] = None
         return None if self.given_up else self._laws[unit]
 
@@ -240,7 +240,7 @@ class AffineTraces:
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
             self._held_to[shape.arrangement == "eval"] = shape.num_samples
             return
-        _log.info("steps of other sizes take another way than %s: each is followed", shape)
+        _log.info("steps of other sizes take another code path than %s: tracing each size", shape)
         self._shared.given_up = True
         self._shared.traces.clear()
 

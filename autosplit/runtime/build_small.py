@@ -98,7 +98,7 @@ class _Bound(TorchFunctionMode):
 
     def end(self) -> NoReturn:
         self.passed = True
-        raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not the processor's")
+        raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not on the CPU")
 
 
 def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:

@@ -41,10 +41,10 @@ _SENT_AT_ONCE_BYTES = 4096
 _SIGNALS = {
     "SIGKILL": "as the system's out-of-memory killer does",
     "SIGSEGV": "a segmentation fault",
-    "SIGBUS": "memory that could not be had, often /dev/shm",
-    "SIGABRT": "an abort in native code",
-    "SIGILL": "an instruction that this processor lacks",
-    "SIGFPE": "arithmetic in native code",
+    "SIGBUS": "because memory was not available, often in /dev/shm",
+    "SIGABRT": "because native code aborted",
+    "SIGILL": "because this CPU lacks an instruction",
+    "SIGFPE": "because of arithmetic in native code",
 }
 """What a signal usually comes from."""
 
@@ -53,7 +53,7 @@ class ChildLostError(AutosplitError):
     """A process ended, or had to be ended, without an answer.
 
     Attributes:
-        cause: What became of it, as the end of a sentence: ``"was ended by SIGKILL, ..."``.
+        cause: The reason, as the end of a sentence: ``"was killed by SIGKILL, ..."``.
         hung: It was ended because it took too long.
     """
 
@@ -111,8 +111,8 @@ class Child:
             ours.close()
             if isinstance(error, OSError):
                 raise AutosplitError(
-                    f"no process could be started ({one_line(error)}); expected room for one more; end others, or "
-                    "leave isolate out (--no-isolate)",
+                    f"No process could be started ({one_line(error)}). End other processes, or leave isolate out "
+                    "(--no-isolate).",
                     code="process-not-started",
                 ) from error
             raise
@@ -210,7 +210,7 @@ class Child:
         while not self._pipe.poll():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise ChildLostError(f"did not answer within {limit_s:.3g} s and was ended", hung=True)
+                raise ChildLostError(f"did not answer within {limit_s:.3g} s and was stopped", hung=True)
             if self._process.exitcode is not None and not self._pipe.poll():  # it may have answered meanwhile
                 raise ChildLostError(self._end_text())
             wait([self._pipe, self._process.sentinel], min(left_s, _LOOK_S))
@@ -219,7 +219,7 @@ class Child:
         except (EOFError, OSError):
             raise ChildLostError(self._end_text()) from None
         except Exception as error:
-            raise ChildLostError(f"sent what can't be read ({one_line(error)}) and was ended") from error
+            raise ChildLostError(f"sent unreadable data ({one_line(error)}) and was stopped") from error
         if kind == "lost":
             raise ChildLostError(value)
         return kind, value
@@ -228,14 +228,14 @@ class Child:
         assert self._process is not None
         code = _exitcode(self._process, _LOOK_S)
         if code is None:
-            return "closed its pipe and was ended"
+            return "closed its pipe and was stopped"
         if code >= 0:
             return f"exited with code {code}"
         try:
             name = signal.Signals(-code).name
         except ValueError:
-            return f"was ended by signal {-code}"
-        return f"was ended by {name}" + (f", {_SIGNALS[name]}" if name in _SIGNALS else "")
+            return f"was killed by signal {-code}"
+        return f"was killed by {name}" + (f", {_SIGNALS[name]}" if name in _SIGNALS else "")
 
 
 def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
@@ -252,8 +252,8 @@ def _pickled(what: Any) -> bytes:
         return pickle.dumps(what)
     except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
         raise InputError(
-            f"isolate=True and the workload can't be pickled ({one_line(error)}); expected a workload made of "
-            "importable functions and classes; define them in a module, or leave isolate out",
+            f"isolate=True, but the workload can't be pickled ({one_line(error)}). Expected a workload of importable "
+            "functions and classes. Define them in a module, or leave isolate out.",
             code="workload-not-picklable",
         ) from None
 
@@ -334,8 +334,8 @@ def _unpickled(data: bytes) -> Any:
         raise
     except Exception as error:  # noqa: BLE001  # whatever importing the user's modules raises
         raise InputError(
-            f"isolate=True and the workload can't be loaded in another process ({one_line(error)}); expected a "
-            "workload made of importable functions and classes; define them in a module, or leave isolate out",
+            f"isolate=True, but the workload can't be loaded in another process ({one_line(error)}). Expected a "
+            "workload of importable functions and classes. Define them in a module, or leave isolate out.",
             code="workload-not-unpicklable",
         ) from None
 
@@ -378,7 +378,7 @@ def decoded(links: list[tuple[bytes, str]], trace: str) -> BaseException:
             error = pickle.loads(data)  # noqa: S301  # by the process that we started
         chain.append(error if isinstance(error, BaseException) else RuntimeError(text))
     if trace:
-        chain.append(InTheChildError(f"in the other process:\n{trace}"))
+        chain.append(InTheChildError(f"In the other process:\n{trace}"))
     for one, cause in itertools.pairwise(chain):
         one.__cause__ = cause
     return chain[0]

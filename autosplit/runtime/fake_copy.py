@@ -109,7 +109,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device == device:
         return tensor
     if is_wrapper_subclass(tensor):
-        raise NotImplementedError(f"a {type(tensor).__name__} holds other tensors, which can't be faked with it")
+        raise NotImplementedError(f"a {type(tensor).__name__} wraps other tensors, which have no fake copies")
     if tensor.layout != torch.strided:
         return _fake_sparse(tensor, mode, device)
     with mode:
@@ -122,7 +122,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake sparse tensor with the same number of values. torch's own fakes have no values."""
     if tensor.layout is not torch.sparse_coo:
-        raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
+        raise NotImplementedError(f"a {tensor.layout} tensor has no fake copy with values")
     indices, values = (
         fake_like(part, mode, device) for part in (tensor.detach()._indices(), tensor.detach()._values())
     )

@@ -108,7 +108,7 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Mode
     made = build() if mode is None else built_without_memory(build, mode)
     if not isinstance(made, nn.Module):
         raise WorkloadError(
-            f"the model factory returned a {type(made).__name__}; expected an nn.Module; return the model itself",
+            f"The model factory returned a {type(made).__name__}. Expected an nn.Module. Return the model itself.",
             code="model-factory",
         )
     return Models.of(made), True
@@ -160,15 +160,15 @@ def _refuse_unready(models: Models) -> None:
         scripted = scripted_part(module)
         if scripted is not None:
             raise WorkloadError(
-                f"of the model, {scripted}; expected Python modules, whose copies can be trained and followed; pass "
-                "the module that was scripted or traced",
+                f"Of the model, {scripted}. Expected Python modules, whose copies can be trained and traced. Pass "
+                "the module before it was scripted or traced.",
                 code="module-scripted",
             )
         for name, parameter in module.named_parameters():
             if is_lazy(parameter):
                 raise WorkloadError(
-                    f"parameter {name} has no shape yet: its layer is a lazy one; expected a model with all its "
-                    "parameters; run it once on the sample batch",
+                    f"Parameter {name} has no shape yet, because its layer is lazy. Expected a model with all its "
+                    "parameters. Run it once on the sample batch.",
                     code="lazy-parameter",
                 )
 
@@ -178,8 +178,8 @@ def _refuse_meta(models: Models) -> None:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise WorkloadError(
-                    f"parameter {name} is on the meta device; expected a model with memory; "
-                    "plan it for simulated GPUs (--devices sim:...), or build it with .to_empty()",
+                    f"Parameter {name} is on the meta device. Expected a model with memory. "
+                    "Plan it for simulated GPUs (--devices sim:...), or build it with .to_empty().",
                     code="meta-parameter",
                 )
 
@@ -213,26 +213,26 @@ def _optimizer(
         return _twin(given, memo)
     if not callable(given):
         raise WorkloadError(
-            f"optimizer is {given!r:.80}; expected a class, a factory or an optimizer; pass torch.optim.AdamW, say",
+            f"optimizer is {given!r:.80}. Expected a class, a factory or an optimizer. Pass torch.optim.AdamW, say.",
             code="optimizer-type",
         )
     if not parameters:
         raise WorkloadError(
-            "the model has no trainable parameter; expected at least one; check requires_grad",
+            "The model has no trainable parameter. Expected at least one. Check requires_grad.",
             code="no-trainable-parameter",
         )
     with mode or nullcontext():  # an optimizer that creates state at once makes fakes, with known step counts
         made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
-            f"the optimizer factory returned a {type(made).__name__}; expected a torch.optim.Optimizer; return one",
+            f"The optimizer factory returned a {type(made).__name__}. Expected a torch.optim.Optimizer. Return one.",
             code="optimizer-factory",
         )
     given_ids = set(map(id, parameters))
     if any(id(p) not in given_ids for group in made.param_groups for p in group["params"]):
         raise WorkloadError(
-            "the optimizer factory's optimizer holds other parameters than those that it was given; expected these, "
-            "which are a copy's; build it from its argument: lambda parameters: torch.optim.AdamW(parameters)",
+            "The optimizer factory's optimizer has other parameters than its argument, which come from a copy of the "
+            "model. Build it from the argument: lambda parameters: torch.optim.AdamW(parameters).",
             code="optimizer-foreign-parameters",
         )
     return made
@@ -247,8 +247,8 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:
         raise WorkloadError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape "
-            f"{tuple(foreign[0].shape)}; expected the model's own; build it from model.parameters()",
+            f"The optimizer has {len(foreign)} parameters that are not in the model, the first of shape "
+            f"{tuple(foreign[0].shape)}. Expected the model's own. Build it from model.parameters().",
             code="optimizer-foreign-parameters",
         )
     twin = object.__new__(type(optimizer))
@@ -270,8 +270,8 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise WorkloadError(
-            f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
-            "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one",
+            f"The optimizer {type(optimizer).__name__} needs a closure that runs the model again. Expected an "
+            "optimizer whose step() takes no argument. Pass step=(model, optimizer, batch) that provides the closure.",
             code="optimizer-closure",
         )
 

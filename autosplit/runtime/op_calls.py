@@ -102,7 +102,7 @@ def _shape_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.layout is not torch.strided:
-        raise NotImplementedError(f"what an op on a tensor of {value.layout} costs is not told by its shape")
+        raise NotImplementedError(f"the cost of an op on a {value.layout} tensor can't be predicted from its shape")
     return _Tensor(tuple(value.shape), value.stride(), value.dtype)
 
 

@@ -122,8 +122,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
-            "A FakeTensorMode is active, so tensors have no values. Expected a call outside of it: autosplit runs the "
-            "workload, and makes its own fake tensors where it needs them.",
+            "A FakeTensorMode is active, so tensors have no values. Call autosplit outside of it. autosplit makes its "
+            "own fake tensors where it needs them.",
             code="fake-tensor-mode",
         )
     options = {name: value for name, value in described.items() if value is not None}
@@ -133,26 +133,26 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     if sample_batch is not None:
         if isinstance(given, Workload):
             raise InputError(
-                "a Workload and a sample_batch are given; expected one of them; the Workload has its own",
+                "A Workload and a sample_batch are given. Expected one of them: a Workload has its own batch.",
                 code="sample-batch-twice",
             )
         return _changed(Workload(given, sample_batch, **options), changes)
     if isinstance(given, nn.Module):
         raise WorkloadError(
-            f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
-            "pass it as the second argument",
+            f"A {type(given).__name__} is given without sample_batch. Expected one batch as training sees it. "
+            "Pass it as the second argument.",
             code="sample-batch-missing",
         )
     if options:
         raise InputError(
-            f"{', '.join(options)} given beside a {type(given).__name__}; expected them inside the Workload; "
-            "pass them to Workload(...)",
+            f"{', '.join(options)} given with a {type(given).__name__}. Expected them inside the Workload. "
+            "Pass them to Workload(...).",
             code="workload-arguments-twice",
         )
     if not isinstance(given, Workload) and not callable(given):
         raise WorkloadError(
-            f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
-            "returns one; pass one of these",
+            f"The workload is {given!r:.80}. Expected a model with a sample_batch, a Workload, or a function that "
+            "returns a Workload.",
             code="workload-type",
         )
     return _changed(given, changes)
@@ -175,7 +175,7 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
     precision = precision_name(changes.get("precision", "none"))
     if precision not in PRECISIONS:
         raise WorkloadError(
-            f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them",
+            f"precision is {precision!r}. Expected one of {', '.join(map(repr, PRECISIONS))}.",
             code="precision",
         )
     if not changes:
@@ -195,7 +195,7 @@ def build(source: Source, devices: Sequence[Device]) -> Built:
     try:
         return Built(source, built_within(lambda: _built(source), SMALL_BYTES))
     except (TooLarge, Exception) as error:  # noqa: BLE001  # a real error is raised again below
-        _log.info("the workload is built without its memory: %s", one_line(error) or "it is large")
+        _log.info("building the workload without real memory: %s", one_line(error) or "it is large")
     try:
         with held_interrupts():
             return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
@@ -280,7 +280,7 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
         why_real = note or why_real
         bounded = tracer.data_dependent.bounded
         if built.fake and bounded and _bytes_to_train(workload) <= available_host_bytes():
-            why_real = f"the workload was built with its memory, since {', '.join(bounded)} depends on values"
+            why_real = f"The workload was built with real memory, because {', '.join(bounded)} depends on values."
         if built.fake and why_real is not None:
             tracer.trainee.restore()  # the function may return the same model again, which may be borrowed
     if built.fake and why_real is not None:
@@ -300,8 +300,8 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
     return tuple(
         Note(
             "model-on-device",
-            f"the model is on {device} already and takes {size_text(nbytes)} of it next to the copy that was run"
-            f"{', in each of two processes' if twice else ''}; if it is moved there after tuning, as much more fits",
+            f"The model is on {device} already and takes {size_text(nbytes)} of it next to the traced copy"
+            f"{', in each of two processes' if twice else ''}. A larger batch fits if you move it there after tuning.",
         )
         for device, nbytes in held.items()
         if device.type == kind
@@ -317,7 +317,7 @@ def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
 
 
 def _built_for_real(error: Exception) -> str:
-    return f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
+    return f"The workload could not be built without real memory, so real memory was used: {one_line(error)}."
 
 
 def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
@@ -325,8 +325,8 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
     needed = _bytes_to_train(workload)
     if needed > available_host_bytes():
         raise WorkloadError(
-            f"the workload can't be followed without its memory ({one_line(error)}); with it, a copy and gradients "
-            f"take {size_text(needed)}; expected no more than this machine has; plan a model with fewer layers",
+            f"The workload can't be traced without real memory ({one_line(error)}). With real memory, a copy and "
+            f"gradients take {size_text(needed)}, more than this machine has. Plan a model with fewer layers.",
             code="workload-too-large",
         ) from error
 
@@ -339,12 +339,12 @@ def _bytes_to_train(workload: Workload) -> int:
 def _built(source: Source) -> Workload:
     if isinstance(source, Workload):
         return source
-    with users_errors("the function that builds the workload"):
+    with users_errors("The function that builds the workload"):
         workload = source()
     if not isinstance(workload, Workload):
         raise WorkloadError(
-            f"the function returned a {type(workload).__name__}; expected an autosplit.Workload; "
-            "return Workload(model, sample_batch)",
+            f"The function returned a {type(workload).__name__}. Expected an autosplit.Workload. "
+            "Return Workload(model, sample_batch).",
             code="workload-function",
         )
     return workload

@@ -32,19 +32,19 @@ def refuse_quantized(workload: Workload) -> None:
     for module in workload.modules:
         for name, part in module.named_modules():
             if _package(type(part)) in LAYERS:
-                _refuse(f"layer {name or 'model'} is {_name(type(part))}, with quantised weights")
+                _refuse(f"Layer {name or 'model'} is {_name(type(part))}, with quantised weights")
         for name, parameter in module.named_parameters():
             if is_wrapper_subclass(parameter):
-                _refuse(f"parameter {name} is a {type(parameter).__name__}, which holds other tensors")
+                _refuse(f"Parameter {name} is a {type(parameter).__name__}, which wraps other tensors")
     for kind in _optimizer_classes(workload):
         if _package(kind) in OPTIMIZERS:
-            _refuse(f"the optimizer is {_name(kind)}, which has kernels of its own")
+            _refuse(f"The optimizer is {_name(kind)}, which has its own kernels")
 
 
 def _refuse(what: str) -> None:
     raise WorkloadError(
-        f"{what}: on simulated cards and the processor its memory can't be told; expected plain tensors, which torch's "
-        "own ops update; plan with the plain kind, or tune on the card (--devices cuda)",
+        f"{what}. Its memory can't be predicted on simulated GPUs and the CPU. Expected plain tensors and torch's own "
+        "ops. Plan with an unquantised model and optimizer, or tune on the GPU (--devices cuda).",
         code="quantized-parameter",
     )
 

@@ -41,11 +41,11 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
         values.phase = "replay"
         found: Any = trace(fake=True, like_gpu=False, values=values)
         if not _agrees([found.trace(one) for one in (shape, twice)], expected):
-            _log.info("steps with replayed values differ from real steps: the values are not used")
+            _log.info("steps with replayed values differ from real steps: not using the values")
             return None
         return trace(fake=True, like_gpu=True, values=values) if like_gpu else found
     except Exception as error:  # noqa: BLE001  # the caller has another tracer, or reports the failure itself
-        _log.info("a step can't be traced with replayed values: %s: %s", type(error).__name__, error)
+        _log.info("can't trace a step with replayed values: %s: %s", type(error).__name__, error)
         return None
 
 

@@ -122,7 +122,7 @@ class SimulatedRuntime:
             if peak_bytes > self.capacities_bytes[index]:
                 raise OutOfMemoryError(
                     f"{device.label} ({device.name}) is out of memory: {shape.splits[0][index]} samples need "
-                    f"{peak_bytes} bytes, {self.capacities_bytes[index]} allowed; give it fewer samples",
+                    f"{peak_bytes} bytes, and {self.capacities_bytes[index]} are allowed. Give it fewer samples.",
                     device=device.label,
                     device_index=index,
                     requested_bytes=peak_bytes,

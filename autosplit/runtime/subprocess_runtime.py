@@ -142,7 +142,8 @@ class IsolatedRuntime:
             found: T = self._child.call("ask", function, limit_s=ASKED_LIMIT_S)
         except ChildLostError as lost:
             raise AutosplitError(
-                f"the process that was asked {lost.cause}; expected an answer", code="isolated-process-lost"
+                f"The isolated process {lost.cause}. Run one step of the workload by itself to see why.",
+                code="isolated-process-lost",
             ) from None
         return found
 
@@ -181,9 +182,9 @@ class IsolatedRuntime:
                 self._capacities_bytes = self._child.call("capacities", limit_s=ASKED_LIMIT_S)
         except ChildLostError as lost:
             raise AutosplitError(
-                f"the process for real steps {lost.cause} before it had built the workload; expected it to start; "
-                "mend what it says above (a script that tunes needs `if __name__ == '__main__':`), or leave isolate "
-                "out (--no-isolate)",
+                f"The process for real steps {lost.cause} before it had built the workload. Fix the error that it "
+                "printed above (a script that tunes needs `if __name__ == '__main__':`), or leave isolate out "
+                "(--no-isolate).",
                 code="isolated-process-not-started",
             ) from None
 
@@ -191,16 +192,15 @@ class IsolatedRuntime:
         """Give up where a process dies of anything, or steps go on hanging after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
-                f"the process for real steps died in each of its first {FUTILE_DEATHS} calls, the last time it "
-                f"{cause}; expected a step to end; run one step of the workload by itself to see why, or leave "
-                "isolate out (--no-isolate)",
+                f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. It last {cause}. "
+                "Run one step of the workload by itself to see why, or leave isolate out (--no-isolate).",
                 code="isolated-process-dies",
             )
         out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s
         if out_of_time and self._hung >= FUTILE_DEATHS:
             raise AutosplitError(
-                f"the time limit is over and {self._hung} steps have hung; the last process {cause}; expected steps "
-                "to end; ask for a max_batch_size at which they do, or raise time_limit_s",
+                f"The time limit is over and {self._hung} steps have hung. The last process {cause}. Use a "
+                "max_batch_size at which steps end, or raise time_limit_s.",
                 code="isolated-process-hangs",
             )
 
@@ -208,7 +208,7 @@ class IsolatedRuntime:
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         index = active[0] if len(active) == 1 else None
         return StepLostError(
-            f"the process that ran {_samples_text(shape)} {cause}; expected the step to end; give it fewer samples",
+            f"The process that ran {_samples_text(shape)} {cause}. Expected the step to end. Give it fewer samples.",
             device=None if index is None else self.devices[index].label,
             device_index=index,
             capacity_bytes=0 if index is None else self.capacities_bytes[index],
@@ -228,8 +228,8 @@ class IsolatedRuntime:
 def _lost_text(shapes: list[StepShape], cause: str) -> str:
     least = _samples_text(min(shapes, key=lambda shape: shape.num_samples))
     if len(shapes) == 1:
-        return f"the process that ran {least} {cause}: counted as out of memory"
-    return f"{len(shapes)} processes, the least of them at {least}, were lost: each {cause}; counted as out of memory"
+        return f"The process that ran {least} {cause}. This counts as out of memory."
+    return f"{len(shapes)} processes, the smallest at {least}, were lost: each {cause}. This counts as out of memory."
 
 
 def _samples_text(shape: StepShape) -> str:
@@ -312,9 +312,11 @@ class _Served:
             raise
         except (Exception, SystemExit) as error:
             if self._device_is_lost():
-                raise LostCauseError(f"lost {self._runtime.devices[0].kind.upper()} to {one_line(error)}") from error
+                raise LostCauseError(
+                    f"lost the {self._runtime.devices[0].kind.upper()} device: {one_line(error)}"
+                ) from error
             if is_oom(error, smaller_ran=self._ran):
-                raise OutOfMemoryError(f"out of memory: {one_line(error)}; give it fewer samples") from error
+                raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
             if is_kernel_limit(error):
                 raise  # the prober knows what to make of it
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):

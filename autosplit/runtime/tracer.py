@@ -200,8 +200,8 @@ class Tracer:
             found = run_until_settled(self.trainee, lambda: self._run(first))
         if self.workload.step is None and not self._is_trained:
             raise WorkloadError(
-                "no parameter of the model gets a gradient: the loss comes from something else than the model that it "
-                "is given; expected its outputs; call the model that compute_loss is passed, not one outside",
+                "No parameter of the model gets a gradient, so the loss does not come from the model's outputs. "
+                "In compute_loss, call the model that is passed, not one from outside.",
                 code="no-gradient",
             )
         self._kept[first] = found
@@ -301,7 +301,7 @@ class Tracer:
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
-            raise NotImplementedError("how many rows a sparse gradient has depends on the data")
+            raise NotImplementedError("the number of rows of a sparse gradient depends on the data")
         found = [p for p, grad in grads if grad is not None and not grad.is_sparse]
         if len(found) >= len(self._with_gradient or []):
             self._with_gradient = found
@@ -415,16 +415,16 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
             why = f" ({_cause_text(failures[0])})" if failures else ""
             whose = "an A100" if kernels is None else "this GPU"
             return tried, (
-                f"fake tensors can't be traced on {device.type}{why}: traces run the operators of {whose} on fake "
-                "tensors of the CPU, and real steps correct them"
+                f"Fake tensors can't be traced on {device.type}{why}. Traces run the operators of {whose} on fake "
+                "tensors of the CPU, and real steps correct them."
             )
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
         isinstance(part, NORMS) for module in tracer.trainee.models.modules for part in module.modules()
     )
     return tracer, (
-        f"the model can't be followed with fake tensors ({_cause_text(failures[0])}); what fits is told by real steps "
-        "alone"
+        f"The model can't be traced with fake tensors ({_cause_text(failures[0])}). The ceilings come from real "
+        "steps alone."
     )
 
 
@@ -451,12 +451,12 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
             return failure, None
         failure = failure.data_dependent.as_error()
     if not has_values:
-        raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
+        raise from_user_code(failure, "The model, traced with fake tensors on its own sample batch,")
     with users_errors(workload.sample_text):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu, kernels=kernels)
     return tracer, (
-        f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
-        "real ones on the CPU were followed instead"
+        f"The model can't be traced with fake tensors ({_cause_text(failure)}). "
+        "Real tensors on the CPU were traced instead."
     )
 
 

@@ -153,9 +153,8 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainee.optimizers.items):
         raise WorkloadError(
-            "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
-            "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
-            "itself, or plan with another optimizer",
+            "The optimizer is LBFGS, whose memory changes from step to step as its history fills. No batch is "
+            "certain to fit. Run its largest batch by itself, or plan with another optimizer.",
             code="memory-unsettled",
         )
     found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
@@ -179,19 +178,19 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     left_out = [p for p in _trainable(trainee) if id(p) not in stepped]
     if trainee.workload.step is None and left_out:
         raise WorkloadError(
-            f"the optimizer has not {len(left_out)} of the parameters that get a gradient, the first of shape "
-            f"{tuple(left_out[0].shape)}, and nobody clears it; expected all of them, or the others frozen; give the "
-            "optimizer model.parameters(), or call requires_grad_(False) on what is not to be trained",
+            f"The optimizer lacks {len(left_out)} parameters that get a gradient, the first of shape "
+            f"{tuple(left_out[0].shape)}. Their gradients are never cleared. Give the optimizer model.parameters(), "
+            "or call requires_grad_(False) on parameters that you do not train.",
             code="gradient-uncleared",
         )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
         names = " and ".join(type(optimizer).__name__ for optimizer in trainee.optimizers.items)
-        whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"
+        whose, how = f"The state of {names}", "Pass an optimizer whose state has a fixed size"
     else:
-        whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"
+        whose, how = "Memory of the model or the step", "Allocate its full size at once, or clear it in every step"
     raise WorkloadError(
-        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}, so that no "
-        f"batch fits for good; expected steps that leave as many bytes as they found; {how}",
+        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}. No "
+        f"batch fits permanently. Expected steps after which memory is as before. {how}.",
         code="memory-grows",
     )
 

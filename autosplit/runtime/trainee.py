@@ -250,8 +250,8 @@ class Trainee:
         """
         if self.workload.step is not None:
             raise WorkloadError(
-                "the workload has step=, which is a whole optimizer step; expected one model and a loss to evaluate; "
-                "pass a Workload of the model alone",
+                "The workload has step=, which is a whole optimizer step. Expected one model and a loss to evaluate. "
+                "Pass a Workload of the model alone.",
                 code="evaluation-with-step",
             )
         modes = [(module, module.training) for model in self.models.modules for module in model.modules()]

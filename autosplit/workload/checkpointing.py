@@ -40,8 +40,8 @@ class Checkpointing:
         """Raise WorkloadError if there are several models, or if the model has no such layer."""
         if len(modules) > 1:
             raise WorkloadError(
-                f"checkpointing is given for {len(modules)} models; expected one: a plan names the layers of that; "
-                "leave it out, and checkpoint them yourself",
+                f"checkpointing is given for {len(modules)} models. Expected one, because a plan names its layers. "
+                "Leave it out, and checkpoint the layers yourself.",
                 code="checkpointing-several-models",
             )
         self.names_in(modules[0])
@@ -51,16 +51,16 @@ class Checkpointing:
         found = [*_outermost(model, self._is_one)]
         if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
             raise WorkloadError(
-                "checkpointing is to be chosen, and the model checkpoints its layers already; expected one that does "
-                "not; leave gradient_checkpointing_enable() out, or checkpointing",
+                "checkpointing is given, but the model already checkpoints its layers. Leave out "
+                "gradient_checkpointing_enable(), or checkpointing.",
                 code="checkpointing-already",
             )
         if not found:
             kinds = self._kinds_text()
-            wanted = "layers of transformers' own" if kinds == AUTO else f"a {kinds}"
+            wanted = "a transformers layer" if kinds == AUTO else f"a {kinds}"
             raise WorkloadError(
-                f"checkpointing is {kinds!r}, and the {type(model).__name__} has no such layer; expected {wanted} in "
-                "it; pass checkpointing=Block, the class (or its name) of the layers that are repeated",
+                f"checkpointing is {kinds!r}, but the {type(model).__name__} has no such layer. Expected {wanted} in "
+                "it. Pass checkpointing=Block, the class (or its name) of the repeated layers.",
                 code="checkpointing-no-layer",
             )
         return tuple(name for name, _ in found[:: self.every])
@@ -88,8 +88,8 @@ def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
     )
     if not kinds or not of_layers or (AUTO in kinds and len(kinds) > 1):
         raise WorkloadError(
-            f"checkpointing is {shown(value)}; expected 'auto' for a model of transformers, or the class of the layers "
-            "that are repeated, or its name, or several of these; pass checkpointing=Block, say",
+            f"checkpointing is {shown(value)}. Expected 'auto' for a transformers model, or the class or name of the "
+            "repeated layers, or several of these. Pass checkpointing=Block, say.",
             code="checkpointing-value",
         )
     return tuple(None if every is None else Checkpointing(kinds, every) for every in EVERY)

@@ -23,8 +23,8 @@ DEFAULT_NAME = "workload"
 """Name of the workload if the spec has none."""
 
 _EXPECTED = (
-    "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
-    "timm:NAME or torchvision:NAME"
+    "Expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
+    "timm:NAME or torchvision:NAME."
 )
 
 
@@ -47,7 +47,7 @@ class Loaded:
         value = self._value if isinstance(self._value, Workload) else self._value()
         if not isinstance(value, Workload):
             raise InputError(
-                f"{self.spec} returned {_type_name(value)}; expected an autosplit.Workload; return one from it",
+                f"{self.spec} returned {_type_name(value)}. Expected an autosplit.Workload. Return one from it.",
                 code="workload-function",
             )
         return value
@@ -83,8 +83,8 @@ def load_loader(spec: str) -> Any:
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
     if not hasattr(module, name):
         raise InputError(
-            f"{place} has no {name!r}; expected a DataLoader of that name, or a function that returns one; define it, "
-            f"or write {place}:NAME",
+            f"{place} has no {name!r}. Expected a DataLoader of that name, or a function that returns one. Define it, "
+            f"or write {place}:NAME.",
             code="loader-name",
         )
     value = getattr(module, name)
@@ -99,7 +99,7 @@ def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
         return spec, default
     if not name.isidentifier():
         raise InputError(
-            f"{spec!r} has the name {name!r}; {_EXPECTED}; give the name that the workload has in the file",
+            f"{spec!r} has the name {name!r}. {_EXPECTED} Give the name that the workload has in the file.",
             code="workload-name",
         )
     return place, name
@@ -136,23 +136,23 @@ def _check_file(path: Path) -> None:
     """Raise InputError if the path is not a Python file, and suggest similar names."""
     if path.is_dir():
         raise InputError(
-            f"{path} is a folder; {_EXPECTED}; {_nearest_files(path, path.name)}", code="workload-file-is-folder"
+            f"{path} is a folder. {_EXPECTED} {_nearest_files(path, path.name)}", code="workload-file-is-folder"
         )
     if not path.is_file():
         folder = path.parent
         if not folder.is_dir():
             beside = map(str, folder.parent.glob(f"*/{path.name}"))
             near = difflib.get_close_matches(str(path), beside, n=1)
-            advice = f"did you mean {near[0]}?" if near else "check the path"
+            advice = f"Did you mean {near[0]}?" if near else "Check the path."
             raise InputError(
-                f"{path} does not exist, nor does its folder; {_EXPECTED}; {advice}", code="workload-folder-missing"
+                f"{path} does not exist, nor does its folder. {_EXPECTED} {advice}", code="workload-folder-missing"
             )
         raise InputError(
-            f"{path} does not exist; {_EXPECTED}; {_nearest_files(folder, path.name)}", code="workload-file-missing"
+            f"{path} does not exist. {_EXPECTED} {_nearest_files(folder, path.name)}", code="workload-file-missing"
         )
     if path.suffix != ".py":
         raise InputError(
-            f"{path} is not a .py file; {_EXPECTED}; {_nearest_files(path.parent, path.name)}",
+            f"{path} is not a .py file. {_EXPECTED} {_nearest_files(path.parent, path.name)}",
             code="workload-file-type",
         )
 
@@ -162,10 +162,10 @@ def _nearest_files(folder: Path, name: str) -> str:
     try:
         found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     except OSError:
-        return "check the path"
+        return "Check the path."
     near = difflib.get_close_matches(name, found, n=3, cutoff=0.5) or found[:5]
-    where = "this folder" if folder == Path() else str(folder)
-    return f"{where} has {', '.join(near)}" if near else f"{where} has no Python files; check the path"
+    where = "This folder" if folder == Path() else str(folder)
+    return f"{where} has {', '.join(near)}." if near else f"{where} has no Python files. Check the path."
 
 
 def _import_module(dotted: str) -> ModuleType:
@@ -173,7 +173,7 @@ def _import_module(dotted: str) -> ModuleType:
     _put_on_path(Path.cwd())
     importlib.invalidate_caches()
     neither = InputError(
-        f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}",
+        f"There is no file and no module {dotted}. {_EXPECTED} {_nearest_files(Path(), f'{dotted}.py')}",
         code="module-missing",
     )
     package, _, within = dotted.partition(".")
@@ -202,7 +202,7 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     where = f"{place}:{name}"
     if not hasattr(module, name):
         raise InputError(
-            f"{place} has no {name!r}; {_EXPECTED}; {_suggestion(place, name, _candidates(module))}",
+            f"{place} has no {name!r}. {_EXPECTED} {_suggestion(place, name, _candidates(module))}",
             code="workload-missing",
         )
     value: Any = getattr(module, name)
@@ -211,15 +211,15 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     # A module is callable, too, but a call runs its forward.
     if not callable(value) or inspect.isclass(value) or hasattr(value, "named_parameters"):
         raise InputError(
-            f"{where} is of type {_type_name(value)}; expected an autosplit.Workload or a function that returns one; "
+            f"{where} is of type {_type_name(value)}. Expected an autosplit.Workload or a function that returns one. "
             f"{_suggestion(place, name, _candidates(module))}",
             code="workload-type",
         )
     needed = _required_arguments(value)
     if needed:
         raise InputError(
-            f"{where} needs the arguments {', '.join(needed)}; expected a function that is called without any; "
-            "give them defaults",
+            f"{where} needs the arguments {', '.join(needed)}. Expected a function without required arguments. "
+            "Give them defaults.",
             code="workload-arguments",
         )
     return Loaded(where, value)
@@ -255,7 +255,7 @@ def _suggestion(place: str, name: str, candidates: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3) or names[:8]
     if not near:
         return (
-            f"add these lines to {place}, with your own model, batch and loss:\n"
+            f"Add these lines to {place}, with your own model, batch and loss:\n"
             f"    import autosplit\n    {DEFAULT_NAME} = autosplit.Workload(model, (inputs, targets), loss_fn)"
         )
-    return f"it has {', '.join(near)}: write {place}:{near[0]}"
+    return f"It has {', '.join(near)}: write {place}:{near[0]}."

@@ -69,7 +69,7 @@ class MadeBatches:
             return given, size, ()
         with users_errors("make_batch"):
             made = make_batch(SAMPLES)
-        note = f"the sample batch does not show its number of samples: make_batch({SAMPLES}) was used instead of it"
+        note = f"The sample batch does not show its number of samples. make_batch({SAMPLES}) was used instead of it."
         return made, SAMPLES, (note,)
 
 

@@ -52,9 +52,9 @@ def loss_of(outputs: Any) -> Tensor:
     floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad]
     if not floating:
         raise WorkloadError(
-            f"the model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
-            "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss, "
-            "or compute_loss=(model, batch) -> loss",
+            f"The model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
+            "gradient. Expected one of them. Pass loss_fn=(outputs, targets) -> loss, "
+            "or compute_loss=(model, batch) -> loss.",
             code="model-output-without-loss",
         )
     first, *others = (tensor.float().mean() for tensor in floating)

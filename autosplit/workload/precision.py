@@ -35,8 +35,8 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
     for name in known:
         if not isinstance(name, str) or name not in PRECISIONS:
             raise WorkloadError(
-                f"precision is {value!r}; expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
-                "('none', 'bf16'); choose among them ('none' is fp32, or what the model is in)",
+                f"precision is {value!r}. Expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
+                "('none', 'bf16'). 'none' is fp32, or the precision of the model.",
                 code="precision",
             )
     return tuple(dict.fromkeys(known))
@@ -60,7 +60,7 @@ def native_ones(
     if not lacking:
         return tuple(precisions), ()
     who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"
-    text = f"precision bf16 was not searched: {who}; precision='bf16' alone plans for it anyway"
+    text = f"Precision bf16 was not searched: {who}. To plan for it anyway, use precision='bf16' alone."
     return tuple(name for name in precisions if name != "bf16"), (Note("precision-left-out", text),)
 
 

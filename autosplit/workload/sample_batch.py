@@ -36,11 +36,13 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(
-            f"batches is {batches!r}; expected how many to draw from the loader, 1 or more", code="batches"
+            f"batches is {batches!r}. Expected the number of batches to draw from the loader, 1 or more.",
+            code="batches",
         )
     if not isinstance(loader, Iterable) or isinstance(loader, (Tensor, Mapping, UserDict, str)):
         raise WorkloadError(
-            f"loader is a {type(loader).__name__}; expected what yields batches; pass a DataLoader", code="loader-type"
+            f"loader is a {type(loader).__name__}. Expected an iterable of batches. Pass a DataLoader.",
+            code="loader-type",
         )
     largest, most, drawn = None, (0, 0), 0
     with kept_rng(generators_of(loader)), _iterating(loader) as iterator:
@@ -53,8 +55,8 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
             drawn += 1
     if most == (0, 0):
         raise WorkloadError(
-            f"the loader yielded {drawn} batches and no sample; expected at least one; pass a loader over a dataset "
-            "with samples in it, and not an iterator that is used up",
+            f"The loader yielded {drawn} batches and no sample. Expected at least one. Pass a loader over a dataset "
+            "with samples, and not an iterator that is exhausted.",
             code="loader-empty",
         )
     return largest
@@ -88,19 +90,19 @@ def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
     """Return the number of elements per sample of a batch, and its number of samples."""
-    where = f"batch {index} of the loader"
+    where = f"Batch {index} of the loader"
     kind = _ragged(batch)
     if kind is not None:
         raise WorkloadError(
-            f"{where} has a {kind}; expected tensors with one batch dimension; pad the samples in collate_fn and "
-            "pack them inside the model",
+            f"{where} has a {kind}. Expected tensors with one batch dimension. Pad the samples in collate_fn and "
+            "pack them inside the model.",
             code="batch-layout",
         )
     try:
         size = batch_size_of(batch, dim, may_be_empty=True)
     except WorkloadError as error:
         raise WorkloadError(
-            f"{where}: {error}; pad samples of different lengths in collate_fn", code="batch-ragged"
+            f"{where}: {error} Pad samples of different lengths in collate_fn.", code="batch-ragged"
         ) from error
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     held = [tensor for tensor in tensors if tensor.dim() > dim and tensor.size(dim) == size]

@@ -170,10 +170,10 @@ def batch_size_of(
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not tensors:
         arrays = any(hasattr(leaf, "__array_interface__") for leaf in leaves_of(tree))
-        advice = "make tensors of arrays with torch.from_numpy" if arrays else "pass such a batch, or batch_dim="
+        advice = "Convert arrays to tensors with torch.from_numpy." if arrays else "Pass such a batch, or batch_dim=."
         raise WorkloadError(
-            f"the batch has no tensor with a dimension {dim} among {shapes_text(tree)}; "
-            f"expected at least one whose dimension {dim} is the batch; {advice}",
+            f"The batch has no tensor with a dimension {dim} among {shapes_text(tree)}. "
+            f"Expected at least one whose dimension {dim} is the batch. {advice}",
             code="batch-without-dimension",
         )
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
@@ -186,17 +186,17 @@ def batch_size_of(
         return _one_reading(tree, dim, depth, by_rows, by_lists, structure)
     if len(found) != 1:
         raise WorkloadError(
-            f"the tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}; expected "
-            "one size; make a batch of a single sample with sample.unsqueeze(0), "
-            "mark what belongs to no sample with autosplit.Whole(tensor), or pass make_batch= if the batch is not cut "
-            "(one device, or DDP)",
+            f"The tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}. Expected "
+            "one size. Make a batch of a single sample with sample.unsqueeze(0). "
+            "Mark a tensor without samples with autosplit.Whole(tensor). Pass make_batch= if the batch is not cut "
+            "(one device, or DDP).",
             code="batch-sizes-differ",
         )
     size: int = by_rows if by_rows is not None else by_lists[0]
     if size == 0 and not may_be_empty:
         raise WorkloadError(
-            f"the batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples; "
-            "expected at least 1; pass a sample batch with real samples in it",
+            f"The batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples. "
+            "Expected at least 1. Pass a sample batch with real samples.",
             code="batch-empty",
         )
     return size
@@ -226,9 +226,9 @@ def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[i
     if by_rows in by_lists or by_lists == [1]:
         return by_rows
     raise AmbiguousBatchError(
-        f"the batch has a list of {by_lists[0]} tensors, each with {by_rows} rows: {shapes_text(tree)}; expected "
-        f"either {by_lists[0]} samples or {by_rows} samples; stack the samples into one tensor, pass several inputs as "
-        "arguments instead of a list, or pass make_batch= to tune()",
+        f"The batch has a list of {by_lists[0]} tensors, each with {by_rows} rows: {shapes_text(tree)}. Expected "
+        f"either {by_lists[0]} or {by_rows} samples. Stack the samples into one tensor, pass several inputs as "
+        "arguments instead of a list, or pass make_batch= to tune().",
         by_rows,
     )
 
@@ -256,17 +256,17 @@ def uncuttable(tree: Any, name: str, layout: Layout) -> str:
             return f"{place} is a {type(part).__name__} with entries, which autosplit cannot cut. Pass an empty cache."
         if is_list or isinstance(part, (Tensor, Whole, str, bytes, nn.Module, torch.Size)):
             continue
-        advice = "pass tensors, lists or tuples; mark a value without samples with autosplit.Whole(value)"
+        advice = "Pass tensors, lists or tuples. Mark a value without samples with autosplit.Whole(value)"
         kind = type(part).__name__
         if callable(getattr(part, "to", None)):
             return (
-                f"{place} is a {kind}, an object that moves itself to a device; expected parts that autosplit can cut "
-                f"into samples; {advice}; or train with DDP (strategy='ddp'), which cuts no batch"
+                f"{place} is a {kind}, an object that moves itself to a device. Expected parts that autosplit can cut "
+                f"into samples. {advice}. Or train with DDP (strategy='ddp'), which cuts no batch."
             )
         if hasattr(type(part), "__len__") and layout.size > 1 and _length(part) == layout.size:
             return (
-                f"{place} is a {kind} of {layout.size} items, as many as the batch has samples; expected parts that "
-                f"autosplit can cut into samples; {advice}"
+                f"{place} is a {kind} of {layout.size} items, as many as the batch has samples. Expected parts that "
+                f"autosplit can cut into samples. {advice}."
             )
     return ""
 
@@ -295,8 +295,8 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
     if not found:
         return ""
     return (
-        f"if {' or '.join(found)} holds no samples, and has as many rows as the batch by accident, pass it as "
-        "autosplit.Whole(tensor)"
+        f"If {' or '.join(found)} holds no samples, and has as many rows as the batch by accident, pass it as "
+        "autosplit.Whole(tensor)."
     )
 
 

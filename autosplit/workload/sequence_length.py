@@ -30,8 +30,8 @@ def at_length(workload: Workload, length: int) -> Workload:
     now = _length_of(workload.sample_batch, size, dim)
     if now is None or now < 2:
         raise WorkloadError(
-            "lengths are given, and the sample batch has no tensor of sequences: samples by length, 2 or more; "
-            "expected one; pass a padded batch, or make_batch(n, length=...)",
+            "lengths are given, but the sample batch has no tensor of sequences (samples by length, 2 or more). "
+            "Pass a padded batch, or make_batch(n, length=...).",
             code="lengths-without-sequences",
         )
 
@@ -55,8 +55,8 @@ def at_length(workload: Workload, length: int) -> Workload:
 def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
     if not _takes_length(given):
         raise WorkloadError(
-            "lengths are given, and make_batch takes none; expected make_batch(n, length=...), which returns n samples "
-            "of that length; add the keyword",
+            "lengths are given, but make_batch takes no length. Expected make_batch(n, length=...) with n samples "
+            "of that length. Add the keyword.",
             code="make-batch-without-length",
         )
     size, make_batch = workload.sample_batch_size, functools.partial(given, length=length)
@@ -65,8 +65,8 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
         batch, other = make_batch(size), given(size, length=shorter)
     if shorter < length and [one.shape for one in tensors_of(batch)] == [one.shape for one in tensors_of(other)]:
         raise WorkloadError(
-            f"make_batch({size}, length={shorter}) returned the shapes of length {length}; expected samples of that "
-            "length; let it use the keyword",
+            f"make_batch({size}, length={shorter}) returned the shapes of length {length}. Expected samples of that "
+            "length. Use the keyword in make_batch.",
             code="make-batch-length",
         )
     return replace(workload, sample_batch=batch, make_batch=make_batch)

@@ -121,42 +121,42 @@ class Workload:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", precision_name(self.precision) or "none")
-        _expect("precision", self.precision, tuple(PRECISIONS), "'none' is fp32, or what the model is in")
+        _expect("precision", self.precision, tuple(PRECISIONS), " 'none' is fp32, or the precision of the model.")
         _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _expect("loss_scope", self.loss_scope, ("sample", "batch"))
         given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
         if len(given) > 1:
             raise WorkloadError(
-                f"{' and '.join(given)} are given; expected at most one of them; leave the others out",
+                f"{' and '.join(given)} are given. Expected at most one of them. Leave the others out.",
                 code="loss-arguments-together",
             )
         for name in (*given, "make_batch", "evaluate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(
-                    f"{name} is {value!r}; expected a function; pass one, or leave it out", code="function-argument"
+                    f"{name} is {value!r}. Expected a function. Pass one, or leave it out.", code="function-argument"
                 )
             if isinstance(value, type) and issubclass(value, nn.Module):
                 raise WorkloadError(
-                    f"{name} is the class {value.__name__}; expected what is called with outputs and targets; pass one "
-                    f"that is made, {value.__name__}()",
+                    f"{name} is the class {value.__name__}. Expected a function of outputs and targets. Pass "
+                    f"an instance, {value.__name__}().",
                     code="function-is-a-class",
                 )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
-            raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more", code="batch-dim")
+            raise WorkloadError(f"batch_dim is {self.batch_dim!r}. Expected a dimension, 0 or more.", code="batch-dim")
         object.__setattr__(self, "fits", checked_fits(self.fits))
         if self.step is not None and (self.evaluate is not None or "eval" in self.fits):
             raise WorkloadError(
-                "evaluation is to fit beside step=, a whole optimizer step; expected one model and its loss; leave "
-                "evaluate= and fits='eval' out",
+                "Evaluation can't be planned with step=, a whole optimizer step. Expected one model and its loss. "
+                "Leave evaluate= and fits='eval' out.",
                 code="evaluation-with-step",
             )
         object.__setattr__(self, "models", self._checked_models())
         self._check_checkpointing()
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
             raise WorkloadError(
-                f"sample_batch is a {type(self.sample_batch).__name__}; expected one batch as training sees it; pass "
-                "next(iter(loader)), or a Workload.from_loader(loader, model=model)",
+                f"sample_batch is a {type(self.sample_batch).__name__}. Expected one batch as training sees it. Pass "
+                "next(iter(loader)), or a Workload.from_loader(loader, model=model).",
                 code="sample-batch-type",
             )
         self._check_pair()
@@ -169,11 +169,11 @@ class Workload:
         """Raise WorkloadError if `loss_fn` is given and the sample batch is no pair of inputs and targets."""
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
-            pair = "such a pair, ((a, b), targets) where the model takes two inputs"
+            pair = "such a pair, ((a, b), targets) if the model takes two inputs"
             raise WorkloadError(
-                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; expected a pair "
-                f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
-                "compute_loss=(model, batch) -> loss",
+                f"loss_fn is given, but the sample batch is a {type(self.sample_batch).__name__}. Expected a pair "
+                f"(inputs, targets). Pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
+                "compute_loss=(model, batch) -> loss.",
                 code="sample-batch-not-a-pair",
             )
         if self.loss_fn is not None and isinstance(self.sample_batch[1], Tensor) and self.sample_batch[1].dim() == 0:
@@ -195,7 +195,7 @@ class Workload:
             return
         if not isinstance(self.checkpointing, Checkpointing):
             raise WorkloadError(
-                f"checkpointing is {self.checkpointing!r}; expected what a plan has; pass it to tune, which chooses",
+                f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing of a plan. Pass it to tune.",
                 code="checkpointing-in-workload",
             )
         if self.modules:
@@ -246,8 +246,8 @@ class Workload:
     def _checked_models(self) -> Models | None:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise WorkloadError(
-                f"model is wrapped in {type(self.model).__name__}; expected the model itself, which the plan wraps "
-                "later; pass model.module",
+                f"model is wrapped in {type(self.model).__name__}. Expected the model itself, which the plan wraps "
+                "later. Pass model.module.",
                 code="model-wrapped",
             )
         if isinstance(self.model, (nn.Module, tuple, list, Mapping)):
@@ -255,15 +255,15 @@ class Workload:
             are_modules = models.modules and all(isinstance(one, nn.Module) for one in models.modules)
             if not isinstance(self.model, nn.Module) and (self.step is None or not are_modules):
                 raise WorkloadError(
-                    f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}; "
-                    "expected several nn.Modules only together with step=; pass one model, or a step",
+                    f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}. "
+                    "Expected several nn.Modules only together with step=. Pass one model, or a step.",
                     code="models-type",
                 )
             return models
         if not callable(self.model):
             raise WorkloadError(
-                f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
-                "pass the model as the first argument",
+                f"model is {self.model!r:.80}. Expected an nn.Module, or a function that returns one. "
+                "Pass the model as the first argument.",
                 code="model-type",
             )
         if isinstance(self.model, type):
@@ -293,8 +293,8 @@ class Workload:
         if self.make_batch is None:
             counted += f" along dimension {self.batch_dim}"
         if isinstance(self.model, type):
-            counted = f"with {self.model.__name__}(), made from the class that was passed as the model, {counted}"
-        return f"the workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
+            counted = f"with {self.model.__name__}(), an instance of the class that was passed as the model, {counted}"
+        return f"The workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -324,7 +324,7 @@ class Workload:
         size = self._made.count(batch)
         if size not in (n, None):
             raise WorkloadError(
-                f"make_batch({n}) returned {size} samples; expected {n}; return exactly that many",
+                f"make_batch({n}) returned {size} samples. Expected {n}. Return exactly that many.",
                 code="make-batch-size",
             )
         return batch
@@ -351,18 +351,18 @@ class Workload:
             raise
         if not isinstance(loss, Tensor):
             raise WorkloadError(
-                f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself", code="loss-type"
+                f"The loss is a {type(loss).__name__}. Expected a tensor. Return the tensor itself.", code="loss-type"
             )
         if not loss.requires_grad:
             raise WorkloadError(
-                "the loss depends on no trainable parameter; expected one with a gradient; "
-                "check requires_grad, and that the loss is taken outside torch.no_grad()",
+                "The loss depends on no trainable parameter. Expected a loss with a gradient. "
+                "Check requires_grad, and that the loss is computed outside torch.no_grad().",
                 code="loss-without-gradient",
             )
         if loss.numel() != 1:
             raise WorkloadError(
-                f"the loss is of shape {tuple(loss.shape)}; expected a tensor of one number, as training takes it; "
-                "return its mean, with reduction='mean' or loss.mean()",
+                f"The loss is of shape {tuple(loss.shape)}. Expected a tensor of one number. "
+                "Return its mean, with reduction='mean' or loss.mean().",
                 code="loss-shape",
             )
         return loss.reshape(())
@@ -378,7 +378,7 @@ class Workload:
                 if self.called_with == "keywords" and "argument" in str(error):
                     advise(
                         error,
-                        "a mapping is passed as keywords; where the model takes a part of it, pass "
+                        "a mapping is passed as keywords. If the model takes only part of it, pass "
                         'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"]), batch["targets"])',
                     )
                 raise
@@ -389,7 +389,7 @@ class Workload:
             if self.called_with == "keywords" and "argument" in str(error):
                 advise(
                     error,
-                    "a mapping is passed as keywords; where the model takes it as one, pass "
+                    "a mapping is passed as keywords. If the model takes it as one argument, pass "
                     "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
                 )
             raise
@@ -397,7 +397,7 @@ class Workload:
             return self.loss_fn(outputs, on_device_of(outputs, targets))
         except TypeError as error:
             if "positional argument" in str(error):
-                advise(error, "loss_fn is called as loss_fn(outputs, targets), of one forward")
+                advise(error, "loss_fn is called as loss_fn(outputs, targets), once for each forward")
             raise
 
     def _computed_loss(self, compute_loss: Callable[..., Any], model: Any, batch: Any) -> Any:
@@ -422,9 +422,9 @@ class Workload:
             inspect.signature(self.model.forward).bind(*range(count))
         except TypeError as error:
             raise WorkloadError(
-                f"the sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
-                f"called with it ({error}); expected its arguments; pass loss_fn= where the last part is the targets, "
-                f"a batch of the inputs alone, or {COLLATED} where it is a list of samples",
+                f"The sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
+                f"called with it ({error}). If the last part is the targets, pass loss_fn=. Or pass a batch of the "
+                f"inputs alone. If it is a list of samples, pass {COLLATED}.",
                 code="batch-arguments-differ",
             ) from None
         except ValueError:  # it has no signature
@@ -447,10 +447,10 @@ class Workload:
         """Return a note for each assumption that was made because an argument is missing."""
         notes = [Note("assumed", text) for text in self.assumed]
         if self.takes_loss_itself and loss_rule(outputs) == "mean":
-            text = "no loss given: the mean of the model's floating-point outputs is used; pass loss_fn="
+            text = "No loss is given: the mean of the model's floating-point outputs is used. Pass loss_fn=."
             notes.append(Note("loss-assumed", text))
         if self.optimizer is None and self.step is None:
-            text = "no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer="
+            text = "No optimizer is given: AdamW is assumed, with its two states per parameter. Pass optimizer=."
             notes.append(Note("optimizer-assumed", text))
         return tuple(notes)
 
@@ -461,16 +461,16 @@ def _refuse_arguments_of(model: type) -> None:
         inspect.signature(model).bind()
     except TypeError as error:
         raise WorkloadError(
-            f"model is the class {model.__name__}, which can't be made without arguments ({error}); expected an "
-            f"nn.Module; pass one that is made, {model.__name__}(...)",
+            f"model is the class {model.__name__}, which needs arguments ({error}). Expected an nn.Module. "
+            f"Pass an instance, {model.__name__}(...).",
             code="model-is-a-class",
         ) from None
     except ValueError:  # it has no signature
         return
 
 
-def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "choose one of them") -> None:
+def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "") -> None:
     if value not in allowed:
         raise WorkloadError(
-            f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}; {advice}", code="choice"
+            f"{name} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.{advice}", code="choice"
         )

@@ -39,7 +39,7 @@ def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
         r"traced \(\d+,\) as balanced: ",
         r"ran \(8, 0\) as balanced: .+ on cpu:0",
         r"cpu:0 as primary: the ceiling is 8 samples, limited by max_batch_size, a step of it ran: ",
-        r"timed \(8, 0\) as rank: [\d,.]+ ms, give or take [\d,.]+ ms, in \d+ of it",
+        r"timed \(8, 0\) as rank: [\d,.]+ ms, plus or minus [\d,.]+ ms, in \d+ repeats",
         r"trial 0, split \(\d, \d\) x 1 \(the solver's answer, and what is beside it\): [\d,.]+ samples/s, give",
         r"the answer is trial 0",
     ):

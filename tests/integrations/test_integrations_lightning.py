@@ -526,7 +526,7 @@ class TestWhatTheLossIsOver:
             added_up((8,), loss=loss)
 
     def test_what_is_neither_is_warned_of(self):
-        with pytest.warns(UnevenLossWarning, match=r"and no sum \(a few samples are \d+\.\d% off\)"):
+        with pytest.warns(UnevenLossWarning, match=r"not a sum \(a few samples are \d+\.\d% off\)"):
             added_up((8,), loss=lambda outputs: outputs.sum() ** 2)
 
 

@@ -369,7 +369,7 @@ class TestOneProcess:
 
         args = make_args(tmp_path, max_steps=1)
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), args, cls=Squared)
-        with pytest.warns(UnevenLossWarning, match=r"mean neither over labels nor over samples, and no sum"):
+        with pytest.warns(UnevenLossWarning, match=r"not a mean over labels or samples, and not a sum"):
             trainer.train()
 
 

@@ -359,7 +359,7 @@ class TestExamining:
             lambda rows: float((rows["x"] * weigh(rows)).sum() / weigh(rows).sum()), batch, otherwise="samples"
         )
         assert finding.error > TOLERANCE
-        with pytest.warns(UnevenLossWarning, match=r"The loss is a mean neither.*Pass count= to the Trainer"):
+        with pytest.warns(UnevenLossWarning, match=r"The loss is not a mean over .*Pass count= to the Trainer"):
             warn_of_finding(finding, where="the Trainer")
 
     def test_another_ignored_label_is_counted_in_any_batch(self):
@@ -404,7 +404,7 @@ class TestExamining:
             (
                 {"x": torch.rand(4), "positive": torch.tensor([1.0, 0.0, 1.0, 1.0])},
                 lambda rows: float(rows["x"].sum() / rows["positive"].sum()),
-                "a sample alone has no finite loss",
+                "one sample alone has no finite loss",
             ),
             ({"x": torch.rand(4)}, lambda rows: math.nan, "fewer than two samples have a loss"),
             (

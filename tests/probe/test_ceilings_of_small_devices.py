@@ -161,7 +161,7 @@ def test_an_error_of_the_users_code_says_with_which_batch():
     """A model that takes multiples of four raised its own ValueError, and nobody said which size had been tried."""
     with pytest.raises(
         UserCodeError,
-        match=r"with a batch of \d*[13579] \(max_batch_size bounds what is run\), raised ValueError: can't",
+        match=r"with a batch of \d*[13579] .* raised ValueError: can't",
     ):
         find_ceiling(classifier(AtLeast(1, 4), torch.optim.SGD), "cpu:1MiB")
 
@@ -177,7 +177,7 @@ def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr("autosplit.runtime.cpu.run_placed", refuse)
-    with pytest.raises(OutOfMemoryError, match="this machine is out of memory, before any budget was"):
+    with pytest.raises(OutOfMemoryError, match="before any budget"):
         runtime.peaks(StepShape(((8,),)))
 
 
@@ -209,7 +209,7 @@ def test_a_function_that_leaves_the_program_is_the_users_error():
     def leaving() -> Workload:
         raise SystemExit(3)
 
-    with pytest.raises(UserCodeError, match="the function that builds the workload raised SystemExit"):
+    with pytest.raises(UserCodeError, match="raised SystemExit"):
         find_ceiling(leaving, "cpu:1MiB")
 
 

@@ -392,7 +392,7 @@ def test_a_loss_from_beside_the_outputs_is_named(keeps):
     HOOKED.clear()
     assert loss.split_error > 1e-3
     assert loss.accumulation_error < 1e-12
-    assert f"the loss may use a tensor that {keeps} keeps. Each device overwrites it" in loss.advice
+    assert f"The loss may use a tensor that {keeps} keeps. Each device overwrites it" in loss.advice
     assert "-100" not in loss.advice
 
 
@@ -448,7 +448,7 @@ def test_a_loss_over_the_whole_batch_forbids_accumulation(inside):
     assert loss.accumulation_error > 0.3
     assert 'loss_scope="batch"' in advice_on(found, "loss")
     assert (loss.split_error > 0.3) == inside
-    assert ("let the model return its outputs" in loss.advice) == inside
+    assert ("Let the model return its outputs" in loss.advice) == inside
 
 
 def test_similarities_to_all_samples_are_a_matter_of_the_loss():
@@ -468,7 +468,7 @@ def test_a_declared_loss_over_the_whole_batch_is_not_accumulated():
     one = only_gradient(check(contrastive(loss_scope="batch")))
     assert one.split_error < 1e-12
     assert one.accumulation_error is None
-    assert "accumulation was not checked: loss_scope='batch'" in str(one)
+    assert "Accumulation was not checked: loss_scope='batch'" in str(one)
 
 
 def test_a_sum_is_told_from_a_mean():
@@ -496,7 +496,7 @@ def test_a_sum_inside_the_model_is_one_too():
 
 
 def test_a_mean_that_was_declared_a_sum_is_told():
-    assert "pass loss_reduction='mean'" in advice_on(check(classified(nn.Linear(4, 3), loss_reduction="sum")), "loss")
+    assert "Pass loss_reduction='mean'" in advice_on(check(classified(nn.Linear(4, 3), loss_reduction="sum")), "loss")
 
 
 def test_a_part_whose_labels_are_all_ignored():
@@ -646,7 +646,7 @@ def test_a_table_with_as_many_rows_as_the_batch_is_named(case):
     def loss_fn(outputs, targets):
         return (outputs.flatten(1).mean(1) if outputs.dim() > 1 else outputs).sub(targets).square().mean()
 
-    said = r"sample_batch\[0\]\[1\] of shape \(6, 4\) holds no samples.*pass it as autosplit.Whole\(tensor\)"
+    said = r"sample_batch\[0\]\[1\] of shape \(6, 4\) holds no samples.*Pass it as autosplit.Whole\(tensor\)"
     given = Workload(model, ((inputs, ROWS), batch["targets"]), loss_fn=loss_fn)
     if error is not None:
         with pytest.raises(error, match=said):
@@ -700,7 +700,7 @@ def test_both_optimizers_of_a_gan_are_looked_at():
         "gradient of optimizer 0 (generator)",
     ]
     assert all(one.split_error < 1e-12 and one.accumulation_error is None and not one.depends for one in found)
-    assert "accumulation was not checked: step=" in str(found[0])
+    assert "Accumulation was not checked: step=" in str(found[0])
 
 
 def test_the_batchnorm_of_a_gan_is_named():
@@ -746,8 +746,8 @@ def test_too_few_samples_are_refused_and_made_where_they_can_be():
     found, notes = checks_for(workload)
     assert found == ()
     assert notes[0].kind == "not-checked"
-    assert "was not run: WorkloadError: the sample batch has 3 samples" in notes[0].text
-    assert notes[0].text.endswith("; autosplit check FILE (autosplit.check(workload)) runs it")
+    assert "was not run: WorkloadError: The sample batch has 3 samples" in notes[0].text
+    assert "autosplit check FILE (autosplit.check(workload))" in notes[0].text
     only_gradient(check(replace(workload, make_batch=lambda n: (torch.randn(n, 4), torch.randint(0, 3, (n,))))))
 
 
@@ -842,7 +842,7 @@ def test_as_many_samples_as_time_allows_are_checked(monkeypatch):
 
     found, notes = checks_for(classified(nn.Linear(4, 3), 64, loss_fn=loss_fn))
     assert notes == ()
-    assert only_gradient(found).remark == "checked with the first 10 of 64 samples"
+    assert only_gradient(found).remark == "Checked with the first 10 of 64 samples."
     assert max(seen) == 10
 
 
@@ -987,9 +987,9 @@ def test_checks_come_back_with_their_plan():
 
 
 def test_a_check_reads_as_one_line():
-    one = Check("loss", 3e-16, 0.684, depends=True, advice="do this", remark="so it is")
+    one = Check("loss", 3e-16, 0.684, depends=True, advice="Do this.", remark="So it is.")
     assert str(one) == (
-        "loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off): do this; so it is"
+        "loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off). Do this. So it is."
     )
     assert str(Check("gradient", 0.0123, None, depends=False)) == (
         "gradient stays the same when the batch is split (over devices: 1.2 % off, accumulated: not checked)"
@@ -1030,7 +1030,7 @@ def test_check_prints_a_table(script, capsys):
     out, err = capsys.readouterr()
     rows = {line.split("  ")[0].strip(): line.split()[-1] for line in out.splitlines() if line.strip()}
     assert rows["BatchNorm1d at 1"] == "yes"
-    assert "- BatchNorm1d at 1: it computes its statistics" in out
+    assert "- BatchNorm1d at 1: It computes its statistics" in out
     assert err == ""
 
 

@@ -112,7 +112,7 @@ class TestUsage:
             (("tune", "train.py", "--devices", "sim:RTX3091"), "RTX3091"),
             (("tune", "train.py", "--devices", "cpu:2Gb,"), "cpu:2Gb,"),
             (("tune", "train.py", *SIM, "--effective-batch-size", "0"), "effective_batch_size is 0"),
-            (("tune", "train.py", *SIM, "--effective-batch-size", "64:16"), "expected the smaller end first"),
+            (("tune", "train.py", *SIM, "--effective-batch-size", "64:16"), "Write 16:64"),
             (("tune", "train.py", *SIM, "--precision", "fp64"), "'none' is fp32"),
             (("tune", "train.py", *SIM, "--strategy", "fsdp"), "strategy"),
             (("tune", "train.py", *SIM, "--n-trials", "none"), "--n-trials 'none': expected a whole number"),

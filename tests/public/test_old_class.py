@@ -134,7 +134,7 @@ class TestFourteenDefects:
 
         SystemExit passes `except Exception`: the job was gone, with nothing saved.
         """
-        with pytest.raises(WorkloadError, match=r"disagree on the batch size: .*\(8, 3\), \(6, 7\).*expected one size"):
+        with pytest.raises(WorkloadError, match=r"disagree on the batch size: .*\(8, 3\), \(6, 7\).*Expected one size"):
             old_call(2, Echo(), 3)(torch.zeros(8, 3), torch.zeros(6, 7))
         module = Echo()
         old_call(2, module, 3)(torch.zeros(8, 3), torch.tensor(0.5))

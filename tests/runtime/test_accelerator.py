@@ -116,7 +116,7 @@ class TestWallsThatDoNotRaise:
         back_end, runtime = FakeBackEnd(monkeypatch, retries), None
         runtime = bare_runtime()
         if full:
-            with pytest.raises(OutOfMemoryError, match="had to give back memory in two steps"):
+            with pytest.raises(OutOfMemoryError, match="in two consecutive steps"):
                 runtime._confirm(back_end.step, StepShape(((4,),)))
         else:
             assert runtime._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,), 3)
@@ -127,7 +127,7 @@ class TestWallsThatDoNotRaise:
         runtime = bare_runtime()
         monkeypatch.setattr(runtime, "_within_bounds", lambda _shape, use: use(back_end.step))
         monkeypatch.setattr(runtime, "wait", lambda: None)
-        with pytest.raises(OutOfMemoryError, match="had to give back memory in two steps"):
+        with pytest.raises(OutOfMemoryError, match="in two consecutive steps"):
             runtime.measure(StepShape(((4,),)), budget_s=0.1)
 
     @pytest.mark.parametrize("free_bytes", [0, 2**29])
@@ -152,7 +152,7 @@ class TestWallsThatDoNotRaise:
         if free_bytes:
             confirm(128, 0.05)
         else:
-            with pytest.raises(OutOfMemoryError, match="5 times as long for each sample"):
+            with pytest.raises(OutOfMemoryError, match="5 times as long"):
                 confirm(128, 0.05)
 
 
@@ -421,7 +421,7 @@ class TestOneDevice:
         workload = Workload(nn.Linear(1024, 1024).to(f"{KIND}:0"), torch.randn(4, 1024))
         found = find_ceiling(workload, f"{KIND}:0", max_batch_size=8)
         assert any("already and takes 4.004 MiB" in str(note) for note in found.notes), found.notes
-        with pytest.raises(DoesNotFitError, match=r"beside the model, which is there already and takes 4198400 of"):
+        with pytest.raises(DoesNotFitError, match=r"takes 4198400 of"):
             find_ceiling(workload, f"{KIND}:0", reserve=room(f"{KIND}:0", 8 * MIB))
 
 

@@ -377,8 +377,8 @@ class TestOutOfMemory:
         assert (error.device, error.device_index) == ("cpu:1", 1)
         assert (error.requested_bytes, error.live_bytes, error.capacity_bytes) == (2048, 1024, 2048)
         assert str(error) == (
-            "cpu:1 is out of memory: 2048 bytes asked for, 1024 held, 2048 allowed; "
-            "give it fewer samples or a larger budget"
+            "cpu:1 is out of memory: it requested 2048 bytes, holds 1024 and may hold 2048. "
+            "Give it fewer samples or a larger budget."
         )
 
     def test_is_what_cuda_raises(self):

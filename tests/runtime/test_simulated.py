@@ -388,7 +388,7 @@ class TestRealTensors:
     def test_what_can_not_be_faked_is_followed_for_real(self):
         tracer, reason = make_tracer(without_fakes(), like_gpu=True)
         assert not tracer.fake
-        assert reason.startswith("the model can't be followed with fake tensors (NotImplementedError: the kernel")
+        assert "(NotImplementedError: the kernel" in reason
         assert "\n" not in reason
         found = runtime(tracer, "sim:2xRTX3090").measure(StepShape(((2, 3),)))
         assert found.seconds > 0

@@ -464,7 +464,7 @@ class TestTwoRanks:
     def test_ask_each_about_its_own_card(self, ranks: Any) -> None:
         """Each asked its own cuda:0 about all: where they differ, the ranks went on with different precisions."""
         for (said,) in found_by(ranks, "unlike cards"):
-            assert said.startswith("precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
+            assert said.startswith("Precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
 
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any) -> None:
         assert plan_of(ranks, "unused").ddp.options.find_unused_parameters

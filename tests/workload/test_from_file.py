@@ -149,7 +149,7 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
 
 
 def test_a_missing_folder(tmp_path):
-    with raises(InputError, "workload-folder-missing", "check the path"):
+    with raises(InputError, "workload-folder-missing"):
         load_workload(str(tmp_path / "none" / "train.py"))
 
 
