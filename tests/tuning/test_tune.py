@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 import textwrap
 import types
 from contextlib import ExitStack
@@ -1054,7 +1055,7 @@ BAD = {
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
     "a seed beyond numpy's": (
         InputError,
-        "seed is 4294967296; expected .* below",
+        "seed is 4294967296.*below",
         lambda: quick(small(), SIM, seed=2**32),
     ),
     "float64 on fakes": (UserCodeError, "must have the same dtype", lambda: quick(small_of_float64(), SIM)),
@@ -1092,7 +1093,7 @@ class TestErrors:
             call()
         assert isinstance(caught.value, AutosplitError)
         assert "\n" not in str(caught.value)
-        assert ";" in str(caught.value), "a message ends in what to do next"
+        assert re.search(r"[.;] ", str(caught.value)), "a message ends in what to do next"
 
     @pytest.mark.parametrize("devices", ["sim:RTX3090@3KiB", "cpu:3KiB"])
     def test_what_does_not_fit_tells_the_bytes_it_needs_and_has(self, devices):
