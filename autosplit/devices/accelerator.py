@@ -62,14 +62,14 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
         try:
             devices.append(_device_at(found, index, nvml))
         except RuntimeError as error:
-            problems.append(f"device '{found.kind}:{index}' cannot be asked for its memory ({first_line(error)})")
+            problems.append(f"Device '{found.kind}:{index}' does not report its memory ({first_line(error)})")
     if problems and not (all_of and devices):
         raise DeviceError(
-            f"{problems[0]}: expected a working GPU; look at `autosplit devices`, or choose another",
+            f"{problems[0]}. Expected a working GPU. Look at `autosplit devices`, or choose another.",
             code="gpu-not-working",
         )
     for problem in problems:
-        warnings.warn(f"{problem}, and is left out; look at `autosplit devices`", DeviceWarning, stacklevel=4)
+        warnings.warn(f"{problem}, and is left out. Look at `autosplit devices`.", DeviceWarning, stacklevel=4)
     return tuple(devices)
 
 
@@ -137,8 +137,8 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
     count = mig_count(str(cuda.get_device_properties(index).name) for index in indices)
     if count > 1:
         raise DeviceError(
-            f"{count} MIG instances are visible: expected one, CUDA lets a process use no more; "
-            "set CUDA_VISIBLE_DEVICES to one of them",
+            f"{count} MIG instances are visible. Expected one, because CUDA lets a process use only one. "
+            "Set CUDA_VISIBLE_DEVICES to one of them.",
             code="mig-several",
         )
 
@@ -150,8 +150,8 @@ def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int
     if bad:
         name = str(cuda.get_device_properties(bad[0]).name)
         good = ",".join(str(index) for index, problem in problems.items() if problem is None)
-        other = f", or use 'cuda:{good}'" if good else ", or use 'cpu' or 'sim:' with a card"
-        raise DeviceError(f"device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}", code="gpu-unsupported")
+        other = f", or use 'cuda:{good}'" if good else ", or use 'cpu' or a simulated GPU ('sim:')"
+        raise DeviceError(f"Device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}.", code="gpu-unsupported")
 
 
 def why_unsupported(cuda: Any, index: int) -> str | None:

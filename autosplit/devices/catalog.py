@@ -167,9 +167,9 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
-            f"the cards of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}); expected a file "
-            "of the form of autosplit/devices/gpus.toml, or what autosplit doctor --json printed; correct it, or unset "
-            "the variable",
+            f"The GPUs of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}). Expected a file "
+            "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct it, or unset "
+            "the variable.",
             code="gpu-catalog-file",
         ) from error
     replaced = {_normal(name) for name in others}
@@ -190,9 +190,9 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     for name, row in table.cards.items():
         missing = {"float32", "float16", "float64"} - row.tflops.keys()
         if missing:
-            raise ValueError(f"card {name} has no tflops of {', '.join(sorted(missing))}")
+            raise ValueError(f"GPU {name} has no tflops of {', '.join(sorted(missing))}")
         if row.link not in links:
-            raise ValueError(f"card {name} has the link {shown(row.link)}; the links are {', '.join(links)}")
+            raise ValueError(f"GPU {name} has the link {shown(row.link)}. Expected one of {', '.join(links)}")
         specs[name] = GpuSpec(
             name=name,
             memory_bytes=int(row.memory_gib * 2**30),
@@ -210,7 +210,7 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             driver_names=row.driver_names,
         )
     if len({_normal(name) for name in specs}) < len(specs):
-        raise ValueError("two cards have names that differ only in case, '-', '_' or the brand")
+        raise ValueError("two GPUs have names that differ only in case, '-', '_' or the brand")
     return specs
 
 
@@ -247,12 +247,12 @@ def find_card(name: str) -> GpuSpec:
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:
         raise DeviceError(
-            f"card {shown(name)} may be any of {', '.join(variants)}: expected one of these; name it in full",
+            f"GPU {shown(name)} may be any of {', '.join(variants)}. Expected one of these. Write its full name.",
             code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     raise DeviceError(
-        f"card {shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
-        f"{', '.join(near)}; correct the name, or describe the card in a file that {GPUS_VARIABLE} names",
+        f"GPU {shown(name)} is not among the {len(gpu_catalog())} GPUs of the catalogue. Expected a name such as "
+        f"{', '.join(near)}. Correct the name, or describe the GPU in a file that {GPUS_VARIABLE} names.",
         code="gpu-name-unknown",
     )

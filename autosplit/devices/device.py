@@ -67,14 +67,14 @@ def parse_reserve(value: str | float | None) -> int | float | None:
     is_bytes = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
     if not is_bytes and not (isinstance(reserve, float) and 0 <= reserve < 1):
         raise InputError(
-            f"reserve {shown(value)}: expected bytes (1GiB) or a share of at least 0 and below 1 (5%, 0.05); "
-            "give one of these, or leave it out",
+            f"reserve is {shown(value)}. Expected bytes (1GiB) or a fraction of at least 0 and below 1 (5%, 0.05). "
+            "Pass one of these, or leave it out.",
             code="reserve",
         )
     if isinstance(reserve, int) and 0 < reserve < LEAST_RESERVE_BYTES:
         raise InputError(
-            f"reserve {shown(value)} is {reserve} bytes: expected a size with its unit, or a share; write {reserve}GiB "
-            f"or {reserve}%",
+            f"reserve {shown(value)} is {reserve} bytes. Expected a size with its unit or a fraction. Use {reserve}GiB "
+            f"or {reserve}%.",
             code="reserve-without-unit",
         )
     return reserve
@@ -101,7 +101,7 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     if kept_bytes and kept_bytes >= device.capacity_bytes:
         raise InputError(
             f"reserve {shown(reserve)} keeps {size_text(kept_bytes)} free of the {size_text(device.capacity_bytes)} on "
-            f"{device.label}: expected less than its capacity; lower the reserve",
+            f"{device.label}. Expected less than its capacity. Lower the reserve.",
             code="reserve-too-large",
         )
     return kept_bytes

@@ -164,7 +164,7 @@ def cards_table(examination: Examination) -> dict[str, Any]:
     """
     if not is_accelerator(examination.kind):
         raise DeviceError(
-            "the machine has no accelerator; expected one whose rates can be kept; examine one that has",
+            "The machine has no accelerator. Expected one whose rates can be saved. Run it on one with a GPU.",
             code="no-accelerator",
         )
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)

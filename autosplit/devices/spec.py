@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CPU_SHARE = Fraction(80, 100)
 
-_EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"
+_EXPECTED = "Expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'."
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -90,7 +90,7 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
-        f"device {shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device",
+        f"Device {shown(part)} is of type {type(part).__name__}. {_EXPECTED} Pass a string or a torch.device.",
         code="device-type",
     )
 
@@ -126,50 +126,50 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
     """Return the error message for an item that does not start with a device kind."""
     if not piece:
-        return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
-    hint = "correct the name"
+        return f"Device spec {shown(text)} has an empty item. {_EXPECTED} Name at least one device."
+    hint = "Correct the name."
     word = piece.partition(":")[0].strip().lower()
     # "gpu" is spelled like "cpu" but means "cuda".
     near = ["cuda"] if word.startswith("gpu") else difflib.get_close_matches(word, ("cuda", "cpu", "sim"), 1, 0.5)
     if kind_before == "cpu":
-        hint = f"every budget carries its own 'cpu:', so write 'cpu:{piece}'"
+        hint = f"Every budget needs its own 'cpu:', so write 'cpu:{piece}'."
     elif kind_before == "sim":
-        hint = f"cards are joined by '+', so write '+{piece}'"
+        hint = f"GPUs are joined by '+', so write '+{piece}'."
     elif near:
-        hint = f"did you mean {near[0]!r}?"
+        hint = f"Did you mean {near[0]!r}?"
     elif mentions_card(piece):
-        hint = f"for a simulated card write 'sim:{piece}'"
+        hint = f"For a simulated GPU write 'sim:{piece}'."
     elif re.fullmatch(r"[0-9]+", piece):
-        hint = f"for a GPU write 'cuda:{piece}'"
-    return f"device {shown(piece)} is unknown: {_EXPECTED}; {hint}"
+        hint = f"For a GPU write 'cuda:{piece}'."
+    return f"Device {shown(piece)} is unknown. {_EXPECTED} {hint}"
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     """Return all devices of a spec after checking their kinds and numbering them."""
     if not devices:
         raise DeviceError(
-            f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one", code="devices-empty"
+            f"Device spec {shown(spec)} names no device. {_EXPECTED} Name at least one.", code="devices-empty"
         )
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
         raise DeviceError(
-            f"device spec {shown(spec)} mixes {mixed}: expected one kind; make a plan for each", code="devices-mixed"
+            f"Device spec {shown(spec)} mixes {mixed}. Expected one kind. Make a plan for each.", code="devices-mixed"
         )
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
             raise DeviceError(
-                f"device spec {shown(spec)} names {twice} twice: expected each GPU once; remove one",
+                f"Device spec {shown(spec)} names {twice} twice. Expected each GPU once. Remove one.",
                 code="device-twice",
             )
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
-            f"device spec {shown(spec)} names 'cpu' beside others: expected it alone, or a budget for each; "
-            "write 'cpu:2GiB,cpu:1GiB'",
+            f"Device spec {shown(spec)} names 'cpu' next to others. Expected it alone, or a budget for each. "
+            "Write 'cpu:2GiB,cpu:1GiB'.",
             code="devices-cpu-beside-others",
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
@@ -178,7 +178,7 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
 def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
         raise DeviceError(
-            f"device spec {shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count",
+            f"Device spec {shown(spec)} is over {MAX_DEVICES} devices. Expected fewer. Lower the count.",
             code="devices-too-many",
         )
 
@@ -189,16 +189,16 @@ def _plain_cpu() -> Device:
 
 def _budget(item: str, text: str) -> int:
     """Return a budget in bytes. Reject a number without a unit, since ``cpu:1`` looks like a device index."""
-    what = f"budget {shown(text)} in {shown(item)}"
+    what = f"Budget {shown(text)} in {shown(item)}"
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it", code="budget") from error
+        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB. Correct it.", code="budget") from error
     if re.fullmatch(r"[0-9.]+", text):
-        hint = "write 'cpu:2GiB,cpu:2GiB' for two devices" if item.startswith("cpu") else "add the unit"
-        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; {hint}", code="budget-without-unit")
+        hint = "Write 'cpu:2GiB,cpu:2GiB' for two devices." if item.startswith("cpu") else "Add the unit."
+        raise DeviceError(f"{what} has no unit. Expected a size such as 2GiB. {hint}", code="budget-without-unit")
     if n_bytes < 1:
-        raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB", code="budget-zero")
+        raise DeviceError(f"{what}: expected at least one byte. Write a size such as 2GiB.", code="budget-zero")
     return n_bytes
 
 
@@ -206,7 +206,7 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
     """Parse ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
         raise DeviceError(
-            f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two",
+            f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.",
             code="sim-without-gpu",
         )
     devices: list[Device] = []
@@ -226,27 +226,27 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     count_text, name = match[1] or "1", match[2]
     if not name:
         raise DeviceError(
-            f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card",
+            f"Device spec {shown(spec)} has an item without a GPU. {_EXPECTED} Name a GPU.",
             code="sim-item-without-gpu",
         )
     askew = None if match[1] else re.fullmatch(r"([0-9]+)([A-Za-z].*)|(.*)[xX*]([0-9]+)", name)
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
         raise DeviceError(
-            f"card {shown(name)} holds a count: expected it in front, with an x; write 'sim:{meant}'",
+            f"GPU {shown(name)} contains a count. Expected the count in front, with an x. Write 'sim:{meant}'.",
             code="sim-count-order",
         )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
-            f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it",
+            f"Count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more. Correct it.",
             code="sim-count",
         )
     gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
-            f"memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
-            f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card",
+            f"Memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
+            f"{gpu.name}. '@' only lowers it, so write less, or choose a larger GPU.",
             code="sim-memory",
         )
     # int() rejects very long texts. A text with more digits than the limit is above it anyway.
@@ -276,7 +276,7 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
         known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
         raise DeviceError(
-            f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again",
+            f"Device {shown(spec)} is not available. Expected a device that this process sees, {known}. Choose again.",
             code="gpu-not-visible",
         )
     return devices_of(found, [int(tail)])

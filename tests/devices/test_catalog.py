@@ -100,10 +100,10 @@ def test_a_card_is_found_by_the_name_that_its_driver_reports(reported, name):
     ("name", "message"),
     [
         ("A100", "may be any of A100-40GB, A100-80GB"),
-        ("RTX3091", "expected a name such as RTX3090"),
-        ("", "expected a name such as A100-40GB, RTX3090"),
-        ("no\nsuch card", "expected a name such as"),
-        ("x" * 5000, "expected a name such as"),
+        ("RTX3091", "Expected a name such as RTX3090"),
+        ("", "Expected a name such as A100-40GB, RTX3090"),
+        ("no\nsuch card", "Expected a name such as"),
+        ("x" * 5000, "Expected a name such as"),
     ],
 )
 def test_a_card_that_is_not_found(name, message):
@@ -178,7 +178,7 @@ class TestCardsOfOnesOwn:
             (CARD.replace("My-Card", '"../x"'), "matching regex"),
             (CARD.replace("My-Card", '"A\\n"'), "matching regex"),
             (CARD.replace("My-Card", '"2xA"'), "matching regex"),
-            (CARD + CARD.replace("My-Card", "MY_CARD"), "two cards have names that differ only"),
+            (CARD + CARD.replace("My-Card", "MY_CARD"), "two GPUs have names that differ only"),
             (CARD + CARD, ""),
             ("cards = 3", "Expected `object`"),
             ("run = 'rm'", "run"),
@@ -191,8 +191,8 @@ class TestCardsOfOnesOwn:
         self.given(monkeypatch, tmp_path, content)
         with pytest.raises(DeviceError, match=re.escape(reason) or None) as caught:
             gpu_catalog()
-        assert str(caught.value).startswith(f"the cards of AUTOSPLIT_GPUS, {tmp_path}/cards.toml, can't be used (")
-        assert "expected a file of the form" in str(caught.value)
+        assert str(caught.value).startswith(f"The GPUs of AUTOSPLIT_GPUS, {tmp_path}/cards.toml, can't be used (")
+        assert "Expected a file like" in str(caught.value)
         assert str(caught.value).isprintable()
 
     @pytest.mark.parametrize("place", ["missing", "folder", "device"])

@@ -244,39 +244,39 @@ BAD_SPECS = {
     "": "empty item",
     " ": "empty item",
     "cpu:1GiB,": "empty item",
-    "gpu": "did you mean 'cuda'",
-    "simm:T4": "did you mean 'sim'",
-    "tpu": "did you mean 'cpu'",
-    "0": "write 'cuda:0'",
-    "RTX3090": "write 'sim:RTX3090'",
+    "gpu": "Did you mean 'cuda'",
+    "simm:T4": "Did you mean 'sim'",
+    "tpu": "Did you mean 'cpu'",
+    "0": "rite 'cuda:0'",
+    "RTX3090": "rite 'sim:RTX3090'",
     "mps": "Device 'mps' is not available",
-    "meta": "device 'meta' is unknown",
-    "cpu:0": "has no unit: expected a size such as 2GiB; write 'cpu:2GiB,cpu:2GiB' for two devices",
-    "cpu:0,1": "has no unit: expected a size such as 2GiB; write 'cpu:2GiB,cpu:2GiB' for two devices",
+    "meta": "Device 'meta' is unknown",
+    "cpu:0": "has no unit",
+    "cpu:0,1": "has no unit",
     "cpu:0GiB": "expected at least one byte",
     "cpu:1": "has no unit",
     "cpu:": "expected a size",
     "cpu:-1GiB": "expected a size",
-    "cpu:2GiB,1GiB": "write 'cpu:1GiB'",
-    "cpu,cpu": "expected it alone",
-    "cpu,cpu:1GiB": "expected it alone",
+    "cpu:2GiB,1GiB": "rite 'cpu:1GiB'",
+    "cpu,cpu": "Expected it alone",
+    "cpu,cpu:1GiB": "Expected it alone",
     "cpu:1GiB,sim:T4": "mixes cpu and sim",
-    "sim": "names no card",
-    "sim:": "names no card",
+    "sim": "names no GPU",
+    "sim:": "names no GPU",
     "sim:A100": "may be any of A100-40GB, A100-80GB",
     "sim:H100": "may be any of H100-80GB, H100-PCIe",
     "sim:RTX3091": "RTX3090",
     "sim:3080": "RTX3080-10GB",
-    "sim:xyz": "not in the catalogue",
-    "sim:2RTX3090": "card '2RTX3090' holds a count: expected it in front, with an x; write 'sim:2xRTX3090'",
-    "sim:T4+RTX 3090x2@8GiB": "write 'sim:2xRTX 3090'",
-    "sim:0xRTX3090": "count '0'",
-    "sim:000xRTX3090": "count '000'",
-    "sim:-1xRTX3090": "count '-1'",
-    "sim:1.5xRTX3090": "count '1.5'",
-    "sim:2x": "without a card",
-    "sim:T4+": "without a card",
-    "sim:T4,T4": "write '+T4'",
+    "sim:xyz": "GPUs of the catalogue",
+    "sim:2RTX3090": "GPU '2RTX3090' contains a count",
+    "sim:T4+RTX 3090x2@8GiB": "rite 'sim:2xRTX 3090'",
+    "sim:0xRTX3090": "ount '0'",
+    "sim:000xRTX3090": "ount '000'",
+    "sim:-1xRTX3090": "ount '-1'",
+    "sim:1.5xRTX3090": "ount '1.5'",
+    "sim:2x": "without a GPU",
+    "sim:T4+": "without a GPU",
+    "sim:T4,T4": "rite '+T4'",
     "sim:T4@": "expected a size",
     "sim:T4@0GiB": "expected at least one byte",
     "sim:T4@8": "has no unit",
@@ -296,14 +296,14 @@ def test_bad_specs(spec, message):
         parse_devices(spec)
     text = str(caught.value)
     assert message in text
-    assert "expected" in text or "visible to this process" in text
+    assert "expected" in text.lower() or "visible to this process" in text
     assert "\n" not in text
     assert len(text) < 500
 
 
 @pytest.mark.parametrize("spec", [[], (), [None], [True], {"sim:T4": 4}, [torch.device("meta")]])
 def test_bad_sequences(spec):
-    with pytest.raises(DeviceError, match="expected 'auto', 'cuda'"):
+    with pytest.raises(DeviceError, match="Expected 'auto', 'cuda'"):
         parse_devices(spec)
 
 
@@ -596,7 +596,7 @@ def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
     busy.fails["mem_get_info"] = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     machine(FakeCuda([first, busy, last]))
     for find in (list_devices, parse_devices, lambda: parse_devices("auto"), lambda: parse_devices("cuda")):
-        with pytest.warns(DeviceWarning, match=r"'cuda:1' cannot be asked .* busy or unavailable\), and is left out"):
+        with pytest.warns(DeviceWarning, match=r"'cuda:1' does not report .* busy or unavailable\), and is left out"):
             assert [device.name for device in find()] == ["A", "C"]
     with raises(DeviceError, "gpu-not-working"):
         parse_devices("cuda:0,1")

@@ -879,7 +879,7 @@ class TestRangeOfEffectiveBatches:
         "given", [(300, 200), (0, 5), (1, 2, 3), "1:2:3", "a:b", "64:", (1.5, 3), "1e3", (), ("4", True)]
     )
     def test_what_is_no_range_is_refused(self, given):
-        with pytest.raises(InputError, match=r"effective_batch_size.*expected"):
+        with pytest.raises(InputError, match="effective_batch_size"):
             quick(one_block(), "sim:1xRTX3090", effective_batch_size=given)
 
 
