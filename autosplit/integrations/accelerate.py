@@ -469,7 +469,7 @@ def _tell_of_check(plan: Plan) -> None:
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
         warnings.warn(
-            f"the plan was made with a loss that is no mean over samples ({printable(found.advice, longest=300)}), and "
+            f"the plan was made with a loss that is no mean over samples ({printable(found.advice, longest=300).rstrip('.')}), and "
             "micro-batches are weighted by their samples; expected the same of both; pass count= to the Accelerator, "
             "or of a sum tune with loss_reduction='sum'",
             UnevenLossWarning,
