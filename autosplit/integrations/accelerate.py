@@ -468,10 +468,10 @@ def _tell_of_check(plan: Plan) -> None:
     """Warn if the plan's checks found that the loss is not a mean over samples."""
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
+        advice = printable(found.advice, longest=300).rstrip(".")
         warnings.warn(
-            f"the plan was made with a loss that is no mean over samples ({printable(found.advice, longest=300).rstrip('.')}), and "
-            "micro-batches are weighted by their samples; expected the same of both; pass count= to the Accelerator, "
-            "or of a sum tune with loss_reduction='sum'",
+            f"The plan was made with a loss that is no mean over samples ({advice}), but accelerate weights "
+            "micro-batches by their samples. Pass count= to the Accelerator, or tune a sum with loss_reduction='sum'.",
             UnevenLossWarning,
             stacklevel=2,
         )
