@@ -238,7 +238,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         active, chunks = self._cuts.cut(call, sizes, batch_size)
         leaves = [*named_call(call)] if len(active) > 1 else []  # a single device gets the call uncut
         if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
-            warnings.warn(f"the batch is cut to single rows; {doubt}", AmbiguousBatchWarning, stacklevel=2)
+            warnings.warn(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning, stacklevel=2)
         shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()

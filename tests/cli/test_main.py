@@ -446,8 +446,8 @@ def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
 )
 def test_bad_flags_are_refused_before_the_file_runs(script, tuned, fails, arguments, said):
     line, _ = fails("tune", script("raise SystemError('the file ran')"), *arguments)
-    assert said in line
-    assert line.count(";") >= 1
+    assert said.lower() in line.lower()
+    assert re.search(r"[.;] ", line)
     assert tuned.calls == []
 
 
@@ -468,7 +468,7 @@ def test_bad_flags_are_refused_before_the_file_runs(script, tuned, fails, argume
 def test_numbers_and_choices_out_of_range_are_tunes_to_refuse(script, fails, arguments, said):
     line, _ = fails("tune", script(), *SIM, *arguments)
     assert said in line
-    assert "expected" in line
+    assert "expected" in line.lower()
 
 
 def test_a_missing_file_names_the_nearest(fails, monkeypatch):
@@ -477,7 +477,7 @@ def test_a_missing_file_names_the_nearest(fails, monkeypatch):
 
 
 def test_a_file_without_a_workload(script, fails):
-    assert "train.py has no 'workload'; expected" in fails("tune", script("x = 1"), *SIM)[0]
+    assert "train.py has no 'workload'. Expected" in fails("tune", script("x = 1"), *SIM)[0]
 
 
 def test_an_output_that_cant_be_written_still_shows_the_plan(script, tuned, capsys):
@@ -546,7 +546,7 @@ BAD_WORKLOADS = {
 @pytest.mark.parametrize("arguments", BAD_WORKLOADS.values(), ids=BAD_WORKLOADS)
 def test_bad_workloads(script, fails, arguments):
     line, _ = fails("tune", script(f"{HEAD}workload = autosplit.Workload{arguments}"), *SIM)
-    assert "expected" in line
+    assert "expected" in line.lower()
 
 
 # tune, for real
@@ -882,7 +882,7 @@ def test_show_without_any_profile(capsys, fails):
     [
         ("ab", "2 plans begin with 'ab': "),
         ("ef", "There is no plan 'ef'. The newest keys are: "),
-        ("plan.json", "check the path"),
+        ("plan.json", "Check the path."),
         ("m1.py:work", "m1.py:work is a Python file; expected a plan; make one with autosplit tune m1.py:work"),
         ("", "''"),
     ],

@@ -808,7 +808,7 @@ class TestWhatTheLossIsOver:
         loader = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         loss = model(**next(iter(loader)))["loss"]
-        says = r'mean over labels, those .*\. Pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
+        says = r'mean over labels, without .*\. Pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
         with pytest.raises(InputError, match=says) if returned == "labels" else contextlib.nullcontext():
             accelerator.backward(loss)
         assert (model.training, model.frozen.training) == (True, False)

@@ -521,7 +521,7 @@ class TestWhatTheLossIsOver:
             return outputs.mean()
 
         with pytest.warns(
-            UnevenLossWarning, match=r"raised AssertionError: in training only(?s:.*)taken for a mean over samples"
+            UnevenLossWarning, match=r"raised AssertionError: in training only(?s:.*)assumes a mean over samples"
         ):
             added_up((8,), loss=loss)
 

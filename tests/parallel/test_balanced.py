@@ -506,7 +506,7 @@ class TestCalls:
                 return super().forward(x + positions)
 
         module, inputs, positions = Positions(5, 2), torch.randn(2, 2, 5), torch.randn(2, 5)
-        said = r"single rows; if inputs\[1\] of shape \(2, 5\) .*as autosplit.Whole\(tensor\)"
+        said = r"single rows. If inputs\[1\] of shape \(2, 5\) .*as autosplit.Whole\(tensor\)"
         with run(), pytest.warns(AmbiguousBatchWarning, match=said):
             wrap(module, 1, 1)(inputs, positions)
         with run():

@@ -135,7 +135,7 @@ WRONG = {
     "no forward": ({"split": (4, 4), "accumulation_steps": 0}, "accumulation_steps is 0"),
     "too many forwards": ({"split": (4, 4), "accumulation_steps": 10**6}, "expected at most 65536"),
     "strategy": ({"split": (4, 4), "strategy": "fsdp"}, "strategy is 'fsdp'"),
-    "too many samples": ({"split": (2**31, 4)}, "expected at most 2147483647"),
+    "too many samples": ({"split": (2**31, 4)}, "at most 2147483647"),
 }
 
 
