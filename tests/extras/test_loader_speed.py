@@ -272,6 +272,6 @@ def test_the_command_measures_the_loader_of_a_file(tmp_path, capsys):
     assert main(["loader", str(file), "--time-limit-s", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["num_workers"] == 0
     assert main(["loader", f"{file}:nothing"]) == 2
-    assert "expected a DataLoader of that name" in capsys.readouterr().err
+    assert "expected a DataLoader of that name" in capsys.readouterr().err.replace("Expected", "expected")
     assert main(["loader", f"{file}:broken"]) == 5
     assert "1 / 0" in capsys.readouterr().err
