@@ -564,7 +564,7 @@ def test_a_small_workload_on_the_processor(script, capsys):
     assert main(["tune", script(), *flags, "--n-trials", "1", "--details"]) == 0
     out = capsys.readouterr().out
     assert 'plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:4MiB", strategy="balanced", effective' in out
-    assert "data loading is not measured" in out
+    assert "Data loading was not measured" in out
 
 
 CONVOLUTIONAL = f"""{HEAD}
