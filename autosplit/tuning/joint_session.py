@@ -110,7 +110,7 @@ class JointSession(Session):
     # The search
 
     def _space(self) -> Space:
-        """Bound the search by what each rank holds."""
+        """Return the search space within the ranks' ceilings."""
         needed, asked = len(self.ranks) * self._least_batch(), self.request.largest_batch
         if asked < needed:
             raise DoesNotFitError(
@@ -132,7 +132,7 @@ class JointSession(Session):
         return Space(region, sizes)
 
     def _step_time(self, reduce_s: float) -> RankStepTime:
-        """Fit the time of a step: the ranks' own, and what the all-reduce adds where no backward hides it."""
+        """Fit the time of a step: the ranks' curves, and the part of the all-reduce that no backward hides."""
         capacities = twinned(self.request.devices, [rank.ceiling.capacity_bytes for rank in self.ranks])
         kinds = [
             (device.name, capacity_bytes)
@@ -168,11 +168,11 @@ class JointSession(Session):
         return rank_answer(ddp, self._fit(best))
 
     def _fit(self, best: Trial) -> Fit:
-        """Return the model as it was fitted to the trials, in the words in which `Problem` solves ranks again."""
+        """Return the time model that was fitted to the trials, in the form that `Problem` solves."""
         fitted = self.solver.refitted(self.trials).step_time
         curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in curve.points)) for curve in fitted.curves)
         busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))
-        # As much as a backward hides, and what was seen: `overlapped_seconds` takes the first off again.
+        # Add the part that the backward hides. `overlapped_seconds` subtracts it again.
         reduce_s = BACKWARD_SHARE * busy_s + sum(fitted.copies_s)
         return Fit(
             StepTime.bare(curves, fitted.update_s, adds_up=False),

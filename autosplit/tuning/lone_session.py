@@ -1,4 +1,4 @@
-"""A tuning by one process: it measures all devices, and searches for the split, or solves DDP's batch sizes."""
+"""Tune in one process: measure all devices, and search the split or solve DDP's batch sizes."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, ev
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 
 DOUBTFUL_ERROR = 0.3
-"""Times that miss the model, fitted to themselves, by so much are not to be trusted."""
+"""Error of the fitted time model, as a fraction, above which the times are doubtful."""
 
 TIMES_DISAGREE = "times-disagree"
-"""How the note begins that says so."""
+"""The kind of the note on doubtful times."""
 
 EXACT_PATIENCE = 1
-"""As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
+"""`proposals.PATIENCE` for exact times. The solver's answer and its neighbours are enough."""
 
 MOST_SOLVED = 4
-"""Times that DDP's shares are solved and timed: each moves a share to where it was not timed by less."""
+"""Most rounds of solving and timing DDP's batch sizes. Each round changes the batch sizes less."""
 
 UNTIMED = TimedSize(1, 1.0)
-"""The time of a device that has none: a second for each sample."""
+"""The time of a device that could not be timed: one second per sample."""
 
 
 _BUCKET_BYTES = 25 * 2**20
-"""What DDP reduces at once (torch 2.13, ``bucket_cap_mb``)."""
+"""Size of a DDP bucket (torch 2.13, ``bucket_cap_mb``)."""
 
 _BUCKET_START_S = 1.1e-4
-"""What a message of 32 MiB takes beyond its bytes at the rate of long ones: 0.17 ms on 8 A100, 0.09 on 8 H200, 0.11 on
-8 B200 (github.com/stas00/ml-engineering, network/README.md)."""
+"""Time of a 32 MiB message beyond its bytes at the rate of long messages: 0.17 ms on 8 A100, 0.09 ms on 8 H200, 0.11 ms
+on 8 B200 (github.com/stas00/ml-engineering, network/README.md)."""
 
 
 class LoneSession(Session):
-    """A tuning by one process; see `Session`."""
+    """A tuning in one process; see `Session`."""
 
     memory: MemoryBounds
 
@@ -71,7 +71,7 @@ class LoneSession(Session):
 
     @property
     def _patience(self) -> int:
-        # More trials would only chase noise where times are exact, or no split is faster than another.
+        # With exact times, or if all splits are equally fast, more trials would find only noise.
         return EXACT_PATIENCE if self.runtime.simulated or self.runtime.shares_processor else PATIENCE
 
     def _begin(self) -> None:
@@ -126,7 +126,7 @@ class LoneSession(Session):
         answer = replace(self._quick_answer(best), ceilings=self.memory.of_plan(best), even_samples_per_s=even_rate)
         if len(ranks) > 1:
             ddp, _ = self._solved_ranks(ranks, step_time)
-        else:  # a plain model on the one device is what the search measured
+        else:  # the search measured the plain model on the only device
             least = self.prober.least_batch()
             ddp = measured_ranks(answer.ceilings, best, answer.effective_batch_size, self._ddp_options(), least)
         plan = self._assembled(replace(answer, ddp=ddp, memory=self._memory_of(best)))
@@ -136,7 +136,7 @@ class LoneSession(Session):
         return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline.end_s))
 
     def _ddp_plan(self) -> Plan:
-        """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
+        """Solve DDP's batch sizes from measurements of each device alone. Nothing is searched."""
         ranks = self.memory.of_ranks()
         step_time = self._rank_time(self._curves(ranks), [rank.batch_size for rank in ranks])
         ddp, step_time = self._solved_ranks(ranks, step_time)
@@ -151,7 +151,7 @@ class LoneSession(Session):
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
     def compiled_note(self, samples: int) -> Note:
-        """Return a note on compiled steps: how one ran, or for simulated GPUs, what was published about others."""
+        """Return a note on compiled steps: the result of one, or published results for simulated GPUs."""
         if self.runtime.simulated:
             times = compiled_times_note(self.workload.modules)
             return Note(
@@ -163,7 +163,7 @@ class LoneSession(Session):
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
         except OutOfMemoryError as error:
             return Note("compiled", f"{said}; compiled, {samples} samples do not fit: {error}")
-        except Exception as error:  # noqa: BLE001  # whatever a compiler can't do
+        except Exception as error:  # noqa: BLE001  # the compiler may raise anything
             return Note("compiled", f"{said}; compiled, no step could be run ({one_line(error)})")
         held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
         text = f"{said}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
@@ -172,7 +172,7 @@ class LoneSession(Session):
     # Times
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
-        """Time each device alone; devices that share a processor share a curve."""
+        """Time each device alone. Devices that share a CPU have one curve."""
         self.stage = "times"
         if self.memory.plain_cpu_curve is not None:
             return (self.memory.plain_cpu_curve,)
@@ -187,14 +187,14 @@ class LoneSession(Session):
         return tuple(map(curve_of, pooled(timed, kinds)))
 
     def _timed_sizes(self, index: int, rank: Ceiling) -> list[TimedSize]:
-        """Time a device as a rank; where it holds much less so, with gradient buckets and all, as what it is here."""
+        """Time a device as a rank, or in its own role if that fits more than twice the samples."""
         role: Role = "rank"
         ceiling = rank.batch_size
         own = self.memory.primary if index == 0 else next(iter(self.memory.replicas[index - 1 : index]), None)
         if own is not None and own.batch_size > 2 * ceiling:
             role, ceiling = own.role, own.batch_size
         if ceiling == 0:
-            return [UNTIMED]  # it gets no samples, so its time is never asked for
+            return [UNTIMED]  # it gets no samples, so its time is not used
         label = self.request.devices[index].label
         for alone in (True, False) if role == "replica" else (True,):
             try:
@@ -210,7 +210,7 @@ class LoneSession(Session):
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
-        """Fit the time of a step: the devices' own curves, and what replicas add."""
+        """Fit the time of a step: the curve of each device, and the costs of replicas."""
         update_s = self.prober.update_seconds()
         fitted = StepTime.bare(curves, update_s, adds_up=self.runtime.shares_processor)
         if not self.memory.replicas or self.runtime.shares_processor:
@@ -228,7 +228,7 @@ class LoneSession(Session):
         return fitted
 
     def _with_host(self, fitted: StepTime) -> StepTime:
-        """Fit what the host takes to a step and a further micro-step of all devices: they take turns with it."""
+        """Fit the host's time per device from a step and one more micro-step. The devices take turns on the host."""
         if not self.may_accumulate:
             return fitted
         least = self.prober.least_batch()
@@ -242,17 +242,17 @@ class LoneSession(Session):
     def _steps_of_two(
         self, space: Space, index: int
     ) -> tuple[list[tuple[tuple[int, ...], float]], tuple[tuple[int, ...], float] | None]:
-        """Time two steps that device 0 and another make together, equally: a small one and one as large as fits.
+        """Time two steps of device 0 and one other device with equal samples: a small step, and the largest that fits.
 
         Returns:
-            Both, and a further micro-step of the largest that fits.
+            Both steps, and the seconds of one more micro-step of the largest step.
         """
         least = self.prober.least_batch()
         region = space.region
         most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
         while most > least and region.primary_most(2 * most) < most:
             most //= 2
-        few = max(least, 2) if most > 2 else least  # a step of one sample is on no line with others
+        few = max(least, 2) if most > 2 else least  # a step of one sample is not on the line through larger steps
 
         def both(share: int) -> tuple[int, ...]:
             return tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
@@ -267,12 +267,12 @@ class LoneSession(Session):
         return measured, None
 
     def _timed(self, split: tuple[int, ...], *counts: int) -> list[float]:
-        """Time steps of so many micro-steps each, without the optimizer; none where one does not fit after all."""
+        """Time steps with these numbers of micro-steps, without the optimizer. Return [] if a step does not fit."""
         self._report(f"timing the split {split}")
         try:
             return [self.prober.micro_seconds(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts]
         except OutOfMemoryError:
-            return []  # the plane was a little too good there; the trials will tell
+            return []  # the memory model was slightly too low there; the trials will show
 
     # The search
 
@@ -296,9 +296,9 @@ class LoneSession(Session):
     # DDP
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
-        """Solve DDP's batch sizes until each rank was timed at its own; return the times with these among them, too.
+        """Solve DDP's batch sizes, and time each rank at its own batch size. Return both.
 
-        Between sizes that were timed a curve is a line, and the rate that is told would be of no step.
+        Without these times, a curve is interpolated there, and the samples/s would not be those of a step.
         """
         for _ in range(MOST_SOLVED):
             ddp = solved_ranks(
@@ -317,7 +317,7 @@ class LoneSession(Session):
         return ddp, step_time
 
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
-        """Return the ranks' curves with the times of these shares; where one can't be timed, the curve as it was."""
+        """Return the ranks' curves with the times at these batch sizes. A rank that cannot be timed keeps its curve."""
         if self.runtime.shares_processor or self.worker.on_plain_cpu:
             return curves  # one curve for all, of sizes that really ran
         timed = list(curves)
@@ -332,16 +332,16 @@ class LoneSession(Session):
         return tuple(timed)
 
     def rank_fit(self, split: Sequence[int]) -> Fit:
-        """Time each device as a DDP rank at its own samples, and return what their step costs."""
+        """Time each device as a DDP rank at its own batch size, and return the time model."""
         timed = [self.prober.rank_seconds(index, n, budget_s=TRIAL_BUDGET_S) for index, n in enumerate(split)]
         step_time = self._rank_time(tuple(TimeCurve(((n, s),)) for n, s in zip(split, timed, strict=True)), split)
         return Fit(step_time, self._all_reduce_seconds(step_time))
 
     def _rank_time(self, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -> StepTime:
-        """Return the ranks' curves with the time of copying parameters and gradients, by one small balanced step."""
+        """Return the ranks' time model. One small balanced step gives the time of copying parameters and gradients."""
         bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
         if len(shares) == 1 or self.runtime.shares_processor or self.runtime.simulated:
-            return bare  # a simulated all-reduce is computed; on one processor nothing is copied
+            return bare  # the simulation computes the all-reduce; on one CPU nothing is copied
         split = (max(1, min(shares) // 4),) * len(shares)
         try:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
@@ -353,7 +353,7 @@ class LoneSession(Session):
         return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
 
     def _all_reduce_seconds(self, step_time: StepTime) -> float:
-        """Return the time of DDP's all-reduce: a ring over simulated links, or those that replicas' copies took."""
+        """Return the time of DDP's all-reduce, for a ring over simulated links or over the links of the replicas."""
         count = len(self.request.devices)
         if count == 1:
             return 0.0
@@ -362,8 +362,8 @@ class LoneSession(Session):
             nbytes = bucket_bytes(self.prober.tracer.trainee)
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * nbytes / link + math.ceil(nbytes / _BUCKET_BYTES) * _BUCKET_START_S
-        # A replica's copies are its parameters' way out and its gradients' way home, one replica after the other. A
-        # ring sends over all links at once, both ways, and the slowest decides.
+        # A replica's copy time is for its parameters and its gradients, one replica after the other. A ring sends over
+        # all links at once in both directions, so the slowest link decides.
         return (count - 1) / count * max(step_time.copies_s)
 
     # The answer
@@ -386,7 +386,7 @@ class LoneSession(Session):
         )
 
     def _memory_of(self, best: Trial) -> tuple[MemoryParts | None, ...]:
-        """Tell what each device's memory is full of."""
+        """Return the parts of each device's peak memory."""
         if not best.peak_bytes:
             return ()
         splits = self.solver.splits_of(configuration_of(best), best.split)

@@ -1,4 +1,4 @@
-"""The largest shares of the devices of one process: each by itself, and all of them at once."""
+"""Find the largest batch of each device of one process, alone and in a step of all devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autosplit.tuning.worker import Worker
 
 
 class MemoryBounds:
-    """Finds ceilings, and the space of the splits that fit.
+    """Finds ceilings, and the splits that fit.
 
     Args:
         request: The request.
@@ -30,8 +30,12 @@ class MemoryBounds:
         store: Keeps ceilings, so that a search that was killed can go on.
 
     Attributes:
-        primary: Device 0's ceiling with nobody beside it.
-        plain_cpu_curve: The times of a processor without a budget, which its ceiling comes from.
+        primary: Device 0's ceiling if the other devices have no samples.
+        replicas: The other devices' ceilings as replicas.
+        primary_kept: As `primary`, in steps of several micro-steps. Set only if there are no replicas.
+        kept: As `replicas`, in steps of several micro-steps.
+        recalled: Number of ceilings that came from the storage of a search that was killed.
+        plain_cpu_curve: The times of a CPU without a budget, which limit its ceiling.
     """
 
     def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
@@ -42,16 +46,15 @@ class MemoryBounds:
         self.capacities_bytes = self.prober.runtime.capacities_bytes
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
-        # The same in steps of several micro-steps, where gradients wait; the first only where there are no replicas.
         self.primary_kept: Ceiling | None = None
         self.kept: tuple[Ceiling, ...] | None = None
         self.recalled = 0
         self.plain_cpu_curve: TimeCurve | None = None
 
-    # Each by itself
+    # Each device alone
 
     def of_roles(self) -> tuple[Ceiling, ...]:
-        """Find each device's ceiling as a rank, which is returned, device 0's alone, and the others' as replicas."""
+        """Find all ceilings of one micro-step, and return those as DDP ranks."""
         devices, accumulates = self.request.devices, self.accumulates
         self.primary = primary = self._alone("primary")
         if len(devices) == 1:
@@ -63,7 +66,7 @@ class MemoryBounds:
         return ranks
 
     def of_ranks(self) -> tuple[Ceiling, ...]:
-        """Find each device's ceiling as a rank, and nothing else."""
+        """Return each device's ceiling as a DDP rank."""
         first = self._alone("rank")
         self._refuse_none(first)
         others = range(1, len(self.request.devices))
@@ -74,16 +77,16 @@ class MemoryBounds:
             raise does_not_fit(self.prober, 0)
 
     def _alone(self, role: Role) -> Ceiling:
-        """Find device 0's ceiling with nobody beside it."""
+        """Find device 0's ceiling if the other devices have no samples."""
         if self.on_plain_cpu:
-            # Where a step can't be accumulated, all its samples have to run at once, whether that pays or not.
+            # Without accumulation, all samples of a step must run at once, even if a smaller batch is as fast.
             needed = 0 if self.why_single is None else self.request.least_effective
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
         return self._ceiling(0, role, accumulates=role == "rank" and self.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
-        """Find a ceiling, beginning where another device's says that it should be."""
+        """Find a ceiling. The first size to try follows from the ceiling of another device."""
         slope = known.bytes_per_sample
         room_bytes = self.capacities_bytes[index] - known.fixed_bytes - more_bytes
         start = max(1, int(room_bytes / slope)) if slope > 0 else None
@@ -92,7 +95,7 @@ class MemoryBounds:
     def _ceiling(
         self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
     ) -> Ceiling:
-        """Find a ceiling, or take the one that a killed search of the same left in its study; see `Prober.ceiling`."""
+        """Find a ceiling, or take it from the storage of a search that was killed; see `Prober.ceiling`."""
         key = f"{index} {role} {elsewhere} {accumulates}"
         known = None if self.store is None else self.store.get(key, self.request.largest_batch)
         if known is not None and known.capacity_bytes == self.capacities_bytes[index]:
@@ -106,7 +109,7 @@ class MemoryBounds:
     # In steps of several micro-steps
 
     def _keep_replicas(self) -> tuple[Ceiling, ...]:
-        """Find the others' ceilings in a step of several micro-steps: their copies and gradients stay all through."""
+        """Find the replicas' ceilings in a step of several micro-steps. Their copies and gradients stay in memory."""
         if self.kept is None:
             waiting_bytes = bucket_bytes(self.prober.tracer.trainee)
             self.kept = tuple(
@@ -115,7 +118,7 @@ class MemoryBounds:
         return self.kept
 
     def _keep_alone(self) -> Ceiling:
-        """Find device 0's ceiling in a step of several micro-steps that it takes by itself."""
+        """Find device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if self.primary_kept is None:
             self.primary_kept = alone = self._measured_primary
             if alone.batch_size and not self.on_plain_cpu:
@@ -128,18 +131,18 @@ class MemoryBounds:
         return self.primary
 
     def _kept_ceiling(self, alone: int) -> int:
-        """Return what device 0 runs by itself in a step of several micro-steps, its gradients waiting; traced only."""
+        """Return device 0's ceiling alone in a step of several micro-steps, by traces."""
         if alone == 0:
             return 0
         return min(alone, self.prober.predicted_ceiling(0, "primary", accumulates=True, start=alone))
 
-    # All at once
+    # All devices in one step
 
     def space(self) -> Space:
-        """Bound the search by what fits, in one micro-step and in several."""
+        """Return the splits that fit, in one micro-step and in several."""
         sizes, least = self.request.effective_batch_sizes, self.request.least_effective
         alone, why_single = self._measured_primary.batch_size, self.why_single
-        # More than all devices hold by themselves does not fit at once; how much of it does need not be traced then.
+        # A batch above the sum of the lone ceilings does not fit one micro-step, so do not trace it.
         reach = alone + sum(ceiling.batch_size for ceiling in self.replicas)
         single = self._region() if reach >= least or not self._waits else None
         several = None
@@ -163,9 +166,9 @@ class MemoryBounds:
         return Space(region, sizes)
 
     def with_several(self, space: Space, step_time: StepTime) -> Space:
-        """Bound steps of several micro-steps apart where all samples fit one, if these promise about as much.
+        """Return the space with separate bounds for several micro-steps, if these may be as fast as one.
 
-        Gradients wait on each device, then. It is only traced: trials will tell.
+        Each device then keeps gradients between micro-steps. Traces predict the bounds, and trials confirm them.
         """
         if not self._waits or space.accumulating is not None or space.max_steps == 1:
             return space
@@ -182,17 +185,17 @@ class MemoryBounds:
 
     @property
     def _waits(self) -> bool:
-        """Whether gradients may wait for further micro-steps, and memory is what bounds these."""
+        """Whether steps may have several micro-steps, and memory limits them."""
         return self.accumulates and not self.on_plain_cpu
 
     @property
     def _most_effective(self) -> int:
-        """The most samples that an optimizer step may have; 0 where one forward makes a step of any size."""
+        """The most samples of an optimizer step; 0 if a step is one forward of any size."""
         sizes = self.request.effective_batch_sizes
         return 0 if sizes is None else sizes[1]
 
     def _region(self) -> Region:
-        """Bound a single micro-step."""
+        """Return the splits that fit a single micro-step."""
         primary = self._measured_primary
         if not self.replicas:
             return self._region_of(MemoryFit(primary.fixed_bytes, primary.bytes_per_sample), primary.batch_size, ())
@@ -200,7 +203,7 @@ class MemoryBounds:
         return self._region_of(fit, primary.batch_size, self.replicas)
 
     def _region_of_several(self) -> Region:
-        """Bound each of several micro-steps."""
+        """Return the splits that fit each of several micro-steps."""
         if not self.replicas:
             kept = self._keep_alone()
             return self._region_of(MemoryFit(kept.fixed_bytes, kept.bytes_per_sample), kept.batch_size, ())
@@ -233,13 +236,13 @@ class MemoryBounds:
         )
 
     def _plane_beside(self, alone: int, others: tuple[Ceiling, ...], *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory about where it is full, with the others beside it."""
+        """Fit device 0's memory near its capacity, with samples on the other devices."""
         share = min(self.prober.max_batch_size, alone)
         room = max(1, self.prober.max_batch_size - share)
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory; what a real step holds beyond its trace (workspaces, fragmentation) stays with it."""
+        """Fit device 0's memory. Memory that traces miss (workspaces, fragmentation) is added as a constant."""
         line = self._measured_primary
         fit = self.prober.primary_fit(share, others, accumulates=accumulates) if self.prober.has_traces else None
         if self.prober.decides_by_steps:
@@ -248,14 +251,14 @@ class MemoryBounds:
             measured = self.prober.primary_fit_by_steps(fit, share, beside, accumulates=accumulates)
             if measured is not None:
                 return measured
-        if fit is None:  # nothing is known beside the others: what it holds alone, all of it
+        if fit is None:  # without traces, count every sample of the batch as if it were on device 0
             return MemoryFit(line.fixed_bytes, line.bytes_per_sample, line.bytes_per_sample)
         return replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(line))
 
-    # Those of a plan
+    # Ceilings of a plan
 
     def of_plan(self, best: Trial) -> tuple[Ceiling, ...]:
-        """Find the largest shares that fit all at once: any split within them does."""
+        """Return ceilings that hold at the same time: every split within them fits."""
         accumulates = best.accumulation_steps > 1
         if not self.replicas:
             return (_no_less(self._keep_alone() if accumulates else self._measured_primary, best, 0),)
@@ -265,20 +268,20 @@ class MemoryBounds:
         primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *beside)
-        # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.
+        # Device 0 cannot gather that many outputs. Lower the other ceilings until the plan's own split fits.
         room = self.prober.room_beside(best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
         lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(beside, room, strict=True))
         return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
 
     def known_of(self, best: Trial, space: Space) -> tuple[Ceiling, ...]:
-        """Return the same as far as it is known, without running anything."""
+        """Return the known ceilings, without running anything."""
         most = space.region_of(best.accumulation_steps).primary_most(best.batch_size)
         others = self.replicas if best.accumulation_steps == 1 or self.kept is None else self.kept
         return (replace(self._measured_primary, batch_size=max(best.gpu0_bsz, most)), *others)
 
 
 def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
-    """Return a ceiling that holds a trial's share: a time limit may have ended the search for it before."""
+    """Return a ceiling of at least a trial's samples. A time limit may have ended the search for the ceiling early."""
     share = best.split[index]
     if ceiling.batch_size >= share:
         return ceiling

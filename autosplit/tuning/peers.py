@@ -1,8 +1,8 @@
-"""The ranks agree: what one of them can't do, none of them goes on with.
+"""Let ranks agree: if one rank fails, no rank goes on.
 
-each rank   runs its part | tells all: done, or why not | all go on, or all raise
+each rank   runs its part | sends its result or its failure to all | all go on, or all raise
 
-They talk over a group of their own, so that a step that hangs or breaks off can't get in between.
+The messages have their own process group, so a step that hangs or breaks off does not disturb them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
 T = TypeVar("T")
 
 SAME_KEYPRESS_S = 1.0
-"""Torchrun passes on the Ctrl-C that its processes have met already: signals so near are one."""
+"""torchrun forwards a Ctrl-C that its processes have received already. Two signals this close are one keypress."""
 
 CUT_S = 10.0
-"""A collective that takes longer to break off is not waited for: the process is about to be ended."""
+"""Longest wait for a collective to break off. After it, the process is ended anyway."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
-"""What torch says where the other end of a collective is not there (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
+"""torch's messages if the other end of a collective is gone (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for which a rank could not do its part.
+    """The failure of a rank.
 
     Attributes:
-        message: What it raised, on one line.
-        lacks_memory: A smaller part may do.
-        waited: It waited in vain for another rank, whose failure is the cause.
+        rank: The rank.
+        message: The exception on one line.
+        exit_code: Exit code of the command line for the exception.
+        frames: The user's own frames.
+        lacks_memory: Whether memory ran out, so that fewer samples may fit.
+        waited: Whether this rank only waited for another rank, whose failure is the cause.
     """
 
     rank: int
@@ -56,7 +59,7 @@ class Failure:
     waited: bool = False
 
     def as_error(self) -> AutosplitError:
-        """Return what other ranks raise for it; what does not fit stays that, since another precision may."""
+        """Return the error that other ranks raise. DoesNotFitError keeps its type, because another variant may fit."""
         message = f"rank {self.rank} failed: {self.message}"
         if self.exit_code == DoesNotFitError.exit_code:
             return DoesNotFitError(message)
@@ -67,14 +70,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Told(Generic[T]):
-    """A rank's message to the others."""
+    """The result or the failure of a rank."""
 
     value: T | None
     failure: Failure | None
 
 
 class Interrupts:
-    """Ctrl-C while ranks talk: it is noted, and told to all at the next agreement, since no rank may leave alone."""
+    """Notes Ctrl-C until the next order of rank 0 tells all ranks, because no rank may leave alone."""
 
     def __init__(self) -> None:
         self.came = False
@@ -82,10 +85,10 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note Ctrl-C for as long as the context lasts; a second one, later than `SAME_KEYPRESS_S`, is raised."""
+        """Note Ctrl-C in this context. A second one, after more than `SAME_KEYPRESS_S`, raises KeyboardInterrupt."""
         ours = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if ours else None
-        if not callable(before):  # another thread, or whoever started this process wants none
+        if not callable(before):  # another thread, or Ctrl-C is ignored in this process
             yield
             return
         signal.signal(signal.SIGINT, self._note)
@@ -102,10 +105,10 @@ class Interrupts:
 
 
 class _Attempts:
-    """The attempts of ranks together, one after the other; a rank that can't go on breaks them off for all.
+    """Numbers the joint attempts of the ranks. A rank that fails breaks off the attempt on all ranks.
 
-    Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process. Without a
-    watch, by which ranks hear of each other meanwhile, each waits for its back end's time-out.
+    A rank that waits in a NCCL collective does not return until NCCL's watchdog ends its process. The watch tells it of
+    another rank's failure. Without a watch, each rank waits for the timeout of its back end.
     """
 
     def __init__(self, watch: Watch | None) -> None:
@@ -121,7 +124,7 @@ class _Attempts:
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
-        """Run one of them, whose collectives, if it has any, `cut` breaks off in another thread."""
+        """Run one attempt. `cut` breaks off its collectives in another thread."""
         with self._lock:
             self._number += 1
             self._cut, self._cutting = cut, None
@@ -132,10 +135,10 @@ class _Attempts:
             yield
         except BaseException:
             with self._lock:
-                self._cut = None  # what others say from now on is no cause of this: they may be cut off already
+                self._cut = None  # later messages are not the cause: the other ranks may be cut off already
             if cut is not None and not self.was_cut and self._watch is not None:
                 self._watch.say_missing(str(self._number))
-                self._begin_cutting(cut)  # of what was begun before it failed, which waits for the others
+                self._begin_cutting(cut)  # a collective that began before the failure waits for the other ranks
             raise
         finally:
             with self._lock:
@@ -145,7 +148,7 @@ class _Attempts:
 
     def _heard(self, number: str) -> None:
         with self._lock:
-            self._missing.add(number)  # this rank may come to it only now
+            self._missing.add(number)  # this rank may begin the attempt later
             if number in ("", str(self._number)) and self._cut is not None:
                 self.was_cut = True
                 self._begin_cutting(self._cut)
@@ -274,18 +277,18 @@ class Peers:
         return self.gathered(_Told(value, failure)), own
 
     def part(self) -> None:
-        """Wait until every rank has heard what was said last: all call it before they leave.
+        """Wait until every rank has read the last message. All ranks call this before they leave.
 
-        A rank that closes its connections at once may take with it what another has not read yet.
+        A rank that closes its connections at once may drop a message that another rank has not read yet.
         """
         if self.world_size == 1:
             return
-        with contextlib.suppress(RuntimeError):  # somebody has heard, and left
+        with contextlib.suppress(RuntimeError):  # a rank has read the message and left
             dist.barrier(group=self._group)
         self.parted = True
 
     def failure(self, error: BaseException) -> Failure:
-        """Describe what was raised on this rank for the others."""
+        """Describe an exception of this rank for the other ranks."""
         known = isinstance(error, AutosplitError)
         return Failure(
             rank=self.rank,
@@ -298,5 +301,5 @@ class Peers:
 
 
 def has_waited(error: BaseException) -> bool:
-    """Tell whether an error is that of a collective whose other end is not there."""
+    """Return whether an error comes from a collective whose other end is gone."""
     return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))

@@ -1,9 +1,9 @@
-"""One rank's part of real DDP steps: first what can be run without the others, then, if all can, the whole.
+"""Run one rank's part of real DDP steps: first without the other ranks, then with them if the step fits on all.
 
-dry pass   forward, backward, update; nothing is sent | every rank tells: it fits, or it does not
-timed      blocks of whole steps, the gradients meeting in each one's last backward
+dry pass   forward, backward, update; nothing is sent | every rank reports whether the step fits
+timed      blocks of whole steps; the last backward of each step all-reduces the gradients
 
-A rank that fails where the others wait for its gradients breaks that off for all of them.
+If a rank fails while the others wait for its gradients, it breaks off the all-reduce on all ranks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
 
 BLOCK_S = 0.1
-"""Steps are timed in blocks of about so long: what the ranks tell each other between blocks is outside."""
+"""Length of a timed block of steps. The ranks exchange messages between blocks, which are not timed."""
 
 WARMUPS = 3
-"""DDP lays out its buckets anew before its second step, and the third is steady."""
+"""DDP rebuilds its buckets before its second step, so the third step is the first typical one."""
 
 LEAST_TIMEOUT_S = 15.0
-"""Seconds that a rank waits for what nobody breaks off, or `TIMEOUT_STEPS` dry passes where these take longer.
+"""Least timeout of a collective. It is `TIMEOUT_STEPS` dry passes if these take longer.
 
-Then gloo gives up, and on another back end the process of a rank that was told to is ended.
+After it, gloo raises an error. With another back end, the process of a rank that must stop is ended.
 """
 
 TIMEOUT_STEPS = 10
@@ -56,14 +56,19 @@ BUCKET_BYTES = 25 * 2**20
 
 LEAST_BUCKET_BYTES = 4
 REDUCES = 6
-"""All-reduces that are timed; the first is not counted."""
+"""Number of all-reduces to run. The first is not counted."""
 
 
 class RankSteps:
-    """Runs steps of all ranks together, and measures them; every rank calls the same, in the same order.
+    """Runs and measures steps of all ranks together. Every rank makes the same calls in the same order.
 
-    The runtime of this rank's device runs the dry pass on a processor, where memory is what the tracker counts. The
-    back end is that of the group in which gradients meet, the options are DistributedDataParallel's.
+    Args:
+        workload: The workload.
+        runtime: The runtime of this rank's device. On a CPU it runs the dry pass, and the tracker counts the memory.
+        device: The device of this rank.
+        peers: The other ranks.
+        backend: Back end of the process group that reduces gradients.
+        options: Options of DistributedDataParallel.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class RankSteps:
         self._batches: dict[int, Any] = {}
 
     def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
-        """Run a step of all ranks repeatedly; without samples this one runs one that would count for nothing.
+        """Run a step of all ranks repeatedly. A rank without samples runs one sample that has no weight.
 
         Returns:
             Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
@@ -96,7 +101,7 @@ class RankSteps:
         run = tuple(max(1, size) for size in sizes)
         self._batches.clear()
         with kept_rng():
-            # On a processor, memory is what the tracker counts, in a step without the wrappers.
+            # On a CPU, the tracker counts the memory of a step without DDP wrappers.
             unfit = None if self.device.type == "cpu" else self._prepared()
             peaks = unfit or self._try(lambda: self._dry(run))
             if isinstance(peaks, Failure):
@@ -108,7 +113,7 @@ class RankSteps:
         return [max(pair) for pair in zip(peaks, later, strict=True)], measured
 
     def all_reduce_seconds(self, nbytes: int) -> float:
-        """Time the sum of so many bytes over all ranks, in buckets as DDP sends them, with nothing else going on."""
+        """Time an all-reduce of `nbytes` in DDP's buckets, without any computation at the same time."""
         self._meet()
         whole = max(LEAST_BUCKET_BYTES, min(nbytes, BUCKET_BYTES))
         buffer = torch.zeros(whole // 4, device=self.device)
@@ -136,11 +141,11 @@ class RankSteps:
         return peak
 
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
-        self._release()  # or the peak would begin at what an earlier step has reserved
+        self._release()  # otherwise the peak would include memory that an earlier step reserved
         backend(self.device.type).reset_peak_memory_stats(self.device)
         for wrapper in self._wrappers():
-            wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
-        for _ in range(2):  # the optimizer's state appears in the first
+            wrapper.require_forward_param_sync = False  # buffers are not sent either; the next step sends them
+        for _ in range(2):  # the first step creates the optimizer state
             self._run(sizes, meets=False)
         self._wait()
         return self._reserved_bytes()
@@ -152,7 +157,7 @@ class RankSteps:
     # Steps of all ranks
 
     def _timed(self, sizes: tuple[int, ...], budget_s: float) -> Measurement | Failure:
-        """Time blocks of steps; how many, every rank reads from the same figures."""
+        """Time blocks of steps. Every rank decides from the same numbers how many blocks to run."""
         first = self._try(lambda: self._block(sizes, WARMUPS), together=True)
         if isinstance(first, Failure):
             return first
@@ -173,7 +178,7 @@ class RankSteps:
         )
 
     def _block(self, sizes: tuple[int, ...], count: int) -> tuple[float, float]:
-        """Run so many steps with all ranks; return what they took, and the last one's optimizer."""
+        """Run steps with all ranks. Return the seconds of all steps, and of the last optimizer update."""
         begun_s: list[float] = []
 
         def mark(phase: str) -> None:
@@ -195,7 +200,7 @@ class RankSteps:
     ) -> None:
         assert self._trainee is not None, "it is prepared"
         assert self._models is not None, "they are wrapped then"
-        # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
+        # Move the batch here, because a `loss_fn` does not move its targets.
         here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
         there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
         position = 0
@@ -215,13 +220,13 @@ class RankSteps:
         return [wrapper for wrapper in modules if isinstance(wrapper, DistributedDataParallel)]
 
     def _batch(self, trainee: Trainee, size: int) -> Any:
-        """Return a batch as a loader has it ready: making it is no part of a step."""
+        """Return a batch as a data loader returns it. Making a batch is not part of a step."""
         if size not in self._batches:
             self._batches[size] = map_tensors(partial(pinned, kind=self.device.type), trainee.batch(size))
         return self._batches[size]
 
     def _prepared(self) -> Failure | None:
-        """Make this rank's copy, the group, and the wrappers, which send rank 0's weights to all."""
+        """Make this rank's copy, the process group, and the DDP wrappers, which broadcast rank 0's weights."""
         if self._models is not None:
             return None
 
@@ -232,7 +237,7 @@ class RankSteps:
             assert self._trainee is not None, "it is copied before"
             self._models = self._trainee.wrapped(self._wrapped)
 
-        copied = self._try(copy)  # by itself: one that lacks memory for it is waited for by nobody
+        copied = self._try(copy)  # alone: no other rank waits for a rank that lacks memory here
         if isinstance(copied, Failure):
             return copied
         self._meet()
@@ -241,7 +246,7 @@ class RankSteps:
 
     def _meet(self) -> None:
         if self._group is None:
-            # Only gloo raises after it; others end the process.
+            # Only gloo raises an error after a timeout. Other back ends end the process.
             timeout = timedelta(seconds=self._patience_s) if self.backend == "gloo" else None
             before = open_sockets()
             self._group = dist.new_group(backend=self.backend, timeout=timeout)
@@ -252,7 +257,7 @@ class RankSteps:
         return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
 
     def _break_off(self) -> None:
-        """Get this rank out of the collective in which it waits for one that does not come; called in a thread."""
+        """Break off the collective in which this rank waits for a failed rank. Called in a thread."""
         if self.backend != "gloo":
             why = f"another rank failed, and {self.backend} does not let rank {self.peers.rank} go"
             self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
@@ -262,7 +267,7 @@ class RankSteps:
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # nothing of it meets, and DDP refuses it
+            return module  # it has no gradients to reduce, and DDP refuses it
         ids = [self.device.index] if is_accelerator(self.device.type) else None
         return DistributedDataParallel(module, device_ids=ids, process_group=self._group, **self.options)
 
@@ -270,12 +275,14 @@ class RankSteps:
         if is_accelerator(self.device.type):
             backend(self.device.type).synchronize(self.device)
 
-    # Lacking memory
+    # Out of memory
 
     def _try(self, run: Callable[[], Any], *, together: bool = False) -> Any:
-        """Run something on every rank, `together` if they wait for each other in it.
+        """Run something on every rank. If a rank runs out of memory, all ranks free their copies and start again.
 
-        Where one lacks memory, all drop what they have and begin anew.
+        Args:
+            run: The function to run.
+            together: Whether the ranks wait for each other in it.
         """
         result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
         if isinstance(result, Failure):
@@ -293,12 +300,12 @@ class RankSteps:
             if not is_oom(error):
                 raise
             message = str(error).splitlines()[0]
-        # Outside the except block, whose traceback pins tensors.
+        # Raise outside of the except block, because its traceback refers to tensors.
         label = self.runtime.devices[0].label
         raise OutOfMemoryError(f"{label} is out of memory; give it fewer samples. {message}", device=label)
 
     def close(self) -> None:
-        """Give the copies' memory and the group back."""
+        """Free the copies and the process group."""
         self._models = None
         if self._trainee is not None:
             self._trainee.restore()

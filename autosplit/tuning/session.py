@@ -153,7 +153,7 @@ class Session(ABC):
     # The search
 
     def _searched(self) -> Trial:
-        """Search, and return the best trial; raise DoesNotFitError where none succeeded."""
+        """Search, and return the best trial. Raise DoesNotFitError if no trial succeeded."""
         self.stage = "search"
         self._tell_trial()
         if self.prober.out_of_time:
@@ -187,13 +187,13 @@ class Session(ABC):
             self.notes.append(Note("ceilings-from-storage", text))
         best = self._best_trial()
         if best is None:
-            self._end_search()  # more may be free when it is asked for again
+            self._end_search()  # more memory may be free in the next run
             raise self._nothing_fits()
         _log.info("the answer is trial %d", best.number)
         return best
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
-        """Run a configuration; one that fails is a failed trial."""
+        """Run a configuration. If it fails, return a failed trial."""
         self.evaluated += 1
         splits = self.solver.splits_of(configuration)
         trial = Trial(
@@ -219,7 +219,7 @@ class Session(ABC):
         return self.solver.space.region.least_share
 
     def _best_trial(self) -> Trial | None:
-        """Return the answer among the trials, by what all of them together tell of each; as it was measured."""
+        """Return the best trial by the time model that is fitted to all trials, with its own measurements."""
         if not self.trials:
             return None
         solver = self.solver.refitted(self.trials)
@@ -228,7 +228,7 @@ class Session(ABC):
         return None if best is None else self.trials[known.index(best)]
 
     def _even_rate(self, best: Trial) -> float | None:
-        """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
+        """Measure the even split of the same effective batch, with up to three more micro-steps if it does not fit."""
         count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
         if accumulates(self.request, self.workload):
@@ -237,7 +237,7 @@ class Session(ABC):
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(effective, size))
             shares = self.solver.space.region_of(len(splits)).gpu0_bounds(size)
             if shares is None or not shares[0] <= splits[0][0] <= shares[1]:
-                continue  # by the model it does not fit, and need not be run to see
+                continue  # by the memory model, it does not fit
             if not self._can_train(splits):
                 continue
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
@@ -300,7 +300,7 @@ class Session(ABC):
         return replace(plan, fits=replace(fits, roles=(*fits.roles, "eval"), evaluation=evaluation))
 
     def _best_so_far(self) -> Plan | None:
-        """Return the best plan that the trials so far make, without running anything more."""
+        """Return the plan of the best trial so far, without running anything."""
         best = self._best_trial()
         if best is None:
             return None
@@ -316,7 +316,7 @@ class Session(ABC):
         self._report(f"searching, trial {min(len(self.trials) + 1, self.request.n_trials)}")
 
     def _confirm(self) -> None:
-        """Begin the last stage: steps that confirm the answer, and what is compared with it."""
+        """Begin the last stage: confirm the answer, and measure its alternatives."""
         self.stage = "confirming"
         self._report("the plan")
 
@@ -327,11 +327,11 @@ class Session(ABC):
         self._reports[self.stage] += 1
 
     def _done_share(self) -> float:
-        """Estimate the share of this stage that is done, by what is usual."""
+        """Estimate the fraction of this stage that is done, by typical counts."""
         count = len(self.worker.job.devices)
         if self.stage == "search":
             return searched_share(len(self.trials), self.request.n_trials)
-        # A device's ceilings are those as a rank and as the replica or the primary that it is.
+        # Each device has a ceiling as a rank, and one as primary or replica.
         usual = {"ceilings": 2 * count, "times": USUAL_SIZES * count}
         return self._reports[self.stage] / usual.get(self.stage, 2 * count)
 
@@ -340,7 +340,7 @@ class Session(ABC):
         self.tell(Progress(stage, message, fraction, *self._counted(), max(rates, default=None)))
 
     def _counted(self) -> tuple[int, int]:
-        """Return the real steps of this process so far, and how many ran out of memory."""
+        """Return the number of real steps so far, and of those that ran out of memory."""
         return self.prober.counts.steps, self.prober.counts.ooms
 
 
@@ -361,7 +361,7 @@ def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Cei
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
-    """Return the most accumulation steps that are worth a look, given what a forward holds."""
+    """Return the most accumulation steps to search, for the largest batch of a forward."""
     least, most_samples = (1, 1) if sizes is None else sizes
     fewest = accumulation_steps(least, largest_batch)
     if fewest > MOST_FORWARDS:
