@@ -153,6 +153,8 @@ class Worker(AbstractContextManager["Worker"]):
         """Build a variant of the workload. The previous variant is closed."""
         self._closing.close()
         self.steps = self._isolated = None
+        for name in ("built", "followed", "prober"):  # free the traced copy before the next one is made
+            self.__dict__.pop(name, None)
         self._closing.enter_context(kept_rng())
         self.built = build(self._sources[number], self.job.devices)
         self._closing.enter_context(untouched(self.built.workload))
