@@ -1,6 +1,6 @@
-"""The reason why no remembered plan holds: the nearest one, and in which parts of the key it differs.
+"""Explain why no saved plan was used: find the most similar plan, and name the parts of the key that differ.
 
-What a plan's file says of itself is not believed, only shown, and no more of it than fits a line.
+The content of a plan's file is not trusted. It is only shown, on one line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEAREST_PROFILE = "nearest-profile"
 """The kind of the note that names the most similar profile."""
 
 MOST_TOLD = 3
-"""Of the parts that differ, or one more; the log has all of them."""
+"""Most differing parts in a note. One more is shown instead of "1 more". The log has all parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _SAID = {
     "optimizer": "the optimizer or its options were others",
     **dict.fromkeys(_FUNCTIONS, "{part} was another"),
 }
-"""What is said of a part that was one thing and is another now; otherwise just that."""
+"""Texts on a part that changed. Other parts are shown with both values."""
 
 
 def nearest_note(
@@ -84,7 +84,7 @@ def nearest_note(
 def differences(
     plan: Plan, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any]
 ) -> list[str]:
-    """Say in which parts of the key a plan differs from what is wanted now: a clause for each, the machine's first."""
+    """Return a clause for each part of the key in which a plan differs, beginning with the machine."""
     told = [*_of_machine(plan.machine, machine), *_of_workload(plan.workload, workload)]
     return [*told, *_of_request(plan, machine, request)]
 
@@ -101,7 +101,7 @@ def _of_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differing(parts: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say of each part that differs what it was."""
+    """Return a clause for each part that differs, with its former value."""
     told = []
     for part in parts:
         was, is_now = before.get(part), now.get(part)
@@ -129,7 +129,7 @@ def _devices_told(before: Any, now: Any) -> str:
 
 
 def _runs(devices: Any) -> list[tuple[int, str]] | None:
-    """Return how many there are of each device in a row, and what it is; None where that is not told."""
+    """Return the count and name of each run of devices, or None if the file does not have them."""
     if not isinstance(devices, list) or not all(isinstance(run, dict) for run in devices):
         return None
     runs = []
@@ -158,7 +158,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         told.append(f"the model was another: {' and '.join(changed[:2])} differ")
     same_size = before.get("sample_batch_size") == now.get("sample_batch_size")
     batch = "sample_batch" if same_size else "sample_batch_size"
-    # Only workloads that have them tell of the last two.
+    # Only some workloads have the last two.
     others = ("precision", "loss_reduction", "loss_scope", "batch_dim", "checkpointing", "fits")
     return told + _differing((batch, "optimizer", *_FUNCTIONS, *others), before, now)
 
@@ -166,7 +166,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     before = plan.request
     if not before:
-        # As much as an older file keeps of it.
+        # Compare only the parts that an older file has.
         sizes = plan.effective_batch_sizes
         asked = None if sizes is None else sizes[0] if sizes[0] == sizes[1] else list(sizes)
         before = {**now, "effective_batch_size": asked, "max_batch_size": plan.max_batch_size}
@@ -175,7 +175,7 @@ def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str:
-    """Write a value of a file on one line."""
+    """Return a value of a file as text on one line."""
     if value is None:
         return "none"
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Solve a plan again where less memory is free than it takes, or its loader is slow: from its fits, running nothing.
+"""Solve a plan again for less memory or a slow loader. The plan's fits are used, and nothing is run.
 
-What a device holds with fewer samples is read off the line near its ceiling and off the sizes that were looked at: a
-peak never falls as samples are added, so that it is no less than that of any smaller size which is known. Where a step
-takes several forwards and the plan's took one, the gradients that wait are added to it.
+The peak of a device with fewer samples follows from the memory model near its ceiling, and from the sizes that were
+tried: more samples never have a lower peak than fewer. If the new step has several forwards and the plan's step had
+one, each device also keeps gradients between forwards.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from autosplit.solve.problem import Problem, Solution
 from autosplit.solve.step_time import Fit
 
 LINE_ERROR = 0.01
-"""Share of the memory that is left free, since a line passes over what an allocator rounds up to: by the line through
-32 and 64 samples a linear layer of 512 fitted 60 in 448265 bytes, and its step took 448512.
+"""Fraction of the memory that stays free, because a linear model does not include the allocator's rounding.
+
+By the line through 32 and 64 samples, a linear layer of 512 fitted 60 samples in 448265 bytes. Its step took 448512.
 """
 
 
 @dataclass(frozen=True)
 class Lack:
-    """The memory that there is now, or the loader, where it is less than a plan takes.
+    """The limits that a plan exceeds: less memory, or a slow loader.
 
     Attributes:
-        capacities_bytes: What each device may hold.
-        waiting_bytes: What gradients take on each device while they wait for another forward.
+        capacities_bytes: Memory that training may use on each device.
+        waiting_bytes: Memory of the gradients that each device keeps between forwards.
         least_batch: The fewest samples that a device trains on.
-        most_samples_per_s: What the loader loads.
+        most_samples_per_s: Throughput of the loader.
     """
 
     capacities_bytes: tuple[int, ...]
@@ -41,9 +42,9 @@ class Lack:
 
 
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
-    """Return a plan for less, by the fits of one that takes more; None where it has none, or nothing fits.
+    """Return a smaller plan, by the fits of a plan. Its throughput and peaks are predicted.
 
-    Its throughput and peaks are predicted.
+    Return None if the plan has no fits, or if nothing fits.
     """
     fit, before = plan.fit, plan.region
     if fit is None:
@@ -59,14 +60,14 @@ def solved_again(plan: Plan, lack: Lack) -> Plan | None:
         return None
     region = problem.region_of(solution.accumulation_steps)
     ceilings, peaks = _all_at_once(region, solution.split), _peaks(plan, before, region, solution.split)
-    if alone and plan.ddp.ranks:  # one rank's answer is the plan's own
+    if alone and plan.ddp.ranks:  # with one device, DDP's answer is the plan's own
         plan = replace(plan, ddp=_with_ranks(plan.ddp, lack, solution, ceilings, peaks))
     return _remade(plan, lack, solution, ceilings, peaks, region)
 
 
 def _problem(plan: Plan, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None, lack: Lack) -> Problem:
     problem = replace(problem_with(plan, fit, ceilings, region), most_samples_per_s=lack.most_samples_per_s)
-    # The region of a plan of several forwards counts what waits.
+    # The region of a plan with several forwards includes the gradients that are kept between forwards.
     waiting_bytes = lack.waiting_bytes if plan.accumulation_steps == 1 else 0
     capacities_bytes = [int((1 - LINE_ERROR) * nbytes) for nbytes in lack.capacities_bytes]
     return problem.with_capacities(capacities_bytes, waiting_bytes=waiting_bytes, least_batch=lack.least_batch)
@@ -104,7 +105,7 @@ def _remade(
     return replace(
         plan,
         fits=fits,
-        lengths=None,  # of the other split
+        lengths=None,  # they belong to the other split
         split=solution.split,
         gpu0_bsz=solution.split[0],
         batch_size=sum(solution.split),
@@ -122,7 +123,7 @@ def _remade(
 
 
 def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Predict what each device holds; gradients that wait, which the region before did not count, are added."""
+    """Predict the peak of each device, with gradients that are kept between forwards."""
     waiting_bytes = int(region.primary.fixed_bytes - before.primary.fixed_bytes)
     first, *others = (
         device.ceiling.bytes_at(share) + waiting_bytes if share else 0
@@ -134,7 +135,7 @@ def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -
 
 
 def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ceilings that hold all at once: those of the other devices, if device 0's share is held beside them."""
+    """Return ceilings that hold at the same time: those of the other devices, if device 0's samples fit, too."""
     if not region.replica_ceilings:
         return (max(region.primary_ceiling, split[0]),)
     plane = region.primary
@@ -187,7 +188,7 @@ def _with_ranks(
 
 
 def _of_ranks(plan: Plan, lack: Lack) -> Plan | None:
-    """Return the plan whose own answer is DDP's."""
+    """Return the plan with DDP's answer as its own."""
     ranks = plan.ddp.ranks
     if not ranks:
         return None

@@ -1,8 +1,8 @@
-"""The cache of plans: what a plan holds for, as a key; finding one again, keeping one, and what has changed since.
+"""The cache of plans (profiles): find, save, list and remove them.
 
-A key is a digest of the kind of machine, the workload, and what was asked for; the first two stand in the plan as well,
-so that a file is taken only for what it was made for. A file is read as hostile input: what is wrong with it is named
-in a note, it is moved aside, and the plan is made anew. What is of another machine stays where it is.
+A key is a digest of the kind of machine, the workload and the request. The plan has all three, so a file is used only
+for its own key. Files are read as hostile input. An invalid file is moved aside with a note, and the plan is tuned
+again. A file of another machine stays where it is.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ if TYPE_CHECKING:
     from autosplit.profiles.key import ProfileKey
 
 KEY_DIGITS = 12
-"""So many of a key's 32 are shown: enough to tell profiles apart."""
+"""Number of digits of a key (of 32) that are shown."""
 
 NOT_SAVED = "plan-not-saved"
 """The kind of a note on a plan that was not saved as a profile."""
 
 LEFT_OVER_S = 60.0
-"""Writing takes milliseconds: what a writer has left half written for longer than this, it was killed in."""
+"""Age after which a partly written file is removed. Writing takes milliseconds, so its writer was killed."""
 
 TURN_SUFFIX = ".tuning.lock"
-"""Of the file by whose lock those who tune for a profile take turns."""
+"""Suffix of the lock file for processes that tune for the same profile."""
 
 BAD_SUFFIX = ".bad"
-"""Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
+"""Suffix of an invalid file that was moved aside. Only the last one is kept."""
 
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The plan that the cache holds under a key.
+    """The saved plan of a key.
 
     Attributes:
-        path: Where it is, or would be.
-        unreadable: The system did not let it be read.
+        plan: The plan, or None.
+        path: The profile's file, which may not exist.
+        notes: The reason why a file was not used.
+        unreadable: Whether the system did not let the file be read.
     """
 
     plan: Plan | None
@@ -73,17 +75,20 @@ def _path_of(key: str) -> Path:
 
 
 def turn_path(key: str) -> Path:
-    """Return the file by whose lock processes take turns at tuning for a key."""
+    """Return the lock file for processes that tune for a key."""
     return _path_of(key).with_suffix(TURN_SUFFIX)
 
 
 def find(
     key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> Found:
-    """Look for the plan of a key, or say why a file that is there can't be used; raise nothing for what it holds.
+    """Look for the plan of a key. If its file cannot be used, return the reason. The content never raises.
 
     Args:
-        request: What must have been asked for, with the name; older files do not tell.
+        key: The key.
+        machine: The machine that the plan must have.
+        workload: The workload that the plan must have.
+        request: The request that the plan must have, with the name. Older files have none.
     """
     try:
         path = _path_of(key)
@@ -107,11 +112,11 @@ def find(
 
 
 class _SpoiledError(ProfileError):
-    """No plan is in a profile's place, so that nobody loses anything if it is moved out of the way."""
+    """A profile's file is not a plan, so nothing is lost if it is moved aside."""
 
 
 def _put_aside(path: Path) -> str:
-    """Move a spoiled profile aside, and say so; or why it can't be."""
+    """Move an invalid profile aside. Return a text on the result."""
     try:
         return f"it is moved aside as {moved_aside(path, BAD_SUFFIX).name}"
     except OSError as error:
@@ -119,14 +124,14 @@ def _put_aside(path: Path) -> str:
 
 
 def _read(path: Path) -> Plan | None:
-    """Read a profile; None where there is no file.
+    """Read a profile. Return None if there is no file.
 
     Raises:
-        ProfileError: It can't be read now, or by this version; a `_SpoiledError` if it never can.
+        ProfileError: The file cannot be read now, or not by this version. `_SpoiledError` if it is not a plan.
     """
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
-    except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
+    except (FileNotFoundError, NotADirectoryError):  # there is no file, or a file in the place of the folder
         return None
     except LargeFileError as error:
         raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
@@ -199,10 +204,10 @@ def amend(key: str, plan: Plan, changes: Mapping[str, Any]) -> None:
 
 
 def store(key: str, plan: Plan) -> Path:
-    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one or the other, whole.
+    """Save a plan, and return its file. The file is replaced atomically.
 
     Raises:
-        ProfileError: The cache can't be written.
+        ProfileError: The cache cannot be written.
     """
     path = _path_of(key)
     try:
@@ -219,27 +224,27 @@ def store(key: str, plan: Plan) -> Path:
 
 
 def _sweep(path: Path, least_s: float = LEFT_OVER_S) -> None:
-    """Remove what writers of a profile that were killed have left behind, if it is so old."""
+    """Remove old files that killed writers of a profile left behind."""
     for left_over in path.parent.glob(f".{path.name}.*"):
         if time.time_ns() - _written_ns(left_over) >= least_s * 1e9:
             _discard(left_over)
 
 
 def _discard(path: Path) -> None:
-    """Remove a file, where that can be."""
+    """Remove a file if possible."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def profile_paths() -> tuple[Path, ...]:
-    """Return the files of the cache that are profiles, or are called so, the newest first."""
+    """Return the files of the cache that are named as profiles, the newest first."""
     named = (path for path in profiles_folder().glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
     dated = sorted(((_written_ns(path), path) for path in named), reverse=True)
     return tuple(path for _, path in dated)
 
 
 def read_profile(path: Path) -> Plan:
-    """Read a file of the cache, as hostile input."""
+    """Read a profile as hostile input."""
     plan = _read(path)
     if plan is None:
         raise ProfileError(
@@ -249,7 +254,7 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove one of `profile_paths` with what stands beside it; a lock that somebody holds stays."""
+    """Remove a profile with its other files. A lock that a process holds stays."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -262,7 +267,7 @@ def remove_profile(path: Path) -> None:
 
 
 def remove_left_over() -> None:
-    """Remove what stands beside profiles that are gone."""
+    """Remove the other files of profiles that were removed."""
     folder = profiles_folder()
     keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (".lock", BAD_SUFFIX)}
     keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
@@ -272,17 +277,17 @@ def remove_left_over() -> None:
 
 
 def _remove_beside(path: Path) -> None:
-    """Remove the lock of a profile that is gone, what was moved aside for it, and what killed writers have left.
+    """Remove the other files of a removed profile: its lock, the file that was moved aside, and partly written files.
 
-    The lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
-    gone, and makes another.
+    The lock is acquired before its file is removed, so no other process holds it. A process that has opened the file
+    detects that it is gone, and makes another.
     """
     if not path.parent.is_dir():
         return
     import filelock  # not needed for reading, and slow to import
 
     _sweep(path, 0.0)
-    for suffix in (BAD_SUFFIX, ".lock"):  # the latter is of older versions
+    for suffix in (BAD_SUFFIX, ".lock"):  # older versions used ".lock"
         _discard(path.with_suffix(suffix))
     lock = path.with_suffix(TURN_SUFFIX)
     held = filelock.FileLock(lock, timeout=0, mode=OWNER_ONLY, fallback_to_soft=False)
@@ -291,7 +296,7 @@ def _remove_beside(path: Path) -> None:
 
 
 def profiles(most: int | None = None) -> tuple[tuple[Path, Plan | None], ...]:
-    """Return profiles of the cache, the newest first, or so many; None for a plan that can't be read."""
+    """Return at most `most` profiles, the newest first. The plan of an unreadable profile is None."""
     return tuple((path, _read_or_none(path)) for path in profile_paths()[:most])
 
 

@@ -1,11 +1,10 @@
-"""Several processes that tune the same thing: one tunes, the others wait for its plan.
+"""Let one process tune a workload, while other processes with the same workload wait for its plan.
 
 holder   locks KEY.tuning.lock | tunes | stores the plan | unlocks
-waiter   sees the lock, tells who has it . . . . . . . . | locks, finds the plan, unlocks
+waiter   reports the holder and waits . . . . . . . . . | locks, finds the plan, unlocks
 
-The lock is the operating system's own (by way of filelock: flock, or what Windows has), because such a lock goes when
-its process goes, however that ends; where the file system has none, nobody waits. What the file says of its holder is
-for people only.
+filelock uses a lock of the operating system, which is released when its process ends for any reason. If the file system
+has no locks, no process waits. The holder's name in the file is only shown to users.
 """
 
 from __future__ import annotations
@@ -27,39 +26,41 @@ if TYPE_CHECKING:
     import filelock
 
 WAIT_LIMIT_S = 1800.0
-"""Without a time limit nobody waits longer for another's tuning: by then it hangs, or is of no use any more."""
+"""Longest wait without a time limit. A tuning that takes longer probably hangs."""
 
 LEAST_WAIT_S = 60.0
-"""With a time limit, twice of it, and no less than this: what a tuning does beside its trials has no limit."""
+"""Least wait with a time limit. The wait is twice the limit, because only the trials of a tuning are limited."""
 
 POLL_S = 0.1
-"""Between two looks at a lock that is held."""
+"""Seconds between two attempts to acquire a lock."""
 
 _HOLDER = re.compile(r"(\d{1,10}) ([\w.-]{1,200}) (\d\d:\d\d:\d\d)", re.ASCII)
-"""A lock's file: its holder's process, machine, and since when it has it."""
+"""Content of a lock file: process, machine and start time of its holder."""
 
 
 class WaitingWarning(UserWarning):
-    """Another process is tuning the same thing, and this one waits for its plan."""
+    """Another process tunes the same workload, and this process waits for its plan."""
 
 
 def wait_limit_s(remaining_s: float | None) -> float:
-    """Return how long to wait for another process at most, by what is left of the time limit; None for no limit."""
+    """Return the longest wait for another process, for the remaining seconds of the time limit or None."""
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
 
 
 class Turn(contextlib.AbstractContextManager["Turn"]):
-    """A turn at something that one process at a time is to do; a context that gives it back at its end.
+    """The turn of this process to tune a workload. The context releases it at its end.
 
     Args:
-        path: The lock's file, its folder made where it is missing; None where there can be none.
-        tell: Told once, when the wait begins, what is waited for.
-        trouble: Why there can be none.
+        path: The lock file, whose folder is made if necessary; None if there is no folder for it.
+        limit_s: Longest wait.
+        tell: Called once with the holder's name, when the wait begins.
+        trouble: The reason why there is no lock file.
 
     Attributes:
-        held: The turn is here, and others wait.
-        trouble: Why there is nothing to wait for here, in a few words; None where there is.
-        gave_up: What is to be said where the limit was over; None where it was not.
+        held: Whether this process holds the lock.
+        waited_s: Seconds spent waiting.
+        trouble: The reason why this process cannot wait; None if it can.
+        gave_up: A text if the limit ended the wait; None otherwise.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         self._lock: filelock.BaseFileLock | None = None
 
     def __exit__(self, *_: object) -> None:
-        """Give the turn back, if it is here."""
+        """Release the lock if this process holds it."""
         if self.held:
             self.held = False
             _write(self.path, "")
             assert self._lock is not None
-            with contextlib.suppress(OSError):  # the file system has gone; the lock with it
+            with contextlib.suppress(OSError):  # the file system is gone, and the lock with it
                 self._lock.release()
 
     @property
@@ -98,15 +99,15 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         return self.held or self.trouble is not None or self.gave_up is not None
 
     def wait(self, for_s: float = float("inf")) -> bool:
-        """Wait until this turn comes, or there is no point in waiting on; return whether the wait is over.
+        """Wait for the lock for at most `for_s` seconds. Return whether the wait is over: call again if it is not.
 
-        It lasts `for_s` at most: call it again to go on. Ctrl-C ends it at once.
+        The wait is also over if the limit is reached, or if there is no lock to wait for. Ctrl-C ends it at once.
         """
         now_s = time.monotonic()
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         end_s, limit_s = now_s + for_s, self._begun_s + self.limit_s
         while not self._is_over:
-            # By the end of the first look the holder has written who it is.
+            # At the end of the first attempt, the holder has written its name.
             look_s = min(end_s, limit_s) - now_s if self._told else POLL_S
             if self._lock_within(max(0.0, look_s)) or self.trouble is not None:
                 break
@@ -122,12 +123,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         return self._is_over
 
     def _lock_within(self, limit_s: float) -> bool:
-        """Tell whether this process has the lock, for which it waits that long."""
+        """Wait for the lock for at most `limit_s`. Return whether this process holds it."""
         import filelock  # slow to import
 
         try:
             make_private_folder(self.path.parent)
-            # One for all turns at the path, which knows whether this thread has it: it would wait for itself in vain.
+            # A singleton for the path knows whether this thread holds the lock. Otherwise it would wait for itself.
             self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False, is_singleton=True)
             if self._lock.is_locked:
                 self.trouble = "this thread tunes the same already"
@@ -135,9 +136,9 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             self._lock.acquire(limit_s, poll_interval=POLL_S)
         except filelock.Timeout:
             return False
-        except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no right to write, no locks
+        except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no permission, or no locks
             reason = getattr(error, "strerror", None) or str(error)
-            # Where nothing stands there, the folder is to blame.
+            # Without a file at the path, the folder is the problem.
             self.trouble = f"{self.path} can't be locked ({reason})" if os.path.lexists(self.path) else reason
             return False
         self.held = True
@@ -146,14 +147,14 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
 
 def _write(path: Path, text: str) -> None:
-    """Write into a lock's file, if it is still there."""
+    """Write into a lock file if it still exists."""
     with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
         file.truncate()
         file.write(text)
 
 
 def _holder_text(path: Path) -> str:
-    """Say who has a lock, and since when, as far as its file tells."""
+    """Return a text on the holder of a lock, as far as the file names it."""
     try:
         with path.open("rb") as file:
             found = _HOLDER.fullmatch(file.read(512).decode("ascii", "replace"))

@@ -1,4 +1,4 @@
-"""Tell whether a remembered plan holds here: its devices, the memory that is free, the facts that may differ."""
+"""Compare a saved plan with this machine: devices, free memory, and facts that may differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
-    """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    """Return the saved plans whose devices are on this machine, the newest first, without simulated plans."""
     from autosplit.devices.spec import parse_devices
 
     found = [(path, plan) for path, plan in profiles() if plan is not None]
@@ -42,7 +42,7 @@ def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:
 
 
 def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
-    """Return what each machine of a plan's job has to have; none where the description is none."""
+    """Return the devices that each machine of a plan's job must have, or [] if the description is invalid."""
     if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
         return []
     devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
@@ -55,30 +55,32 @@ def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
     for count in counts[:MOST_DEVICES]:
         here: Counter[tuple[str, ...]] = Counter()
         for run in itertools.islice(rest, count):
-            # Of a processor there are as many devices as a spec says.
+            # A spec may make any number of devices of one CPU.
             here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
         wanted.append(here)
     return [one for one in wanted if one]
 
 
 def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what has to be here for a run of devices: a budget is the user's to give to any processor."""
+    """Return the properties that a machine must have for a run of devices. Any CPU may have any budget."""
     return tuple(str(run.get(name)) for name in ("kind", "name", "memory_gib", "processors", "architecture"))
 
 
 SLACK = 0.01
-"""Share of a plan's peak that a card may lack (to a display, another's context): the plan still runs.
+"""Fraction of a plan's peak that a GPU may lack, for example because of a display. The plan still runs.
 
-It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
+The reserve, by default five times as much, covers it. Without this tolerance, a plan at its limit was solved again for
+any missing MiB.
 """
 
 
 def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
-    """Name the devices whose free memory is less than the plan's peaks, in a sentence; None where the plan fits.
+    """Name the devices whose free memory is less than the plan's peaks. Return None if the plan fits.
 
     Args:
-        devices: The devices that are here, in the plan's order.
-        capacities_bytes: What each may hold now, the reserve taken off.
+        plan: The plan.
+        devices: The present devices, in the plan's order.
+        capacities_bytes: Memory that training may use on each device now, without the reserve.
     """
     short = [
         f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
@@ -90,9 +92,9 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
 
 
 def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[str, ...]:
-    """Return a clause for each difference of the GPUs here, in the plan's order, from those that it was made on.
+    """Return a clause for each difference between the present GPUs and the plan's GPUs, in the plan's order.
 
-    No clause holds what names a card; there is none where the machine is the very one.
+    No clause has a GPU's identifier. On the same machine there is no clause.
     """
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
@@ -101,8 +103,8 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     tight = []
     for (planned, device), capacity in zip(pairs, capacities_bytes, strict=True):
-        # What is free is told without what the process that tuned took for itself; a ceiling is found in it. Once this
-        # process has had memory there, what it takes for itself is no longer free.
+        # The free memory includes the context of the process that tuned, and the ceiling's capacity does not. If this
+        # process has allocated memory on the GPU, its context is not free any more.
         context = max(0, planned.capacity_bytes - planned.ceiling.capacity_bytes)
         if is_accelerator(device.kind) and (1 - SLACK) * planned.peak_bytes > capacity - context:
             in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)
