@@ -1,7 +1,7 @@
-"""A child process for what may crash, exit or hang: what ends it costs one answer, and not this process.
+"""Run calls that may crash, exit or hang in a child process. If it ends, one answer is lost, and this process goes on.
 
-It is multiprocessing's spawn with one pipe, answering one call at a time. The pools (concurrent.futures, loky, pebble)
-hide what a worker died of and at which call.
+The child is started by multiprocessing's spawn, and answers one call at a time over a pipe. Process pools
+(concurrent.futures, loky, pebble) do not report why a worker died, or at which call.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from autosplit.errors import AutosplitError, InputError, one_line
 T = TypeVar("T")
 
 UNHURRIED_S = 600.0
-"""Limit for an answer where no other is given: as long as NCCL waits for a rank that hangs."""
+"""Default limit for an answer: NCCL's timeout for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""Time in which a process that was told to stop has to end."""
+"""Time in which a process must end after it was told to stop."""
 
 _LOOK_S = 1.0
-"""Interval at which a silent process is looked at: when one that forked dies, its children keep its pipes open."""
+"""Interval for checking a silent process. If a process that forked dies, its children keep its pipes open."""
 
 _SENT_AT_ONCE_BYTES = 4096
-"""The size that any pipe takes in without a reader, who is still starting."""
+"""Size that every pipe accepts while its reader is still starting."""
 
 _SIGNALS = {
     "SIGKILL": "as the system's out-of-memory killer does",
@@ -46,15 +46,15 @@ _SIGNALS = {
     "SIGILL": "because this CPU lacks an instruction",
     "SIGFPE": "because of arithmetic in native code",
 }
-"""What a signal usually comes from."""
+"""The usual cause of each signal."""
 
 
 class ChildLostError(AutosplitError):
-    """A process ended, or had to be ended, without an answer.
+    """A process ended, or was ended, without an answer.
 
     Attributes:
         cause: The reason, as the end of a sentence: ``"was killed by SIGKILL, ..."``.
-        hung: It was ended because it took too long.
+        hung: Whether it was ended because it took too long.
     """
 
     code = "process-lost"
@@ -66,21 +66,21 @@ class ChildLostError(AutosplitError):
 
 
 class LostCauseError(Exception):
-    """Raised inside the process where it is of no more use and has to be replaced; the message completes ``cause``."""
+    """Raised in a process that must be replaced. The message becomes the `cause` of `ChildLostError`."""
 
 
 class InTheChildError(Exception):
-    """The traceback that an unforeseen exception had in the other process, as the last of its causes."""
+    """The traceback of an unexpected exception in the other process. It is the last cause of that exception."""
 
 
 class Child:
-    """An object in a spawned process, whose methods are called from here.
+    """An object in a spawned process. Its methods are called from this process.
 
     Args:
-        make: Picklable; makes the object, there.
+        make: A picklable function that makes the object in the spawned process.
 
     Raises:
-        InputError: It can't be pickled.
+        InputError: `make` cannot be pickled.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -92,17 +92,17 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None while there is none."""
+        """The id of the process; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if there is none, and return while it loads."""
+        """Start the process if there is none. Return before it has loaded."""
         if self._process is not None:
             return
         self._waiting = self._waiting or _pickled(self._make)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        # No daemon, since these may have no children: a workload may well have a DataLoader with workers.
+        # A daemon may not start processes, but a workload may have a DataLoader with workers.
         process = context.Process(target=_serve, args=(theirs,), name="autosplit-isolated", daemon=False)
         try:
             with _undisturbed():
@@ -123,10 +123,10 @@ class Child:
             self._hand_over()
 
     def get_ready(self, limit_s: float = UNHURRIED_S) -> None:
-        """Wait until the object is made, starting a process if there is none, which is ended if it takes longer.
+        """Wait until the object is made. Start a process if there is none. End it if it takes longer than the limit.
 
         Raises:
-            ChildLostError: The process ended, or was ended, before.
+            ChildLostError: The process ended, or was ended, before the object was made.
         """
         self.start()
         if self._is_ready:
@@ -136,14 +136,16 @@ class Child:
                 self._hand_over()
             self._result(limit_s)
         except BaseException:
-            self.end()  # the process has no object, so it is of no use
+            self.end()  # the process has no object, so it cannot be used
             raise
         self._is_ready = True
 
     def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
-        """Call a method of the object, once it is made, with picklable arguments; what it raises is raised here.
+        """Call a method of the object with picklable arguments. Its exceptions are raised here.
 
         Args:
+            name: Name of the method.
+            *args: Its arguments.
             limit_s: The process is ended if the answer takes longer.
 
         Raises:
@@ -154,7 +156,7 @@ class Child:
         return self._result(limit_s, data)
 
     def close(self) -> None:
-        """Let the process stop by itself if it is waiting, end it otherwise."""
+        """Stop the process if it waits for a call, or end it."""
         if self._process is not None and self._pipe is not None and self._is_ready:
             with suppress(OSError):
                 self._pipe.send_bytes(b"")
@@ -162,30 +164,30 @@ class Child:
         self.end()
 
     def end(self) -> None:
-        """End the process and those that it started; nothing is left of it."""
+        """End the process and all processes that it started."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if process is None or pipe is None:
             return
         if process.pid is not None and hasattr(os, "killpg"):
-            # It leads a group of its own; one that has not come so far has started nothing yet.
+            # It leads its own process group. Before that, it has started no process.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join(_CLOSING_S)
-        if process.exitcode is not None:  # one that hangs in a driver can't be ended, nor is it waited for
+        if process.exitcode is not None:  # a process that hangs in a driver cannot be ended, so do not wait for it
             process.close()
         pipe.close()
 
     def _hand_over(self) -> None:
-        """Send what makes the object, once: it may be as large as a model, and is not kept."""
+        """Send `make` once. It may be as large as a model, so it is not kept."""
         assert self._waiting is not None
         sent, self._waiting = self._waiting, None
         self._send(sent)
 
     def _send(self, data: bytes) -> None:
         assert self._pipe is not None
-        with suppress(OSError):  # a reader that is gone is found where its answer is missed
+        with suppress(OSError):  # if the reader is gone, `_answer` detects it
             self._pipe.send_bytes(data)
 
     def _result(self, limit_s: float, data: bytes | None = None) -> Any:
@@ -211,7 +213,7 @@ class Child:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise ChildLostError(f"did not answer within {limit_s:.3g} s and was stopped", hung=True)
-            if self._process.exitcode is not None and not self._pipe.poll():  # it may have answered meanwhile
+            if self._process.exitcode is not None and not self._pipe.poll():  # it may have answered in the meantime
                 raise ChildLostError(self._end_text())
             wait([self._pipe, self._process.sentinel], min(left_s, _LOOK_S))
         try:
@@ -239,7 +241,7 @@ class Child:
 
 
 def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
-    """Wait for a process to end; what `join` waits for stays open in processes that it forked."""
+    """Wait for a process to end. `join` would also wait for processes that it forked."""
     deadline_s = time.monotonic() + limit_s
     while process.exitcode is None and time.monotonic() < deadline_s:
         wait([process.sentinel], 0.02)
@@ -247,7 +249,7 @@ def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
 
 
 def _pickled(what: Any) -> bytes:
-    """Pickle, plainly: multiprocessing's own way would move the tensors of a live model to shared memory."""
+    """Pickle with the plain pickler. multiprocessing's pickler would move a live model's tensors to shared memory."""
     try:
         return pickle.dumps(what)
     except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
@@ -260,9 +262,9 @@ def _pickled(what: Any) -> bytes:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start a process with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
+    """Start a process with stdout on stderr, without Ctrl-C. It runs the user's main module before our code."""
     kept = None
-    with suppress(OSError):  # closed: there is nothing to keep clean
+    with suppress(OSError):  # stdout is closed
         kept = os.dup(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
@@ -282,11 +284,11 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Make the object, and answer calls of its methods until told to stop."""
+    """Make the object, and answer calls of its methods until the parent ends this process."""
     _settle_in()
     served: Any = None
     answer: tuple[str, Any] = ("returned", None)
-    with suppress(EOFError):  # nobody is there any more
+    with suppress(EOFError):  # the parent has gone
         while answer[0] != "lost" and (request := pipe.recv_bytes()):
             answer = ("returned", None)
             try:
@@ -297,7 +299,7 @@ def _serve(pipe: Connection) -> None:
                     answer = ("returned", getattr(served, name)(*args))
             except LostCauseError as error:
                 answer = ("lost", str(error))
-            except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
+            except BaseException as error:  # noqa: BLE001  # also SystemExit: the parent raises it
                 answer = ("raised", encoded(error))
             if not _sent(pipe, answer) or served is None:
                 break
@@ -306,7 +308,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _settle_in() -> None:
-    """Leave the parent's stdout, its Ctrl-C and its place before the out-of-memory killer; end when it ends."""
+    """Separate this process from its parent: stdout, Ctrl-C and the out-of-memory killer. End when the parent ends."""
     with suppress(OSError):
         os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -315,14 +317,14 @@ def _settle_in() -> None:
             os.setpgid(0, 0)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    with suppress(OSError):  # Linux: where memory runs out this process is the first to go, and not its parent
+    with suppress(OSError):  # Linux: the out-of-memory killer ends this process before its parent
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     parent = multiprocessing.parent_process()
     if parent is not None:
 
         def end_with_parent() -> None:
             wait([parent.sentinel])
-            os._exit(1)  # at once, also amid a step that hangs
+            os._exit(1)  # at once, also during a step that hangs
 
         threading.Thread(target=end_with_parent, daemon=True).start()
 
@@ -332,7 +334,7 @@ def _unpickled(data: bytes) -> Any:
         return pickle.loads(data)  # noqa: S301  # from the process that started this one
     except (AutosplitError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001  # whatever importing the user's modules raises
+    except Exception as error:  # noqa: BLE001  # importing the user's modules may raise anything
         raise InputError(
             f"isolate=True, but the workload can't be loaded in another process ({one_line(error)}). Expected a "
             "workload of importable functions and classes. Define them in a module, or leave isolate out.",
@@ -341,10 +343,10 @@ def _unpickled(data: bytes) -> Any:
 
 
 def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
-    """Send an answer; say whether anybody was there for it."""
+    """Send an answer. Return whether the parent could receive it."""
     try:
         data = pickle.dumps(answer)
-    except Exception as error:  # noqa: BLE001  # what a method returned runs its own code when pickled
+    except Exception as error:  # noqa: BLE001  # pickling a result runs its own code
         data = pickle.dumps(("raised", encoded(error)))
     try:
         pipe.send_bytes(data)
@@ -362,7 +364,7 @@ def encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
     for link in (error, error.__cause__):
         if link is not None:
             data = b""
-            with suppress(Exception):  # exceptions of all kinds hold things of all kinds
+            with suppress(Exception):  # an exception may hold anything
                 data = pickle.dumps(link)
             links.append((data, one_line(link)))
     foreseen = isinstance(error, (AutosplitError, KeyboardInterrupt))
@@ -374,7 +376,7 @@ def decoded(links: list[tuple[bytes, str]], trace: str) -> BaseException:
     chain: list[BaseException] = []
     for data, text in links:
         error: Any = None
-        with suppress(Exception):  # an __init__ of other arguments, or of a module that only the other process has
+        with suppress(Exception):  # other arguments of __init__, or a module that only the other process has
             error = pickle.loads(data)  # noqa: S301  # by the process that we started
         chain.append(error if isinstance(error, BaseException) else RuntimeError(text))
     if trace:

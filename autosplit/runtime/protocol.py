@@ -1,4 +1,4 @@
-"""The protocol of the runtimes: what they are asked and what they answer, in plain numbers."""
+"""Define the protocol of the runtimes: the steps that they run, and their results as plain numbers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Literal, Protocol
 from autosplit.devices.device import Device
 
 Arrangement = Literal["balanced", "rank", "eval"]
-"""``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
+"""``balanced``: BalancedDataParallel; ``rank``: one DDP process; ``eval``: a forward without gradients."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """One optimizer step: which samples go where.
+    """One optimizer step, with the samples of each device.
 
     Attributes:
-        arrangement: How the devices share the work. For ``rank`` and ``eval`` exactly one device has samples.
-        num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
-        accumulates: Gradients of earlier micro-steps are held all through, and those of this step added to them.
-        updates: The optimizer runs, and its state is there; without it, what a replica does is all there is to see.
-        compiled: The model runs compiled, as it was given, on the first device alone; only real devices can.
+        splits: The samples of each device in each micro-step.
+        arrangement: How the devices share the work. For ``rank`` and ``eval``, exactly one device has samples.
+        num_ranks: DDP processes in the job, for ``rank``. With more than one, DDP keeps gradient buckets.
+        accumulates: Whether gradients of earlier micro-steps are in memory throughout the step.
+        updates: Whether the optimizer runs and has its state. Without it, the step is that of a replica.
+        compiled: Whether the model that the user compiled runs, on the first device only. Real devices only.
     """
 
     splits: tuple[tuple[int, ...], ...]
@@ -40,12 +41,12 @@ class StepShape:
 
     @property
     def alone(self) -> bool:
-        """Whether one device has all samples, wherever it stands in the list."""
+        """Whether a single device, at any position, has all samples."""
         return self.arrangement != "balanced"
 
     @property
     def num_samples(self) -> int:
-        """Samples in the whole step."""
+        """Number of samples in the whole step."""
         return sum(sum(split) for split in self.splits)
 
 
@@ -54,11 +55,12 @@ class Measurement:
     """The time and the memory of one optimizer step.
 
     Attributes:
-        seconds: Wall time of the step, the median where it was repeated.
-        error_s: Standard error of that median; 0 where the time is exact (`sim`).
-        peak_bytes: The most each device held; empty where it was not measured.
-        busy_s: Time each device worked; empty where it was not measured.
+        seconds: Wall time of the step. The median if it was repeated.
+        error_s: Standard error of the median; 0 if the time is exact (`sim`).
+        peak_bytes: Peak memory of each device; empty if it was not measured.
+        busy_s: Compute time of each device; empty if it was not measured.
         update_s: The optimizer's part of `seconds`.
+        repeats: Number of steps that were timed.
     """
 
     seconds: float
@@ -74,7 +76,9 @@ class StepMemory:
     """The memory of an optimizer step on accelerators.
 
     Attributes:
-        reserved_bytes: The most that the allocator held of each, for them and in blocks that it kept.
+        allocated_bytes: Peak of the tensors on each device.
+        reserved_bytes: Peak of the allocator on each device: tensors and cached blocks.
+        steps: Number of steps that were run.
     """
 
     allocated_bytes: tuple[int, ...]
@@ -83,11 +87,12 @@ class StepMemory:
 
 
 class Runtime(Protocol):
-    """Where a training step runs and is measured.
+    """Runs and measures training steps.
 
     Attributes:
-        simulated: The numbers are computed, and a peak is exact.
-        shares_processor: The devices run in turn on one processor: their busy times add.
+        devices: The devices.
+        simulated: Whether the numbers are computed. Peaks are exact then.
+        shares_processor: Whether the devices take turns on one CPU, so that their compute times add.
     """
 
     devices: tuple[Device, ...]
@@ -96,18 +101,18 @@ class Runtime(Protocol):
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """The bytes that each device may hold, the reserve taken off."""
+        """Memory that training may use on each device, without the reserve."""
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory and return each device's peak, in bytes.
+        """Run a step, and return each device's peak memory in bytes.
 
         Raises:
-            OutOfMemoryError: A device would hold more than its capacity; it is named.
+            OutOfMemoryError: A device would exceed its capacity. The error names it.
         """
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step for its time (and its memory, where one run gives both).
+        """Time a step. If the same run measures memory, return it, too.
 
         Raises:
-            OutOfMemoryError: A device would hold more than its capacity; it is named.
+            OutOfMemoryError: A device would exceed its capacity. The error names it.
         """

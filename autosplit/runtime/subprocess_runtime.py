@@ -1,7 +1,7 @@
-"""Real steps in a process of their own: what dies there (a kernel, the process, the host's memory) costs one call.
+"""Run real steps in a separate process. A crash of a kernel or of the process, or a lack of host memory, costs one call.
 
-The process builds the workload itself, and is replaced when it dies, when it hangs, and when CUDA has failed in a way
-that makes every later call fail.
+The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes every later
+call fail.
 """
 
 from __future__ import annotations
@@ -31,45 +31,47 @@ T = TypeVar("T")
 RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
-"""Least limit for importing torch and building a workload, however little of a time limit is left."""
+"""Least limit for importing torch and building a workload, even if the time limit is almost over."""
 
 CALL_LIMIT_S = 10.0
-"""Least limit for a call: a few steps, with the kernels chosen in the first."""
+"""Least limit for a call. A call runs a few steps, and the first one chooses kernels."""
 
 ASKED_LIMIT_S = 30.0
-"""Least limit for a question about the workload, which is to take a few seconds."""
+"""Least limit for a function on the workload. It usually takes a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
-"""Least limit for a compiled step, which is compiled in it."""
+"""Least limit for a compiled step, with the compilation."""
 
 ALERT_LIMIT_S = 3.0
-"""Least limit for a call once one has hung: others may, too."""
+"""Least limit for a call after another call has hung."""
 
 SLOWER_BY = 20.0
-"""Factor by which a call may exceed the longest that was answered: steps grow from 1/8 of a ceiling to all of it."""
+"""Factor by which a call may exceed the longest answered call. Steps grow from 1/8 of a ceiling to all of it."""
 
 FUTILE_DEATHS = 3
-"""Processes that may be lost where none has ever answered: the fault is not in the number of samples. As many may hang
-before the end of a time limit also ends the attempts.
+"""Most lost processes if none has answered a call, because then the number of samples is not the cause.
+
+After as many hanging calls, the end of the time limit also ends the attempts.
 """
 
 
 class StepLostError(OutOfMemoryError):
-    """The process that ran a step died of it; counted as a lack of memory, which is what it mostly is."""
+    """The process that ran a step died. It counts as out of memory, the usual cause."""
 
     code = "step-lost"
 
 
 class IsolatedRuntime:
-    """A runtime in a process of its own, which is started at once and loads meanwhile.
+    """A runtime in a separate process, which is started at once and loads in the background.
 
     Args:
-        make: Picklable; makes the real runtime, there.
-        deadline_s: `time.monotonic()` by which all should be done; None for no limit. One call may take at most half of
-            what is left, so that something smaller can still be run after a step that hangs.
+        make: A picklable function that makes the real runtime in that process.
+        devices: The devices.
+        deadline_s: `time.monotonic()` of the time limit; None for no limit. One call may take at most half of the
+            remaining time, so that a smaller step can still run after a step that hangs.
 
     Raises:
-        InputError: `make` can't be pickled.
+        InputError: `make` cannot be pickled.
     """
 
     simulated = False
@@ -95,7 +97,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """The bytes that each device may hold, less the contexts of the process that runs the steps."""
+        """Memory that training may use on each device, without the contexts of the process that runs the steps."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -113,29 +115,29 @@ class IsolatedRuntime:
         """Return the peak bytes of a step on each device.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory; it is named.
-            StepLostError: The process died of it, or was ended because it hung.
+            OutOfMemoryError: A device ran out of memory. The error names it.
+            StepLostError: The process died, or was ended because it hung.
             UserCodeError: The workload's own code raised.
-            AutosplitError: The process can't be started, or dies of whatever it is asked.
+            AutosplitError: The process cannot be started, or dies in every call.
         """
         found: tuple[int, ...] = self._call("peaks", shape)
         return found
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step on accelerators until it is steady, and return what it holds; errors as of `peaks`."""
+        """Run a step on accelerators until its memory is steady, and return it. Raises the errors of `peaks`."""
         found: StepMemory = self._call("memory", shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step, up to `budget_s`, for its time, and its memory where one run gives both; errors as of `peaks`."""
+        """Time a step for up to `budget_s`, and return its memory if known. Raises the errors of `peaks`."""
         found: Measurement = self._call("measure", shape, budget_s)
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload, there; it can be imported, and it and its answer pickled.
+        """Call a function on the workload in the other process. The function can be imported, and its result pickled.
 
         Raises:
-            AutosplitError: The process died of it, or was ended because it hung.
+            AutosplitError: The process died, or was ended because it hung.
         """
         self._get_ready()
         try:
@@ -148,11 +150,11 @@ class IsolatedRuntime:
         return found
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process if there is one."""
         self._child.close()
 
     def _call(self, name: str, shape: StepShape, *args: float) -> Any:
-        # What a process died of once is not run again.
+        # A step that killed a process is not run again.
         known = self._deadly.get((name, shape))
         if known is not None:
             raise self._lost_step(shape, known)
@@ -189,7 +191,7 @@ class IsolatedRuntime:
             ) from None
 
     def _refuse_to_go_on(self, cause: str) -> None:
-        """Give up where a process dies of anything, or steps go on hanging after the time limit."""
+        """Raise AutosplitError if the process dies in every call, or if steps still hang after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
                 f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. It last {cause}. "
@@ -215,8 +217,8 @@ class IsolatedRuntime:
         )
 
     def _limit_s(self, shape: StepShape) -> float:
-        """Return how long a call may take before it is taken to hang."""
-        # A new process starts its devices and copies the model there, however alert the others have made us.
+        """Return the seconds after which a call counts as hanging."""
+        # A new process also starts CUDA and copies the model, so the short limit does not apply to its first call.
         is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
         least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
         least_s = max(least_s, SLOWER_BY * self._longest_s)
@@ -245,13 +247,13 @@ _NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matm
 
 
 _Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
-"""Calls that give another process this one's settings of torch, as far as they change what a step takes."""
+"""Calls that apply this process's torch settings in another process, if they affect the time or memory of a step."""
 
 
 def _settings() -> _Settings:
     try:
         precision = torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
-    except RuntimeError:  # one of torch's new switches says it, which refuse the old ones
+    except RuntimeError:  # torch's new precision settings refuse the old ones
         precision = None
     calls: _Settings = [
         (torch.set_num_threads, (torch.get_num_threads(),)),
@@ -281,7 +283,7 @@ def _take_over(settings: _Settings) -> None:
 
 
 class _Served:
-    """The real runtime, whose errors are made fit to travel."""
+    """The real runtime. Its errors are converted, so that the parent can raise them."""
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
         _take_over(settings)
@@ -318,7 +320,7 @@ class _Served:
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
             if is_kernel_limit(error):
-                raise  # the prober knows what to make of it
+                raise  # the prober handles it
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
                 raise from_user_code(error, "the workload") from error
             raise
@@ -326,7 +328,7 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Tell whether an error stays (an illegal access, a failed assertion in a kernel), so that all calls fail."""
+        """Return whether a CUDA error (an illegal access, a failed assertion in a kernel) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):
