@@ -1,4 +1,4 @@
-"""Run real steps in a separate process. A crash of a kernel or of the process, or a lack of host memory, costs one call.
+"""Run real steps in a separate process. A crash of a kernel or the process, or a lack of host memory, costs one call.
 
 The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes every later
 call fail.
@@ -328,7 +328,7 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Return whether a CUDA error (an illegal access, a failed assertion in a kernel) makes all later calls fail."""
+        """Return whether a CUDA error (such as an illegal access in a kernel) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):
