@@ -145,7 +145,7 @@ def test_an_idle_device_is_named() -> None:
     ("arguments", "words"),
     [
         (["tuen"], "did you mean tune?"),
-        (["report", "zzz"], "There is no plan 'zzz'"),
+        (["show", "zzz"], "There is no plan 'zzz'"),
         (["tune", "{file}"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
         (["tune", "{file}:model"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
     ],
