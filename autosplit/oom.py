@@ -48,6 +48,12 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
         self.capacity_bytes = capacity_bytes
 
 
+class StepLostError(OutOfMemoryError):
+    """The isolated process that ran a step died. It counts as out of memory, the usual cause."""
+
+    code = "step-lost"
+
+
 class DoesNotFitError(OutOfMemoryError):
     """The workload does not fit at its smallest possible batch size. The message contains the bytes."""
 

@@ -6,7 +6,6 @@ from autosplit.oom import DoesNotFitError
 from autosplit.probe.step_runner import StepRunner
 from autosplit.runtime.model_copy import bytes_on_accelerators
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.text import size_text
 
 
@@ -49,7 +48,7 @@ def _why_not(prober: StepRunner, index: int, needed_bytes: int) -> str:
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes
-    lost = [note.text for note in prober.runtime.notes] if isinstance(prober.runtime, IsolatedRuntime) else []
+    lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # only an isolated runtime has notes
     if fits and (lost or prober.out_of_time):
         return (
             f"No step of the workload finished on {where}: {'; '.join(lost).rstrip('.') or 'the time limit was over'}. "

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import one_line
-from autosplit.oom import OutOfMemoryError, is_kernel_limit
+from autosplit.oom import OutOfMemoryError, StepLostError, is_kernel_limit
 from autosplit.probe.step_runner import balanced, named_steps
 from autosplit.probe.stopwatch import Stopwatch
 from autosplit.probe.wall_search import WallSearch
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.subprocess_runtime import StepLostError
 from autosplit.solve.memory import Ceiling, Limit, MemoryFit, Role, largest_fitting
 from autosplit.solve.split import proportional_split
 from autosplit.text import size_text

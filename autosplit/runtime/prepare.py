@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,12 +31,14 @@ from autosplit.runtime.model_copy import bytes_on_accelerators, training_copy
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.quantization import refuse_quantized
 from autosplit.runtime.simulated import SimulatedRuntime, Traces
-from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, precision_name
+
+if TYPE_CHECKING:
+    from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +218,8 @@ def isolated_runtime(
     Args:
         source: A picklable source. The new process must be able to import its parts.
     """
+    from autosplit.runtime.subprocess_runtime import IsolatedRuntime  # few users isolate steps
+
     if devices[0].kind == "sim":
         return None
     make = functools.partial(_runtime_of_source, source, devices, capacities_bytes)

@@ -18,7 +18,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line, users_errors
 from autosplit.notes import Note
-from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
+from autosplit.oom import OutOfMemoryError, StepLostError, is_kernel_limit, is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
 from autosplit.runtime.cpu import CpuRuntime
@@ -53,12 +53,6 @@ FUTILE_DEATHS = 3
 
 After as many hanging calls, the end of the time limit also ends the attempts.
 """
-
-
-class StepLostError(OutOfMemoryError):
-    """The process that ran a step died. It counts as out of memory, the usual cause."""
-
-    code = "step-lost"
 
 
 class IsolatedRuntime:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
-from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError
 from autosplit.plan.explain import FASTER
 from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
 from autosplit.plan.record import DdpOptions
@@ -20,7 +20,6 @@ from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.subprocess_runtime import StepLostError
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve

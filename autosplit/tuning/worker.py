@@ -28,17 +28,17 @@ from autosplit.probe.request import Deadline, Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, workload_of
 from autosplit.rng import kept_rng
-from autosplit.runtime.child_process import decoded, encoded
+from autosplit.runtime.encoded_error import decoded, encoded
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Built, Followed, Source, build, follow, isolated_runtime, runtime_for
 from autosplit.runtime.protocol import Measurement
-from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
 from autosplit.workload.workload import Workload
 
 if TYPE_CHECKING:  # a torch without torch.distributed tunes in one process
     from autosplit.ddp.rendezvous import Place
+    from autosplit.runtime.subprocess_runtime import IsolatedRuntime
     from autosplit.tuning.rank_steps import RankSteps
 
 T = TypeVar("T")
