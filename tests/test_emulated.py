@@ -42,7 +42,6 @@ def _library():
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.release,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already"),
 ]

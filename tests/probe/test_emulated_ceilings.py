@@ -31,8 +31,8 @@ pytestmark = [
 
 MIB = 2**20
 SPEC = "emu:0"
-CASES = range(40) if FOR_RELEASE else (*range(8), 9, 14)
-"""The ten cases have every model with both optimizers, and two models with both roles."""
+CASES = 40 if FOR_RELEASE else 20
+"""20 cases have every model with both optimizers, and every model but `dense` with both roles."""
 
 
 class Sums(nn.Module):
@@ -135,8 +135,8 @@ def test_they_are_exact_where_memory_is_what_is_allocated():
     import emulated
 
     with emulated.without_cache():
-        cases = [looked_for(number, (6 + 2 * (number % 7)) * MIB) for number in CASES]
-    assert sum(case.found == case.truth for case in cases) >= 0.95 * len(CASES), cases
+        cases = [looked_for(number, (6 + 2 * (number % 7)) * MIB) for number in range(CASES)]
+    assert sum(case.found == case.truth for case in cases) >= 0.95 * CASES, cases
     assert [case for case in cases if case.found > case.truth] == []
     assert [case for case in cases if case.ooms > 1] == []
     assert [case for case in cases if case.steps > 8] == []
