@@ -153,11 +153,7 @@ def checked_request(
     whole_number("n_trials", n_trials, minimum=1)
     if whole_number("seed", seed, minimum=0) >= 2**32:  # the limit of numpy, which Optuna uses
         raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.", code="seed")
-    is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
-    if time_limit_s is not None and not (is_number and time_limit_s > 0):
-        raise InputError(
-            f"time_limit_s is {time_limit_s!r}. Expected seconds above 0. Leave it out for no limit.", code="time-limit"
-        )
+    _check_time_limit(time_limit_s)
     if storage is not None and not isinstance(storage, str):
         raise InputError(
             f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass one, or leave it out.",
@@ -217,6 +213,14 @@ def effective_range(value: Any) -> tuple[int, int] | None:
             code="effective-batch-size-too-large",
         )
     return least, most
+
+
+def _check_time_limit(limit_s: Any) -> None:
+    is_number = isinstance(limit_s, (int, float)) and not isinstance(limit_s, bool)
+    if limit_s is not None and not (is_number and limit_s > 0):
+        raise InputError(
+            f"time_limit_s is {limit_s!r}. Expected seconds above 0. Leave it out for no limit.", code="time-limit"
+        )
 
 
 def _check_name(name: object) -> None:

@@ -173,21 +173,7 @@ def solved_ranks(
     )
     answer = problem.solve()
     if answer is None:
-        held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
-        if not may_accumulate and held < request.least_effective:
-            why_not = (
-                f"the ranks hold {held} samples together, fewer than the {request.least_effective} of a step that "
-                "can't be accumulated"
-            )
-        else:
-            also = (
-                f", and in the shorter last forward each none or {least_batch} (BatchNorm)" if least_batch > 1 else ""
-            )
-            why_not = (
-                f"{len(ranks)} ranks need a batch of at least {needed} samples{also}; ask for more by "
-                "effective_batch_size or max_batch_size"
-            )
-        return DdpPlan((), 0.0, why_not)
+        return DdpPlan((), 0.0, _why_unsolved(request, ranks, least_batch, may_accumulate=may_accumulate))
     settings = tuple(
         RankSettings(
             rank=index,
@@ -209,6 +195,21 @@ def solved_ranks(
         options=options,
         least_batch=least_batch,
         even_samples_per_s=None if even is None else even.samples_per_s,
+    )
+
+
+def _why_unsolved(request: Request, ranks: Sequence[Ceiling], least_batch: int, *, may_accumulate: bool) -> str:
+    """Return the reason why no batch sizes of the ranks make a step."""
+    held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
+    if not may_accumulate and held < request.least_effective:
+        return (
+            f"the ranks hold {held} samples together, fewer than the {request.least_effective} of a step that can't be "
+            "accumulated"
+        )
+    also = f", and in the shorter last forward each none or {least_batch} (BatchNorm)" if least_batch > 1 else ""
+    return (
+        f"{len(ranks)} ranks need a batch of at least {needed} samples{also}; ask for more by effective_batch_size or "
+        "max_batch_size"
     )
 
 

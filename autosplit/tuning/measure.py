@@ -31,7 +31,7 @@ from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.sensitivity import simulated_without
 from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S
-from autosplit.tuning.tune import NO_GPU_NOTE, quiet, session_of, users_code_named, worker_for
+from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, session_of, users_code_named, worker_for
 from autosplit.tuning.worker import Job, Variant, Worker, Workers, drive
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload
@@ -99,11 +99,7 @@ def measure(
         RankFailedError: In a job, another rank raised.
     """
     refuse_unknown(measure, unknown)
-    if strategy == "ddp":
-        from autosplit.tuning.rank_group import own_part
-
-        devices = own_part(devices)
-    request = checked_request(devices=devices, strategy=strategy, reserve=reserve)
+    request = checked_request(devices=devices_of_process(devices, strategy), strategy=strategy, reserve=reserve)
     described = {
         "loss_fn": loss_fn,
         "compute_loss": compute_loss,

@@ -196,12 +196,8 @@ def tune(
         WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
     refuse_unknown(tune, unknown)
-    if strategy == "ddp":
-        from autosplit.tuning.rank_group import own_part
-
-        devices = own_part(devices)
     request = checked_request(
-        devices=devices,
+        devices=devices_of_process(devices, strategy),
         strategy=strategy,
         effective_batch_size=effective_batch_size,
         max_batch_size=max_batch_size,
@@ -216,8 +212,8 @@ def tune(
     )
     numbers = None if lengths is None else checked_lengths(lengths)
     described = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer, "make_batch": make_batch}
-    described |= {"batch_dim": batch_dim or None, "loss_reduction": loss_reduction}
-    described["fits"] = None if fits is None else checked_fits(fits)
+    described |= {"batch_dim": batch_dim or None, "fits": None if fits is None else checked_fits(fits)}
+    described["loss_reduction"] = loss_reduction
     precisions, layers = precision_list(precision), checkpointing_list(checkpointing)
 
     def source_of(variant: Variant) -> Source:
@@ -225,21 +221,16 @@ def tune(
         return workload_source(model_or_workload, sample_batch, {**described, **chosen})
 
     with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
-
-        def run(workers: Workers) -> Plan:
-            tuning = _Tuning(workers, worker.job.request, onward(heard or quiet), layers, heard=heard is not None)
-            return _tuned_variants(tuning, precisions, numbers)
-
-        plan = drive(worker, run)
-    _warn_of(plan)
-    return plan
+        options = worker.job.request, onward(heard or quiet), layers, heard
+        plan = drive(worker, lambda workers: _tuned_variants(_Tuning(workers, *options), precisions, numbers))
+    return _warned(plan)
 
 
 _WARNINGS = {TIMES_DISAGREE: DoubtfulTimesWarning, NOT_FINITE: NotFiniteWarning}
 """The kinds of notes that `tune` also warns of."""
 
 
-def _warn_of(plan: Plan) -> None:
+def _warned(plan: Plan) -> Plan:
     """Warn the caller of `tune` of a NaN loss, of doubtful times, and if splitting changes the training."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
@@ -248,6 +239,7 @@ def _warn_of(plan: Plan) -> None:
     if found:
         others = f"; {len(found) - 1} more in plan.checks" if len(found) > 1 else ""
         warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=4)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -259,7 +251,7 @@ class _Tuning:
         request: The checked arguments.
         progress: Called with the progress.
         checkpointings: The options of checkpointing.
-        heard: Whether the progress is shown or passed to the user.
+        heard: Shows the progress to the user; None if nothing does.
         ignoring: Variants that are all tuned (precision, checkpointing). A stored plan that differs only in these is
             not mentioned.
     """
@@ -268,14 +260,23 @@ class _Tuning:
     request: Request
     progress: Callable[[Progress], None]
     checkpointings: Sequence[Checkpointing | None]
-    heard: bool = False
+    heard: Callable[[Progress], None] | None = None
     ignoring: tuple[str, ...] = ()
 
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, by the user's progress function or else by a warning."""
-        if not self.heard:
+        if self.heard is None:
             warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
+
+
+def devices_of_process(devices: Any, strategy: str) -> Any:
+    """Return the device spec of this process: for DDP, its own part of the machine's devices."""
+    if strategy != "ddp":
+        return devices
+    from autosplit.tuning.rank_group import own_part
+
+    return own_part(devices)
 
 
 @contextmanager
