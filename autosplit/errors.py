@@ -143,7 +143,7 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
 def ends_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function, so that tracebacks of autosplit's errors end at its call.
 
-    An error of the user's code keeps the user's frames. With ``AUTOSPLIT_DEBUG=1``, tracebacks have all frames.
+    The causes of an error keep the user's own frames. With ``AUTOSPLIT_DEBUG=1``, tracebacks have all frames.
     """
 
     @functools.wraps(function)
@@ -153,11 +153,9 @@ def ends_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
         except AutosplitError as error:
             if os.environ.get("AUTOSPLIT_DEBUG") == "1":
                 raise
-            cause = error.__cause__ if isinstance(error, UserCodeError) else None
-            if cause is not None:
-                cause.__traceback__ = _users_part(cause.__traceback__)
-                cause.__cause__, cause.__suppress_context__ = None, True
-            raise error.with_traceback(None) from cause
+            for link in [*causes_of(error, contexts=True)][1:]:
+                link.__traceback__ = _users_part(link.__traceback__)
+            raise error.with_traceback(None) from error.__cause__
 
     return call
 

@@ -107,6 +107,24 @@ def test_a_cause_keeps_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(files_of(caught.value.__cause__)) == {__file__}
 
 
+def chained(model: nn.Module, batch: Any) -> Any:
+    """A loss that raises an error with a cause."""
+    try:
+        return {}["label"]
+    except KeyError as error:
+        raise ValueError("no labels") from error
+
+
+def test_the_causes_of_the_users_error_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOSPLIT_DEBUG", raising=False)
+    with pytest.raises(UserCodeError) as caught:
+        autosplit.tune(net(), BATCH, compute_loss=chained, **SMALL)
+    own, first = caught.value.__cause__, caught.value.__cause__.__cause__  # type: ignore[union-attr]
+    assert isinstance(own, ValueError)
+    assert isinstance(first, KeyError)
+    assert set(files_of(own)) == set(files_of(first)) == {__file__}
+
+
 def test_a_developer_sees_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSPLIT_DEBUG", "1")
     with pytest.raises(AutosplitError) as caught:
