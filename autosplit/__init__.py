@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
+    from autosplit.parallel.moved_batch import to_device as to_device
     from autosplit.parallel.state_dict import matching_state_dict as matching_state_dict
     from autosplit.plan.plan import Plan as Plan
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
@@ -48,6 +49,7 @@ _HOMES = {
     "measure": "tuning.measure",
     "measure_loader": "extras.loader_speed",
     "parse_devices": "devices.spec",
+    "to_device": "parallel.moved_batch",
     "tune": "tuning.tune",
     "workload_from_name": "extras.from_name",
 }

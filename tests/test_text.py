@@ -118,7 +118,7 @@ def test_a_plans_report():
     checks = (hostile_check(),)
     ranks = tuple(replace(rank, device=HOSTILE) for rank in plan.ddp.ranks)
     hostile = replace(plan, devices=devices, checks=checks, ddp=replace(plan.ddp, ranks=ranks))
-    origin = Origin(f'autosplit.Plan.load("{HOSTILE}")', (HOSTILE,), HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    origin = Origin(HOSTILE, HOSTILE)
     for details in (False, True):
         out = printed(lambda console: print_plan(hostile, console, origin=origin, details=details))  # noqa: B023
         assert_harmless(out)

@@ -159,7 +159,7 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
         lines = paste_lines(plan, origin)
         if plan.simulated:
-            lines = ("# on the machine that has these cards", *lines)
+            lines = ("# on the machine that has these GPUs", *lines)
         sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
     else:
         from autosplit.cli import plan_report

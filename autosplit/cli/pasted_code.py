@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autosplit.cli.workload_arguments import flags_of
+from autosplit.cli.workload_arguments import flags_of, quoted
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import is_count_expression
 from autosplit.text import printable
@@ -14,33 +14,25 @@ from autosplit.text import printable
 
 @dataclass(frozen=True)
 class Origin:
-    """How to get a plan again.
+    """Where a plan is saved, and how to make it again.
 
     Attributes:
-        expression: Python expression for the plan: ``autosplit.Plan.load("plan.json")``.
-        setup: Lines that the expression needs.
-        remark: Comment above the expression; empty for none.
+        saved_as: The first digits of a profile's key, or the path of a plan's file. None if the plan is not saved.
         command: For simulated plans, the command that tunes the same on real GPUs. If it is empty, it is made from the
             plan.
-        path: The plan's file, for starting a job; None if the plan is not saved.
-        shown_by: Argument of `autosplit show` for the plan; None if it is not saved.
     """
 
-    expression: str
-    setup: tuple[str, ...] = ()
-    remark: str = ""
+    saved_as: str | None = None
     command: str = ""
-    path: str | None = None
-    shown_by: str | None = None
 
 
-SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
+UNSAVED = Origin()
 
 
-def paste_lines(plan: Plan, origin: Origin = SAVED) -> tuple[str, ...]:
+def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for real devices, a command for simulated ones.
 
-    The Python code expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    The Python code expects `model`, `optimizer`, `loss_fn` and `loader`, the DataLoader of the user's script.
     """
     if plan.simulated:
         return (origin.command or _command_again(plan),)
@@ -48,12 +40,10 @@ def paste_lines(plan: Plan, origin: Origin = SAVED) -> tuple[str, ...]:
         return _ranks_lines(plan, origin)
     return (
         _given(plan),
-        "import autosplit",
-        *_imports(plan),
-        *origin.setup,
+        *_imports(plan, "autosplit"),
         "",
-        *([f"# {origin.remark}"] if origin.remark else []),
-        f"plan = {origin.expression}",
+        *([] if origin.saved_as else ['# First save the plan: plan.save("plan.json")']),
+        f"plan = autosplit.Plan.load({quoted(origin.saved_as or 'plan.json')})",
         "model = plan.wrap(model)",
         *_loader_lines(plan, "plan"),
         *_loop_lines(plan, "plan"),
@@ -61,7 +51,7 @@ def paste_lines(plan: Plan, origin: Origin = SAVED) -> tuple[str, ...]:
 
 
 def _given(plan: Plan) -> str:
-    more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
+    more = " and loader" if plan.lengths is None else ", dataset, lengths and pad"
     loss_from = _loss_from(plan)
     loss = "" if loss_from == "output" else f", {loss_from}"
     loss += ", class_weights" if "class_weights" in _count_of(plan) else ""
@@ -79,18 +69,16 @@ def _loss_from(plan: Plan) -> str:
 
 def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
     if plan.lengths is None:
-        return (
-            f"sampler = {of}.batch_sampler(len(dataset), shuffle=True)",
-            "loader = DataLoader(dataset, batch_sampler=sampler)",
-        )
+        return (f"loader = {of}.loader(loader)  # the same data set, order, collate_fn and workers",)
     return (
         f"sampler = {of}.token_sampler(lengths, shuffle=True)  # the length of each sample",
         "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)  # which pads samples to the longest",
     )
 
 
-def _imports(plan: Plan) -> tuple[str, ...]:
-    return (*(["import torch"] if plan.precision != "none" else []), "from torch.utils.data import DataLoader")
+def _imports(plan: Plan, package: str) -> tuple[str, ...]:
+    loader = () if plan.lengths is None else ("from torch.utils.data import DataLoader",)
+    return (f"import {package}", *(["import torch"] if plan.precision != "none" else []), *loader)
 
 
 def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
@@ -102,7 +90,8 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
         yield from _own_step_lines(plan, of)
         return
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
-    batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
+    device = _device_of_batches(plan, of)
+    batch, loss = _batch_and_loss(plan)
     of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
     if any(check.count for check in of_loss) and not count:
@@ -110,8 +99,10 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("Split: "))
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
-    yield f"for step in {of}.steps(loader{count}):"
+    yield f"for step in {of}.steps(loader{count}{device and f', device={device}'}):"
     yield f"    for {batch} in step:"
+    if "targets" in batch and not device:
+        yield "        targets = autosplit.to_device(targets, model.output_device)"
     if plan.precision == "none":
         yield f"        step.backward({loss})"
     else:
@@ -138,39 +129,38 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
     sizes = [rank.batch_size for rank in plan.ddp.ranks]
     if of == "ctx" and len({*sizes}) > 1:
         yield f"# Batch sizes differ: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
+    device = "ctx.device" if of == "ctx" else "plan.devices_here()[0]"
+    call = f"step(model, optimizer, autosplit.to_device(batch, {device}))"
     yield "for batch in loader:"
-    where = "  # the batch on ctx.device" if of == "ctx" else ""
     if plan.precision == "none":
-        yield f"    step(model, optimizer, batch){where}"
+        yield f"    {call}"
     else:
         yield f"    {_autocast(plan)}"
-        yield f"        step(model, optimizer, batch){where}"
+        yield f"        {call}"
 
 
-def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
-    """Return the loop variables for a batch of the loader, and the expression for its loss.
+def _device_of_batches(plan: Plan, of: str) -> str:
+    """Return the expression for the device to which `steps` moves batches. Empty if the wrapper moves the inputs.
 
-    Args:
-        device: Python expression for the rank's device. Empty in a single process, because the wrapper moves
-            the model's inputs.
+    With several devices, the first one would have to hold the inputs of all.
     """
+    if of == "ctx":
+        return "ctx.device"
+    moves = len(plan.devices) == 1 or _loss_from(plan) == "compute_loss"
+    return "model.output_device" if moves else ""
+
+
+def _batch_and_loss(plan: Plan) -> tuple[str, str]:
+    """Return the loop variables for a batch of the loader, and the expression for its loss."""
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
-    target = device or "model.output_device"  # for the user's own functions
-    part = f'part.to({target}) if hasattr(part, "to") else part'  # strings such as file names have no to()
-    stars, moved = {
-        "tensor": ("", f"{name}.to({target})"),
-        "arguments": ("*", f"[{part} for part in {name}]"),
-        "keywords": ("**", f"{{key: {part} for key, part in {name}.items()}}"),
-    }[plan.called_with]
-    given = moved if device else name
+    stars = {"tensor": "", "arguments": "*", "keywords": "**"}[plan.called_with]
     if loss_from == "compute_loss":
-        batch, loss = name, f"compute_loss(model, {moved})"
+        batch, loss = name, f"compute_loss(model, {name})"
     elif loss_from == "output":
-        batch, loss = name, f"model({stars}{given}).loss"
+        batch, loss = name, f"model({stars}{name}).loss"
     else:
-        output = f"model({stars}{given})"
-        batch, loss = "inputs, targets", f"loss_fn({output}, targets.to({target}))"
+        batch, loss = "inputs, targets", f"loss_fn(model({stars}{name}), targets)"
     return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
 
 
@@ -193,11 +183,10 @@ def _command_again(plan: Plan) -> str:
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     """Return the lines for a plan with only DDP ranks."""
-    given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
+    given = "" if origin.saved_as is None else f" --plan {shlex.quote(origin.saved_as)}"
     return (
         _given(plan),
-        "import autosplit.ddp",
-        *_imports(plan),
+        *_imports(plan, "autosplit.ddp"),
         "",
         f"# Start train.py with: python -m autosplit launch{given} train.py",
         "with autosplit.ddp.setup() as ctx:",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.check_report import check_lines, dependence_line
-from autosplit.cli.pasted_code import SAVED, Origin, paste_lines
+from autosplit.cli.pasted_code import UNSAVED, Origin, paste_lines
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
@@ -51,7 +51,7 @@ _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
     """Print a plan's report."""
     report = full_report if details else short_report
-    print_plain(report(plan, origin or SAVED), console)
+    print_plain(report(plan, origin or UNSAVED), console)
 
 
 def short_report(plan: Plan, origin: Origin) -> Group:
@@ -159,10 +159,10 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
 
 def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     """Return the next command, and the command for details. For a plan that is not saved, return the lines to paste."""
-    if origin.shown_by is None:
+    if origin.saved_as is None:
         lines = paste_lines(plan, origin)
         return (f"next  {lines[0]}",) if plan.simulated else lines
-    show = f"python -m autosplit show {shlex.quote(origin.shown_by)}"
+    show = f"python -m autosplit show {shlex.quote(origin.saved_as)}"
     following = paste_lines(plan, origin)[0] if plan.simulated else f"{show} --code  # the lines to paste"
     return (f"next  {following}", f"more  {show} --details")
 

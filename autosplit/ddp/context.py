@@ -32,6 +32,7 @@ from autosplit.parallel.effective_batch import compared
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
+from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
 from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
@@ -161,11 +162,16 @@ class Context(CheckpointMethods):
         return model
 
     def loader(
-        self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
+        self, data: Any, *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None, **options: Any
     ) -> DataLoader[Any]:
-        """Return a DataLoader for this rank's part of every micro-batch. See `Plan.loader` and `batch_sampler`."""
-        sampler = self.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return DataLoader(dataset, batch_sampler=sampler, **{**self.plan.loader_keywords, **options})
+        """Return a DataLoader for this rank's part of every micro-batch. See `Plan.loader` and `batch_sampler`.
+
+        Args:
+            data: The same data set on every rank, or a DataLoader of it, whose order and settings are used.
+            shuffle: See `Plan.loader`, as for the other arguments.
+        """
+        order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        return loader_around(data, self._sampler, self.plan.loader_keywords, **order, options=options)
 
     def batch_sampler(
         self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -188,14 +194,11 @@ class Context(CheckpointMethods):
             InputError: `num_samples` is below 1, or a number is not an integer. Or the model of the plan cannot train
                 on the epoch's last forward, because its BatchNorms would get one sample.
         """
+        return self._sampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _sampler(self, num_samples: int | Sized, **options: Any) -> ScheduledBatchSampler:
         made = ScheduledBatchSampler(
-            num_samples,
-            self.batch_size,
-            self.effective_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            rank_slice=self._slice,
+            num_samples, self.batch_size, self.effective_batch_size, rank_slice=self._slice, **options
         )
         made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
         return made
@@ -241,10 +244,11 @@ class Context(CheckpointMethods):
         loss_scope: LossScope | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
+        device: torch.device | str | int | None = None,
     ) -> Iterator[OptimizerStep]:
         """Yield the optimizer steps of one epoch of this rank's loader.
 
-            for step in ctx.steps(loader):
+            for step in ctx.steps(loader, device=ctx.device):
                 for inputs, targets in step:
                     step.backward(loss_fn(model(inputs), targets))
                 optimizer.step()
@@ -271,6 +275,8 @@ class Context(CheckpointMethods):
                 backward, not in it. See `Plan.steps` and `OptimizerStep.attempt`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
                 micro-batches of all ranks. See `Plan.steps`. The ranks exchange three numbers per step.
+            device: The device to which every micro-batch is moved before the loop gets it, usually `device` of this
+                context. Default: batches stay where the loader made them.
 
         Returns:
             The optimizer steps. Iterate each to its end before you take the next.
@@ -292,6 +298,7 @@ class Context(CheckpointMethods):
         checked_estimate(noise_scale)
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}
+        estimate["device"] = device
         options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": noise_scale is not None}
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)

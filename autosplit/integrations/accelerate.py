@@ -48,12 +48,13 @@ from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss, doubt_sum
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
-from autosplit.integrations.share_loader import is_shuffled, loader_options
+from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.oom_cuts import CutWarning, OnOom
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
+from autosplit.parallel.rebuilt_loader import is_shuffled
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan

@@ -7,25 +7,12 @@ case. The number stays with the batch in worker processes, and when the Trainer 
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
-
-import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
 
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
-from autosplit.rng import kept_rng
+from autosplit.parallel.rebuilt_loader import parts_of
 
 MARK = "autosplit_samples"
 """The key of the number of samples in a batch. 0 if the batch has weight 0."""
@@ -88,93 +75,6 @@ def taken_mark(batch: Any) -> int | None:
     return number
 
 
-class SampledOrder:
-    """Draw the order of an epoch from the user's own sampler, for example a sampler that groups by length.
-
-    The generators of torch, Python, NumPy and the sampler are seeded, so every process draws the same order. Afterwards
-    their states are restored.
-
-    Args:
-        sampler: Yields indices of samples, or batches of indices.
-        num_samples: The length of the data set.
-        seed: The order depends on `seed` plus the epoch.
-    """
-
-    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
-        self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
-
-    def __call__(self, epoch: int) -> list[int]:
-        """Return the order of an epoch. Raise InputError if it leaves samples out or repeats some."""
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        order = self._drawn(epoch)
-        if order is None:
-            raise InputError(
-                f"{type(self._sampler).__name__} leaves samples out, or repeats some, in epoch {epoch}; expected each "
-                f"of {self._num_samples} once, because a plan's shares are parts of that; leave the sampler out",
-                code="sampler-repeats-samples",
-            )
-        return order
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the order contains every sample once, and is the same when drawn twice."""
-        order = None if isinstance(self._sampler, Iterator) else self._drawn(0)
-        return order is not None and order == self._drawn(0)
-
-    def _drawn(self, epoch: int) -> list[int] | None:
-        own = [*_generators_of(self._sampler)]
-        with kept_rng(own):
-            for generator in (torch.default_generator, *own):
-                generator.manual_seed(self._seed + epoch)
-            random.seed(self._seed + epoch)
-            np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # samplers use this generator
-            parts = itertools.islice(self._sampler, self._num_samples + 1)  # some samplers never end
-            try:
-                order = [index for part in parts for index in np.atleast_1d(np.asarray(part)).tolist()]
-            except (TypeError, ValueError):  # the sampler does not yield numbers
-                return None
-        return order if sorted(order, key=str) == sorted(range(self._num_samples), key=str) else None
-
-
-def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield the generators of a sampler and of the samplers inside it."""
-    while sampler is not None:
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            yield generator
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-
-
-def is_shuffled(loader: Any) -> bool | None:
-    """Return whether a loader shuffles. Return None if it may leave samples out, repeat some, or use another order."""
-    sampler = _sampler_of(loader)
-    if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
-        return None  # a user's class, even if it is derived from the classes below
-    if isinstance(sampler, DistributedSampler):  # its split over the processes is replaced by the plan's
-        return bool(sampler.shuffle)
-    if isinstance(sampler, RandomSampler):
-        return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
-    return False if isinstance(sampler, SequentialSampler) else None
-
-
-def _sampler_of(loader: Any) -> Any:
-    """Return the sampler, or the batch sampler, of a loader."""
-    drawn = getattr(loader, "batch_sampler", None)
-    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
-        drawn = inner  # accelerate's batch samplers distribute the batches of this inner batch sampler
-    return drawn.sampler if type(drawn) is BatchSampler else drawn
-
-
-def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
-    """Return `is_shuffled`, or the `SampledOrder` of a user's sampler if it is sound. Return None otherwise."""
-    shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
-    if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
-        return shuffled
-    order = SampledOrder(sampler, len(loader.dataset), seed)
-    return order if order.is_sound else None
-
-
 def loader_options(
     loader: Any,
     share: Share,
@@ -193,49 +93,10 @@ def loader_options(
         marks: Whether to add the number of samples to each batch, which must then be a mapping. Needed if the library
             draws batches itself, so that autosplit does not know their positions in the schedule.
     """
-    if not isinstance(loader, DataLoader):
-        raise InputError(
-            f"the training loader is a {type(loader).__name__}; expected a DataLoader of PyTorch; give each of several "
-            "its shares by itself, or train with autosplit.ddp, whose steps take any loader",
-            code="loader-type",
-        )
-    dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InputError(
-            f"the training data set is a {type(dataset).__name__} without a length; expected one with samples by "
-            "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
-            "take any loader",
-            code="dataset-without-length",
-        )
-    if loader.batch_sampler is None:
-        raise InputError(
-            "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
-            "made of samples, of which each process can take its share; give it a batch size, whatever it is",
-            code="loader-without-batch-size",
-        )
-    order = order_of(loader, seed)
-    if order is None:
-        raise InputError(
-            f"the training loader draws by a {type(_sampler_of(loader)).__name__}; expected every sample once an "
-            "epoch, in an order that is the same on every process, because a plan's shares are parts of that; leave "
-            "the sampler out, or train with autosplit.ddp, whose steps take any loader",
-            code="loader-sampler",
-        )
+    parts = parts_of(loader, seed)
     return {
-        "dataset": MarkingDataset(dataset) if marks else dataset,
-        "batch_sampler": share.batch_sampler(
-            len(dataset),
-            shuffle=bool(order) if shuffle is None else shuffle,
-            seed=seed,
-            order=order if shuffle is None and isinstance(order, SampledOrder) else None,
-            drop_last=getattr(loader.batch_sampler, "drop_last", False) if drop_last is None else drop_last,
-        ),
-        "collate_fn": MarkingCollate(loader.collate_fn) if marks else loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
+        **parts.settings,
+        "dataset": MarkingDataset(parts.dataset) if marks else parts.dataset,
+        "batch_sampler": share.batch_sampler(len(parts.dataset), seed=seed, **parts.order_options(shuffle, drop_last)),
+        **({"collate_fn": MarkingCollate(loader.collate_fn)} if marks else {}),
     }

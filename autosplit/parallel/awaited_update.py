@@ -1,20 +1,30 @@
-"""Detect whether the parameters were updated since the last backward of an optimizer step."""
+"""Count the updates of optimizers, to detect a missing update and updates that are too frequent."""
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosplit.parallel.accumulation import WatchedParameter
 
 _updates = 0
+_updates_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
-def _count_update(*_: Any) -> None:
+class StepsWarning(UserWarning):
+    """A training loop updates the parameters after each micro-batch, because it does not use `plan.steps`."""
+
+
+def _count_update(optimizer: Optimizer, *_: Any) -> None:
     global _updates  # noqa: PLW0603  # torch calls this after each step of any optimizer
     _updates += 1
+    _updates_of[optimizer] = _updates_of.get(optimizer, 0) + 1
 
 
 @functools.cache
@@ -52,3 +62,32 @@ class AwaitedUpdate:
         if self._before != _updates:
             return True
         return bool(self._watched.change()) if self._watched is not None else not _updates
+
+
+class LoopWithoutSteps:
+    """Watch a loop over a plan's batch sampler that does not use `plan.steps`.
+
+    An update after each micro-batch makes an optimizer step of the micro-batch's size, not of the effective batch size.
+    A loop that accumulates gradients by itself is right. Loader workers draw ahead, so only the number of updates tells
+    the loops apart: it must not exceed the number of optimizer steps that have begun.
+    """
+
+    def __init__(self) -> None:
+        _begin_to_count()
+        self._before = Counter({id(optimizer): count for optimizer, count in _updates_of.items()})
+        self.steps_begun = 0
+
+    def is_wrong(self, accumulation_steps: int) -> bool:
+        """Warn if an optimizer has made more updates than optimizer steps have begun. Return whether it has."""
+        updates = [count - self._before[id(optimizer)] for optimizer, count in _updates_of.items()]
+        if max(updates, default=0) <= self.steps_begun:
+            return False
+        warnings.warn(
+            f"The optimizer made a step after each micro-batch, and the plan has {accumulation_steps} micro-batches "
+            "per optimizer step. So each update has fewer samples than the effective batch. Loop with "
+            "`for step in plan.steps(loader):` and `for batch in step:`, and call optimizer.step() after the inner "
+            "loop. In a DDP job, use ctx.steps(loader).",
+            StepsWarning,
+            stacklevel=2,
+        )
+        return True

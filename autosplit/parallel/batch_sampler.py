@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autosplit.errors import InputError, shown
+from autosplit.parallel.awaited_update import LoopWithoutSteps
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
 
@@ -140,6 +141,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._awaited: tuple[int, Callable[[], bool]] | None = None
         self._detects_updates = True
         self._start_step = 0
+        self._is_in_steps = False
 
     @property
     def schedule(self) -> tuple[StepSchedule, ...]:
@@ -290,7 +292,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
             self._go_to(self.epoch + 1)
         self._is_chosen = False
-        self._detects_updates = True
+        self._detects_updates = self._is_in_steps = True
 
     def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
         """Count the samples of an optimizer step. `steps` calls this after the last backward.
@@ -353,13 +355,20 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         # body runs at the first draw, so only the second iterator uses the resumed position.
         start_step, self._start_step = self._start_step, 0
         order = self._order(self.epoch)
+        accumulation = accumulation_steps(self.effective_batch_size, self.batch_size)
+        loop = None if self._is_in_steps or accumulation == 1 else LoopWithoutSteps()
+        self._is_in_steps = False
         for number, step in enumerate(self.schedule[start_step:], start_step):
+            if loop is not None:
+                loop.steps_begun += 1
             first = number * self.effective_batch_size
             part = order[first : first + step.num_samples]
             indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
             sizes = micro_batch_sizes(step.num_samples, self.batch_size)
             for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
                 yield self.rank_slice.part_of(indices[end - size : end])
+                if loop is not None and loop.is_wrong(accumulation):
+                    loop = None
 
     def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:

@@ -21,6 +21,7 @@ from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_weights import require_one_number
+from autosplit.parallel.moved_batch import to_device
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.parallel.rank_scope import (
     OverRanks,
@@ -80,6 +81,7 @@ class OptimizerStep:
         listeners: Follow the step, in this order.
         cuts: Cuts micro-batches that run out of memory in an `attempt`.
         noise_scale: The estimate that was passed to `steps`. It includes this step once the step's loop has ended.
+        device: The device to which each micro-batch is moved. None to yield the batches as they are.
         awaited: The update that should follow the last backward.
     """
 
@@ -103,6 +105,7 @@ class OptimizerStep:
         self.listeners: list[StepListener] = []
         self.cuts: Cuts | None = None
         self.noise_scale: NoiseEstimate | None = None
+        self.device: torch.device | str | int | None = None
         self.awaited = AwaitedUpdate()
         self._batches = iter(batches)
         self._drawn = 0
@@ -307,7 +310,7 @@ class OptimizerStep:
                 # that wait on other devices would be wrong after a cut, and missing in the norms.
                 gives_up = self.cuts is not None or any(listener.needs_gradients for listener in self.listeners)
                 with accumulation.running(is_last=is_last or gives_up), apart:
-                    yield part.batch
+                    yield part.batch if self.device is None else to_device(part.batch, self.device)
                 now.is_open = False
                 if now.failed is not None:
                     parts[:0] = now.failed.halves()
@@ -352,6 +355,7 @@ def steps(
     cuts: Cuts | None = None,
     noise_scale: NoiseEstimate | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
+    device: torch.device | str | int | None = None,
 ) -> Iterator[OptimizerStep]:
     """Yield the optimizer steps of one epoch of a loader. See `Plan.steps`.
 
@@ -366,6 +370,7 @@ def steps(
         cuts: Cuts micro-batches that run out of memory. None to raise the error instead.
         noise_scale: The estimate to which each step is added, or None.
         sums_over_ranks: Adds up the ranks' sums of gradient norms. None in a single process.
+        device: The device to which each micro-batch is moved. None to yield the batches as they are.
     """
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -389,7 +394,8 @@ def steps(
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=count is None and not spans_ranks)
+    reads_loss = count is None and not spans_ranks
+    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads_loss, device=device)
 
 
 def checked(
@@ -399,15 +405,16 @@ def checked(
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
     *,
     reads_loss: bool = False,
+    device: torch.device | str | int | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Set up each step with `cuts` and `noise_scale`, and yield it. Raise InputError after an unfinished step.
+    """Set up each step with `cuts`, `noise_scale` and `device`, and yield it. Raise InputError after unfinished steps.
 
     Args:
         reads_loss: Whether to warn if the graph of the first step's loss shows that it is not a mean over samples.
     """
     checked_estimate(noise_scale)
     for step in made:
-        step.cuts, step.noise_scale = cuts, noise_scale
+        step.cuts, step.noise_scale, step.device = cuts, noise_scale, device
         if reads_loss:
             reads_loss = False
             step.listeners.append(LossReader())

@@ -265,11 +265,12 @@ class Plan(PlanRecord):
         Raises:
             InputError: The short last forward has too few samples for the model's BatchNorm layers.
         """
+        return self._sampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _sampler(self, num_samples: int | Sized, **options: Any) -> ScheduledBatchSampler:
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
-        made = ScheduledBatchSampler(
-            num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
+        made = ScheduledBatchSampler(num_samples, self.batch_size, self.effective_batch_size, **options)
         made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
         return made
 
@@ -323,27 +324,38 @@ class Plan(PlanRecord):
         return tuple(map(plan.tokens_of, self.split))
 
     def loader(
-        self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
+        self,
+        data: Any,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool | None = None,
+        **options: Any,
     ) -> DataLoader[Any]:
         """Return a DataLoader for the plan's micro-batches.
 
-        If `tune` got a loader, it has the fastest settings found for it.
+            loader = plan.loader(loader)  # the same data set, order, collate_fn and workers
+
+        If `fit_to_loader` found faster settings, the DataLoader has them.
 
         Args:
-            dataset: A dataset with `__getitem__` and `__len__`.
+            data: A DataLoader, whose data set, order and settings are used. Or a data set with `__getitem__` and
+                `__len__`.
             shuffle: Draw a new order in each epoch. `steps` counts the epochs, or ``loader.batch_sampler.set_epoch``
-                sets one.
+                sets one. Default: as the given DataLoader does. False for a data set.
             seed: Seed of the order.
-            drop_last: Leave out the last step of an epoch if it is incomplete.
-            **options: Arguments of ``torch.utils.data.DataLoader``, which override the settings found.
+            drop_last: Leave out the last step of an epoch if it is incomplete. Default: the given DataLoader's
+                `drop_last`. False for a data set.
+            **options: Arguments of ``torch.utils.data.DataLoader``, which override all other settings.
 
         Raises:
-            InputError: The short last forward has too few samples for the model's BatchNorm layers.
+            InputError: The short last forward has too few samples for the model's BatchNorm layers. Or the given
+                DataLoader has an iterable data set, or a sampler that repeats samples or leaves some out.
         """
-        from torch.utils.data import DataLoader
+        from autosplit.parallel.rebuilt_loader import loader_around
 
-        sampler = self.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return DataLoader(dataset, batch_sampler=sampler, **{**self.loader_keywords, **options})
+        order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        return loader_around(data, self._sampler, self.loader_keywords, **order, options=options)
 
     def steps(
         self,
@@ -352,6 +364,7 @@ class Plan(PlanRecord):
         count: Callable[[Any], float | torch.Tensor] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
+        device: torch.device | str | int | None = None,
     ) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.
 
@@ -360,6 +373,9 @@ class Plan(PlanRecord):
                     step.backward(loss_fn(model(inputs), targets.to(model.output_device)))
                 optimizer.step()
                 optimizer.zero_grad()
+
+        The wrapped model moves its inputs to the devices. With ``device=model.output_device``, `steps` moves every
+        tensor of a micro-batch to the first device. Use it if the loop calls more than the model and the loss function.
 
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
@@ -373,6 +389,9 @@ class Plan(PlanRecord):
             noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from one norm of each
                 micro-batch's gradient. Pass the same object in every epoch, and then to `goodput`. Replicas are copied
                 again for each micro-batch, because kept replicas add up gradients.
+            device: The device to which every micro-batch is moved before the loop gets it, see `autosplit.to_device`.
+                With several devices, the inputs of all of them then occupy memory on this one. Default: batches stay
+                where the loader made them.
 
         Raises:
             InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
@@ -396,6 +415,7 @@ class Plan(PlanRecord):
             count=count,
             cuts=cuts,
             noise_scale=noise_scale,
+            device=device,
         )
         # A count has other units. And `steps` compares the sizes itself if the sampler is the plan's.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):

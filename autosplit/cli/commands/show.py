@@ -6,7 +6,6 @@ from pathlib import Path
 
 from autosplit.cli.named_plan import named_or_newest, profile_path, shown_by
 from autosplit.cli.output import Manner, print_plan
-from autosplit.cli.workload_arguments import quoted
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.profiles.store import read_profile
@@ -32,5 +31,4 @@ def _print(path: Path, plan: Plan, manner: Manner) -> None:
 
     if manner.as_json:  # JSON may be shared
         plan = shareable(plan)
-    origin = Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path), shown_by=shown_by(path))
-    print_plan(plan, origin, manner)
+    print_plan(plan, Origin(shown_by(path)), manner)

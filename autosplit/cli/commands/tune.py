@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,16 @@ from autosplit.cli.workload_arguments import (
     isolates,
     lengths_in,
     loaded,
-    quoted,
     ranks_to_start,
     tuned_quietly,
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
-from autosplit.extras.workload_spec import is_model_name
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
-from autosplit.workload.from_file import load_loader, split_spec
+from autosplit.workload.from_file import load_loader
 
 
 def tune(
@@ -58,7 +55,7 @@ def tune(
             return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
     with progress(manner) as tell, stop_like_ctrl_c():
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
-        workload, source = loaded(spec, model_options, together=together, isolate=isolate)
+        _, source = loaded(spec, model_options, together=together, isolate=isolate)
         fit = _fit_to(keywords.pop("loader", None))
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
         called |= {**lengths, **({"isolate": True} if isolate else {})}
@@ -82,7 +79,7 @@ def tune(
         kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
         said = f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
         failed(said, EXIT_INTERRUPTED)
-    print_plan(plan, _origin(spec, plan, workload, keywords, model_options, saved), manner)
+    print_plan(plan, _origin(spec, plan, keywords, model_options, saved), manner)
     if unsaved is not None:
         raise unsaved  # raise only after the plan was printed
     return 0 if interrupted is None else EXIT_INTERRUPTED
@@ -141,36 +138,14 @@ def _tuned(
 def _origin(
     spec: str,
     plan: Plan,
-    workload: object,
     keywords: Mapping[str, Any],
     model_options: Mapping[str, Any],
     saved: str | None,
 ) -> Origin:
-    """Return how to get this plan again: from its file, or by the same call, which reads the profile."""
+    """Return where this plan is saved, and the command that tunes the same on real GPUs."""
     if "storage" in keywords:  # these lines are printed and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])
-    path = saved if saved is not None or plan.path is None else str(plan.path)
-    had = partial(Origin, command=command, path=path, shown_by=None if path is None else shown_by(Path(path)))
-    if saved is not None:
-        return had(f"autosplit.Plan.load({quoted(saved)})")
-    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
-    arguments = _arguments(same)
-    remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
-    if is_model_name(spec):
-        model = f"autosplit.workload_from_name({quoted(spec)}{_arguments(model_options)})"
-        return had(f"autosplit.tune(lambda: {model}{arguments})", remark=remark)
-    place, name = split_spec(spec)
-    module = Path(place).stem if place.endswith(".py") else place
-    setup = f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else "")
-    expression = f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})"
-    return had(expression, setup=(setup,), remark=remark)
-
-
-def _arguments(keywords: Mapping[str, Any]) -> str:
-    written = {keyword: quoted(value) for keyword, value in keywords.items()}
-    if "lengths" in written:
-        written["lengths"] = f"[*map(int, open({written['lengths']}).read().split())]"
-    return "".join(f", {keyword}={value}" for keyword, value in written.items())
+    return Origin(saved or (None if plan.path is None else shown_by(Path(plan.path))), command)

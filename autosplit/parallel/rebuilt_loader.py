@@ -1,0 +1,211 @@
+"""Read a user's DataLoader, to build another with the same samples and settings around a plan's batch sampler."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from autosplit.errors import InputError
+from autosplit.rng import kept_rng
+
+
+class SampledOrder:
+    """Draw the order of an epoch from the user's own sampler, for example a sampler that groups by length.
+
+    The generators of torch, Python, NumPy and the sampler are seeded, so every process draws the same order. Afterwards
+    their states are restored.
+
+    Args:
+        sampler: Yields indices of samples, or batches of indices.
+        num_samples: The length of the data set.
+        seed: The order depends on `seed` plus the epoch.
+    """
+
+    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
+        self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Return the order of an epoch. Raise InputError if it leaves samples out or repeats some."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        order = self._drawn(epoch)
+        if order is None:
+            raise InputError(
+                f"{type(self._sampler).__name__} leaves samples out or repeats some in epoch {epoch}. Expected each of "
+                f"the {self._num_samples} samples once. Leave the sampler out.",
+                code="sampler-repeats-samples",
+            )
+        return order
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the order contains every sample once, and is the same when drawn twice."""
+        order = None if isinstance(self._sampler, Iterator) else self._drawn(0)
+        return order is not None and order == self._drawn(0)
+
+    def _drawn(self, epoch: int) -> list[int] | None:
+        own = [*_generators_of(self._sampler)]
+        with kept_rng(own):
+            for generator in (torch.default_generator, *own):
+                generator.manual_seed(self._seed + epoch)
+            random.seed(self._seed + epoch)
+            np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # samplers use this generator
+            parts = itertools.islice(self._sampler, self._num_samples + 1)  # some samplers never end
+            try:
+                order = [index for part in parts for index in np.atleast_1d(np.asarray(part)).tolist()]
+            except (TypeError, ValueError):  # the sampler does not yield numbers
+                return None
+        return order if sorted(order, key=str) == sorted(range(self._num_samples), key=str) else None
+
+
+def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
+    """Yield the generators of a sampler and of the samplers inside it."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+
+
+def is_shuffled(loader: Any) -> bool | None:
+    """Return whether a loader shuffles. Return None if it may leave samples out, repeat some, or use another order."""
+    sampler = _sampler_of(loader)
+    if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
+        return None  # a user's class, even if it is derived from the classes below
+    if isinstance(sampler, DistributedSampler):  # its split over the processes is replaced by the plan's
+        return bool(sampler.shuffle)
+    if isinstance(sampler, RandomSampler):
+        return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
+    return False if isinstance(sampler, SequentialSampler) else None
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler, or the batch sampler, of a loader."""
+    drawn = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
+        drawn = inner  # accelerate's batch samplers distribute the batches of this inner batch sampler
+    return drawn.sampler if type(drawn) is BatchSampler else drawn
+
+
+def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
+    """Return `is_shuffled`, or the `SampledOrder` of a user's sampler if it is sound. Return None otherwise."""
+    shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
+    if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
+        return shuffled
+    order = SampledOrder(sampler, len(loader.dataset), seed)
+    return order if order.is_sound else None
+
+
+@dataclass(frozen=True)
+class LoaderParts:
+    """Hold what a user's DataLoader is made of.
+
+    Attributes:
+        order: Whether the loader shuffles, or the order of the user's own sampler.
+        drop_last: Whether the loader drops the last batch of an epoch if it is incomplete.
+        settings: Arguments of a DataLoader: `collate_fn`, `num_workers` and so on, without sampler and batch size.
+    """
+
+    dataset: Any
+    order: bool | SampledOrder
+    drop_last: bool
+    settings: dict[str, Any]
+
+    def order_options(self, shuffle: bool | None, drop_last: bool | None) -> dict[str, Any]:
+        """Return the arguments of a `ScheduledBatchSampler` for this order. Values that are not None replace it."""
+        own = self.order if shuffle is None and isinstance(self.order, SampledOrder) else None
+        return {
+            "shuffle": bool(self.order) if shuffle is None else shuffle,
+            "order": own,
+            "drop_last": self.drop_last if drop_last is None else drop_last,
+        }
+
+
+_SETTINGS = (
+    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers"),
+)
+
+
+def parts_of(loader: Any, seed: int) -> LoaderParts:
+    """Return the parts of a DataLoader.
+
+    Args:
+        seed: Seed of the order, if the user's own sampler draws it.
+
+    Raises:
+        InputError: A plan's batch sampler cannot replace the loader's. The loader is no DataLoader of PyTorch, its data
+            set has no length or makes its own batches, or its sampler repeats samples or leaves some out.
+    """
+    if not isinstance(loader, DataLoader):
+        raise InputError(
+            f"The training loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, whose batch "
+            "sampler the plan can replace. plan.steps and ctx.steps take any other loader.",
+            code="loader-type",
+        )
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"The training data set is a {type(dataset).__name__} without a length. Expected a data set with "
+            "__getitem__ and __len__, whose samples the plan can divide. plan.steps and ctx.steps take a loader "
+            "of any other data set.",
+            code="dataset-without-length",
+        )
+    if loader.batch_sampler is None:
+        raise InputError(
+            "The training loader has batch_size=None, so its data set makes the batches. Expected a loader that makes "
+            "batches of samples. Give it any batch_size: the plan's batch size replaces it.",
+            code="loader-without-batch-size",
+        )
+    order = order_of(loader, seed)
+    if order is None:
+        raise InputError(
+            f"The training loader has a {type(_sampler_of(loader)).__name__}. Expected a sampler that yields every "
+            "sample once per epoch, in an order that depends only on its seed. Leave the sampler out, or pass the "
+            "loader to plan.steps or ctx.steps.",
+            code="loader-sampler",
+        )
+    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+    return LoaderParts(dataset, order, drop_last, {name: getattr(loader, name) for name in _SETTINGS})
+
+
+def loader_around(
+    data: Any,
+    make_sampler: Any,
+    found: dict[str, Any],
+    *,
+    shuffle: bool | None,
+    seed: int,
+    drop_last: bool | None,
+    options: dict[str, Any],
+) -> DataLoader[Any]:
+    """Return a DataLoader with a plan's batch sampler, for a data set or instead of another DataLoader.
+
+    Args:
+        data: The data set, or the DataLoader whose data set, order and settings are used.
+        make_sampler: Makes the batch sampler from the data set, `shuffle`, `order`, `seed` and `drop_last`.
+        found: The fastest settings that were measured. They replace the settings of the DataLoader.
+        options: Arguments of a DataLoader from the user. They replace all others.
+    """
+    parts = LoaderParts(data, False, False, {})
+    if isinstance(data, DataLoader):
+        parts = parts_of(data, seed)
+    settings = {**parts.settings, **found}
+    if "num_workers" in options:  # torch refuses settings of workers if there are none
+        settings = {name: settings[name] for name in settings if name not in ("prefetch_factor", "persistent_workers")}
+    sampler = make_sampler(parts.dataset, seed=seed, **parts.order_options(shuffle, drop_last))
+    return DataLoader(parts.dataset, batch_sampler=sampler, **{**settings, **options})

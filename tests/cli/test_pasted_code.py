@@ -1,0 +1,497 @@
+"""The lines that `show --code` prints: every variant is run, and trains as one process with the whole batch does."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import make_plan as ranks_plan
+from gpus import COUNT, KIND
+from handmade import made_plan
+from ranks import found_by, run_ranks_once
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import autosplit
+from autosplit.cli.pasted_code import Origin, paste_lines
+from autosplit.devices.accelerator import visible_devices
+from autosplit.parallel.awaited_update import StepsWarning
+from autosplit.parallel.moved_batch import to_device
+from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import PLAN_VARIABLE
+from autosplit.probe.check_result import Check, is_count_expression
+from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.workload import Workload
+
+NUM_SAMPLES = 20
+SPLIT = (3, 5)
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean loss. torch's own warns on emulated devices."""
+    return (outputs - targets).square().mean()
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Net(nn.Module):
+    """A model for all variants: inputs as one tensor, as arguments or as keywords; a loss in its output if asked."""
+
+    def __init__(self, has_loss: bool = False) -> None:
+        super().__init__()
+        self.layer, self.has_loss = nn.Linear(4, 1).double(), has_loss
+
+    def forward(self, x, scale=None, names=None, y=None):
+        assert names is None or len(names) == len(x)
+        found = self.layer(x if scale is None else x * scale)
+        return Output(squares(found, y)) if self.has_loss else found
+
+
+def samples(called_with: str, loss_from: str) -> list[Any]:
+    """Return the samples of a data set whose batches the model takes as the plan has it."""
+    generator = torch.Generator().manual_seed(3)
+    x, y, scale = (torch.randn(NUM_SAMPLES, size, dtype=torch.float64, generator=generator) for size in (4, 1, 4))
+    if loss_from == "output":  # the whole batch goes to the model, with its targets
+        rows = {
+            "keywords": [{"x": a, "scale": c, "y": b} for a, b, c in zip(x, y, scale, strict=True)],
+            "arguments": [(a, c, f"name {i}", b) for i, (a, b, c) in enumerate(zip(x, y, scale, strict=True))],
+        }
+        return rows[called_with]
+    inputs = {
+        "tensor": list(x),
+        "arguments": list(zip(x, scale, strict=True)),
+        "keywords": [{"x": a, "names": f"name {i}"} for i, a in enumerate(x)],
+    }[called_with]
+    return list(zip(inputs, y, strict=True))
+
+
+def called(model: Callable[..., Any], inputs: Any) -> torch.Tensor:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
+
+
+def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a user's own function, which expects its batch on the first device."""
+    inputs, targets = batch
+    return squares(called(model, inputs), targets)
+
+
+def own_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    compute_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+VARIANTS = [
+    *((loss_from, how) for loss_from in ("loss_fn", "compute_loss") for how in ("tensor", "arguments", "keywords")),
+    *(("output", how) for how in ("arguments", "keywords")),
+    ("step", "tensor"),
+]
+
+
+def workload_facts(loss_from: str) -> dict[str, Any]:
+    return {"loss_fn": "its"} if loss_from == "loss_fn" else {"loss_fn": None, loss_from: "its"}
+
+
+def trained(lines: tuple[str, ...], loss_from: str, called_with: str) -> torch.Tensor:
+    """Run the lines with the names that a user's script has, and return the weights."""
+    torch.manual_seed(0)
+    model = Net(loss_from == "output")
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(samples(called_with, loss_from), batch_size=7, collate_fn=collated),
+        "loss_fn": squares,
+        "compute_loss": compute_loss,
+        "step": own_step,
+    }
+    exec("\n".join(lines), names)
+    assert names["loader"].collate_fn is collated
+    return model.layer.weight.detach().cpu()
+
+
+def collated(rows: list[Any]) -> Any:
+    """The user's own collate_fn."""
+    return torch.utils.data.default_collate(rows)
+
+
+def expected(loss_from: str, called_with: str, optimizer_steps: int = 1) -> torch.Tensor:
+    """Return the weights after each optimizer step over the whole data set, in one process."""
+    torch.manual_seed(0)
+    model = Net(loss_from == "output")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = samples(called_with, loss_from)
+    size = -(-len(rows) // optimizer_steps)
+    for begin in range(0, len(rows), size):
+        batch = collated(rows[begin : begin + size])
+        loss = called(model, batch).loss if loss_from == "output" else compute_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.layer.weight.detach()
+
+
+def plan_here(kind: str, count: int, loss_from: str, called_with: str) -> Plan:
+    """Return a plan for devices of this machine. A custom step cannot be accumulated."""
+    split, effective = SPLIT[:count], sum(SPLIT[:count]) if loss_from == "step" else NUM_SAMPLES
+    plan = made_plan(split, kind="cpu", effective=effective)
+    if kind != "cpu":
+        cards = visible_devices(kind)
+        cards = [
+            replace(device, kind=kind, label=f"{kind}:{index}", name=cards[index].name, uuid=cards[index].uuid)
+            for index, device in enumerate(plan.devices)
+        ]
+        plan = replace(plan, devices=tuple(cards))
+    return replace(plan, called_with=called_with, workload=workload_facts(loss_from))
+
+
+def check_variant(kind: str, count: int, loss_from: str, called_with: str, path: Path) -> None:
+    plan = plan_here(kind, count, loss_from, called_with)
+    plan.save(path)
+    found = trained(paste_lines(plan, Origin(str(path))), loss_from, called_with)
+    steps = -(-NUM_SAMPLES // plan.effective_batch_size)
+    if loss_from == "step":  # its steps are smaller
+        assert found.isfinite().all()
+        assert steps > 1
+        return
+    torch.testing.assert_close(found, expected(loss_from, called_with), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("loss_from", "called_with"), VARIANTS)
+def test_every_variant_trains_as_one_process_on_the_cpu(tmp_path, loss_from, called_with, count):
+    check_variant("cpu", count, loss_from, called_with, tmp_path / "plan.json")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("loss_from", "called_with"), VARIANTS)
+def test_every_variant_trains_as_one_process_on_accelerators(tmp_path, loss_from, called_with, count):
+    """For `step=` nothing moved the batch: on a GPU, "Expected all tensors to be on the same device"."""
+    if count > COUNT:
+        pytest.skip("needs two cards")
+    check_variant(KIND, count, loss_from, called_with, tmp_path / "plan.json")
+
+
+def trained_by_ranks(loss_from: str, called_with: str) -> torch.Tensor:
+    plan = ranks_plan(SPLIT, sum(SPLIT) if loss_from == "step" else NUM_SAMPLES)
+    plan = replace(plan, called_with=called_with, workload=workload_facts(loss_from))
+    path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / f"{os.environ['RANK']}-{loss_from}-{called_with}.json"
+    path.parent.mkdir(exist_ok=True)
+    plan.save(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLAN_VARIABLE, str(path))
+        return trained(paste_lines(plan, Origin(str(path))), loss_from, called_with)
+
+
+RANKS = {f"{loss_from}, {how}": partial(trained_by_ranks, loss_from, how) for loss_from, how in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks_once(tmp_path_factory, __name__, "RANKS", 2, limit_s=250)
+
+
+@pytest.mark.parametrize(("loss_from", "called_with"), VARIANTS)
+def test_every_variant_trains_as_one_process_on_two_ranks(ranks, loss_from, called_with):
+    first, second = found_by(ranks, f"{loss_from}, {called_with}")
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    if loss_from != "step":
+        torch.testing.assert_close(first, expected(loss_from, called_with), rtol=1e-9, atol=1e-11)
+
+
+# One by one
+
+
+@pytest.mark.parametrize(("precision", "off_by"), [("none", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
+def test_the_lines_to_paste_train_exactly_and_in_the_plans_precision(tmp_path, precision, off_by):
+    """They had no autocast: a plan of half the memory was trained in float32."""
+    plan = replace(made_plan((3, 5), kind="cpu", effective=20), precision=precision)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    plain = torch.nn.Linear(4, 1)
+    plain.load_state_dict(model.state_dict())
+    dataset = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.randn(20, 1))
+    names = {
+        "model": model,
+        "loader": DataLoader(dataset, batch_size=6),
+        "loss_fn": lambda outputs, targets: seen.append(outputs.dtype) or F.mse_loss(outputs.float(), targets),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    seen = []
+    exec("\n".join(paste_lines(plan, Origin(str(path)))), names)
+    F.mse_loss(plain(dataset.tensors[0]), dataset.tensors[1]).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert isinstance(names["plan"], Plan)
+    assert {*seen} == {{"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    for trained, exact in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(trained, exact, rtol=0, atol=off_by)
+
+
+class Tokens(nn.Module):
+    """A model of token sequences, of which inputs come as keywords where there is a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids, mask=None):
+        found = self.embedding(ids)
+        return self.head(found if mask is None else found * mask.unsqueeze(-1)).transpose(1, 2)
+
+
+def tokens(count):
+    ids = torch.arange(count * 6).view(count, 6).remainder(20)
+    labels = torch.where(torch.arange(6) <= torch.arange(count).unsqueeze(1) % 5 + 1, ids, -100)
+    return ids, labels
+
+
+@pytest.mark.parametrize("kind", ["mean over tokens", "sum", "keywords", "output"])
+def test_the_lines_to_paste_train_as_the_workload_does(kind, tmp_path):
+    """They passed a mapping as one argument, and weighed by samples what the check had found to be of tokens."""
+    ids, labels = tokens(24)
+    reduction = "sum" if kind == "sum" else "mean"
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+    whole: Any = (ids, labels)
+    if kind == "keywords":
+        whole = ({"ids": ids, "mask": (labels > 5).float()}, labels.clamp(min=0))
+    torch.manual_seed(0)
+    model = Tokens()
+    given: dict[str, Any] = {"loss_fn": loss_fn, "loss_reduction": reduction}
+    if kind == "output":
+        whole, given = {"ids": ids, "labels": labels.clamp(min=0)}, {}
+        model = WithLoss(model)
+    exact = copy.deepcopy(model)
+    workload = Workload(model, chunk(whole, (6, 18))[0], optimizer=torch.optim.SGD, **given)
+    options = {"effective_batch_size": 24, "max_batch_size": 10, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:8MiB", **options)
+    rows = [chunk(whole, (n, 1, 23 - n))[1] for n in range(24)]
+    plan.save(tmp_path / "plan.json")
+    names = {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader([map_tensors(lambda part: part[0], row) for row in rows], batch_size=9),
+    }
+    exec("\n".join(paste_lines(plan, Origin(str(tmp_path / "plan.json")))), names)
+    workload.loss(exact, whole).backward()
+    torch.optim.SGD(exact.parameters(), lr=0.1).step()
+    for trained, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(trained, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_lines_to_paste_of_a_step_of_ones_own_call_it(tmp_path):
+    """They were those of a single model with a loss in its output, and named their loop's variable as the step."""
+    models = {"one": nn.Linear(4, 1), "other": nn.Linear(4, 1)}
+
+    def step(models, optimizers, batch):
+        seen.append(len(batch))
+        for name, model in models.items():
+            model(batch).square().mean().backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+    made = dict.fromkeys(models, torch.optim.SGD)
+    workload = Workload(models, torch.randn(8, 4), step=step, optimizer=made)
+    seen = []
+    options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(workload, devices="cpu:1MiB,cpu:1MiB", **options)
+    plan.save(tmp_path / "plan.json")
+    lines = paste_lines(plan, Origin(str(tmp_path / "plan.json")))
+    assert lines[0].endswith(". Wrap several models one by one.")
+    text = "\n".join(lines).replace("plan.wrap(model)", "{key: plan.wrap(one) for key, one in model.items()}")
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    seen.clear()
+    loader = DataLoader(torch.randn(16, 4), batch_size=3)
+    exec(text, {"model": models, "optimizer": optimizers, "step": step, "loader": loader})
+    assert seen == [8, 8]
+    ranks = paste_lines(replace(ranks_plan((3, 5)), workload=plan.workload, precision="bf16"))
+    assert ranks[-3:] == (
+        "    for batch in loader:",
+        '        with torch.autocast("cpu", torch.bfloat16):',
+        "            step(model, optimizer, autosplit.to_device(batch, ctx.device))",
+    )
+    assert ranks[-4].endswith("multiply each mean loss by ctx.batch_size * ctx.world_size / 8")
+
+
+def test_the_lines_to_paste_have_a_loss_where_none_was_given():
+    """They took it from outputs that have none."""
+    options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(nn.Linear(4, 1), torch.randn(8, 4), devices="cpu:1MiB", **options)
+    assert any("loss_fn(model(inputs), targets)" in line for line in paste_lines(plan))
+
+
+COUNTS = [
+    "int((batch[1] != -100).sum())",
+    "int((batch['labels'][:, 1:] != 0).sum())",
+    "int(batch[0]['mask'].sum())",
+    "float(batch['weights'].sum())",
+    "float(loss_fn.weight[batch[1][batch[1] != -100]].sum())",
+    "int((batch.labels != -1).sum())",
+]
+HOSTILE_COUNTS = [
+    "__import__('os').system('touch /tmp/owned') or 1",
+    "int(batch.__class__.sum())",
+    "int(open('x').sum())",
+    "int(batch[0].sum())):\n    import os; os.abort()  #",
+    "int(batch[0].sum()) # nothing",
+    "int(\nbatch[0].sum())",
+    "int((lambda: exit())().sum())",
+    "int(batch[exec('1')].sum())",
+    "batch[0].tofile('x')",
+    "int(batch['\x1b[2J'].sum())",
+    "int(batch[" + "0][" * 200 + "0].sum())",
+    "",
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_the_check_counts_is_shown(count):
+    check = Check("loss", 0.0, 0.4, depends=True, advice="count", count=count)
+    assert f"for step in plan.steps(loader, count=lambda batch: {count}):" in paste_lines(made_plan(checks=(check,)))
+
+
+@pytest.mark.parametrize("count", HOSTILE_COUNTS)
+def test_code_that_autosplit_did_not_write_is_not_shown(count):
+    """A plan's file may come from anybody, and these lines are pasted."""
+    assert not is_count_expression(count)
+    lines = paste_lines(made_plan(checks=(Check("loss", 0.0, 0.4, depends=True, advice="", count=count),)))
+    assert "for step in plan.steps(loader):" in lines
+    assert not count or count not in "\n".join(lines)
+    assert any("autosplit did not write it" in line for line in lines) == bool(count)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        return Output(nn.functional.cross_entropy(self.model(ids), labels))
+
+
+def test_what_the_check_could_not_mend_stands_above_the_loop():
+    check = Check("loss", 0.4, 0.4, depends=True, advice="it is a sum: pass loss_reduction='sum'")
+    lines = paste_lines(made_plan(checks=(check,)))
+    assert lines[lines.index("for step in plan.steps(loader):") - 1] == f"# {check.advice}"
+
+
+def test_the_lines_of_ranks_have_the_plans_precision():
+    plan = replace(ranks_plan((3, 5)), precision="bf16")
+    lines = paste_lines(plan)
+    assert "import torch" in lines
+    assert '            with torch.autocast("cpu", torch.bfloat16):' in lines
+
+
+LENGTHS = LengthPlan((LengthPoint(64, 1.0, 100.0, 100.0), LengthPoint(32, 3.0, 300.0, 200.0)), 300.0, 150.0, 0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "of"), [(made_plan(lengths=LENGTHS), "plan"), (ranks_plan((2, 6), lengths=LENGTHS), "ctx")]
+)
+def test_the_lines_to_paste_make_batches_of_like_length(plan, of):
+    lines = "\n".join(paste_lines(plan))
+    assert f"sampler = {of}.token_sampler(lengths, shuffle=True)" in lines
+    assert "collate_fn=pad)" in lines
+    assert lines.startswith("# Your script defines model, optimizer, loss_fn, dataset, lengths and pad")
+
+
+def test_a_plan_that_is_not_saved_has_to_be_saved_first():
+    lines = paste_lines(made_plan())
+    place = lines.index('plan = autosplit.Plan.load("plan.json")')
+    assert lines[place - 1] == '# First save the plan: plan.save("plan.json")'
+
+
+def test_a_saved_plan_is_named_by_its_key():
+    assert 'plan = autosplit.Plan.load("0123456789ab")' in paste_lines(made_plan(), Origin("0123456789ab"))
+    (line,) = (line for line in paste_lines(ranks_plan((3, 5)), Origin("0123456789ab")) if "launch" in line)
+    assert line.endswith("autosplit launch --plan 0123456789ab train.py")
+
+
+# What the lines are made of
+
+
+class Encoding:
+    """A batch of a library, which moves itself."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def to(self, device):
+        return Encoding(self.ids.to(device))
+
+
+def test_to_device_moves_tensors_at_any_depth_and_leaves_the_rest():
+    batch = {
+        "image": torch.zeros(2),
+        "more": [(torch.ones(2), "a")],
+        "names": ["a", "b"],
+        "ids": Encoding(torch.ones(1)),
+    }
+    moved = to_device(batch, "meta")
+    assert moved["image"].is_meta
+    assert moved["more"][0][0].is_meta
+    assert moved["ids"].ids.is_meta
+    assert (moved["names"], moved["more"][0][1]) == (["a", "b"], "a")
+    assert not batch["image"].is_meta
+
+
+def test_steps_move_each_micro_batch_to_a_device():
+    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
+    loader = plan.loader(samples("keywords", "loss_fn"), collate_fn=collated)
+    seen = 0
+    weight = torch.zeros(4, 1, dtype=torch.float64, requires_grad=True)
+    for step in plan.steps(loader, device="meta"):
+        for inputs, targets in step:
+            assert inputs["x"].is_meta
+            assert targets.is_meta
+            step.backward(weight.sum())
+            seen += len(targets)
+    assert seen == NUM_SAMPLES
+
+
+def test_a_loop_without_steps_is_warned_of():
+    """Each update had 8 samples instead of 20, silently."""
+    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
+    loader = plan.loader(samples("tensor", "loss_fn") * 3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        for inputs, targets in loader:
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    with pytest.warns(StepsWarning, match="3 micro-batches per optimizer step") as caught:
+        train()
+    assert len(caught) == 1
+
+
+def test_loops_that_accumulate_by_themselves_are_right():
+    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
+    loader = plan.loader(samples("tensor", "loss_fn") * 3)
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]  # two, as for a GAN
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        for model in models:
+            F.mse_loss(model(inputs), targets).backward()
+        if number % plan.accumulation_steps == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+    for inputs, _ in loader:  # no update follows
+        models[0](inputs)
