@@ -177,7 +177,7 @@ COMMANDS: Mapping[str, Command] = {
             "Job": {
                 "arguments [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]": "torchrun's options, the script and its arguments.",
                 "--plan PLAN": "A plan's file, or the first characters of a profile's key. Default: AUTOSPLIT_PROFILE, "
-                "or the only plan remembered for this machine.",
+                "or the newest plan saved for this machine.",
             },
             "Output": {"--print": "Print the command instead of running it."},
         },

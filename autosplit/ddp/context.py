@@ -17,6 +17,7 @@ from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.bypassed_wrappers import BypassWatch
 from autosplit.ddp.checkpoint import CheckpointMethods
+from autosplit.ddp.find_plan import hint_for_size
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
@@ -97,7 +98,7 @@ class Context(CheckpointMethods):
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
         if self.rank == 0:
-            warn_of_other_model(self.plan, model, stacklevel=2)
+            warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
                 raise InputError(
@@ -152,7 +153,7 @@ class Context(CheckpointMethods):
             OtherModelWarning: The plan was made for a model of another size.
         """
         if self.rank == 0:
-            warn_of_other_model(self.plan, model, stacklevel=2)
+            warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
@@ -337,6 +338,9 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         made = steps(loader, **sizes, count=count, **given)
         return self._synchronised(made, settings, watches=loss_scope is None)
+
+    def _other_plan(self, parameters: int) -> str:
+        return hint_for_size(parameters, self.world_size)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
         """Raise InputError if a model does not support the options of a loop."""

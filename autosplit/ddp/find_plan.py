@@ -1,8 +1,10 @@
-"""Find the plan of a job: the given plan, or the only saved plan for this machine."""
+"""Find the plan of a job: the given plan, or the newest saved plan for this machine."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from autosplit.errors import PlanError
@@ -11,10 +13,7 @@ from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
 from autosplit.profiles.key import key_of
 from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
-from autosplit.text import listed, printable
-
-_SHOWN = 5
-"""The most plans that an error message lists."""
+from autosplit.text import printable
 
 
 def plan_for_job(
@@ -22,39 +21,61 @@ def plan_for_job(
 ) -> tuple[Plan, Path | None]:
     """Return the plan of a job, and its file or None.
 
-    The plan is the given plan, or the plan in the file that the environment variable names. Otherwise it is the only
-    plan in the cache that fits this machine and the `world_size` processes.
+    The plan is the given plan, or the plan in the file that the environment variable names. Otherwise it is the newest
+    plan in the cache that fits this machine and the `world_size` processes. If there are several, rank 0 prints which
+    one it is on stderr.
     """
     path: Path | None = None
     if isinstance(profile, Plan):
         plan = profile
     else:
         given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
-        plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(world_size)
+        plan, path = (Plan.load(given), Path(given)) if given else _newest_plan(world_size)
     refuse_unfit(plan)
     return plan, path
 
 
-def _remembered_plan(world_size: int | None) -> tuple[Plan, Path]:
-    """Return the only plan in the cache that this machine and this job can use."""
-    ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
-    usable = _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
-    if len(usable) == 1:
-        return usable[0]
-    job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
+def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
+    """Return the newest plan in the cache that this machine and this job can use."""
+    usable = _usable_by(world_size)
     if not usable:
+        job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
         raise PlanError(
-            f"no plan is named, and none that is remembered is for this machine{job}; expected a plan, or the file of "
-            f"one; make one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote",
+            f"No plan was named, and no saved plan is for this machine{job}. Make one with autosplit tune FILE, or set "
+            f"{PLAN_VARIABLE} to the file that plan.save(path) wrote.",
             code="no-profile-matches",
         )
-    keys = [f"{path.stem[:KEY_DIGITS]} ({described(plan)})" for plan, path in usable]
-    raise PlanError(
-        f"no plan is named, and {len(usable)} that are remembered are for this machine{job}: "
-        f"{listed(keys, _SHOWN, separator='; ', last='; ')}; expected one; name it by its key, as in autosplit launch "
-        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file",
-        code="several-profiles-match",
-    )
+    if len(usable) > 1 and os.environ.get("RANK", "0") == "0":
+        tell_of_newest(described(usable[0][0]), usable[0][1], len(usable))
+    return usable[0]
+
+
+def tell_of_newest(text: str, path: Path, count: int) -> None:
+    """Print on stderr which of several saved plans is used, because the user named none."""
+    key = path.stem[:KEY_DIGITS]
+    with suppress(OSError, ValueError):  # stderr may be closed
+        sys.stderr.write(
+            printable(
+                f"autosplit uses the newest of {count} saved plans that fit: {key} ({text}). To use another one, start "
+                "with autosplit launch --plan KEY. autosplit profiles lists the keys."
+            )
+            + "\n"
+        )
+
+
+def _usable_by(world_size: int | None) -> list[tuple[Plan, Path]]:
+    """Return the saved plans that this machine and a job of `world_size` processes can use, the newest first."""
+    ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
+    return _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
+
+
+def hint_for_size(parameters: int, world_size: int) -> str:
+    """Return a sentence with the newest saved plan for a model of this size, or an empty text."""
+    for plan, path in _usable_by(world_size):
+        if plan.workload.get("parameters") == parameters:
+            key = path.stem[:KEY_DIGITS]
+            return f"The saved plan {key} is for a model of this size: autosplit launch --plan {key} SCRIPT."
+    return ""
 
 
 def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:

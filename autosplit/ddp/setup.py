@@ -50,7 +50,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
     Args:
         profile: A plan, or a file that `Plan.save` wrote. None for the file in the environment variable
-            AUTOSPLIT_PROFILE, or else for the only saved plan that this machine and this job can use.
+            AUTOSPLIT_PROFILE, or else for the newest saved plan that this machine and this job can use.
 
     Yields:
         The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `all_gather`, `save_checkpoint`,

@@ -168,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
-            it). Or else, if `model` is given, the only saved plan for this machine, this number of processes and a
+            it). Or else, if `model` is given, the newest saved plan for this machine, this number of processes and a
             model of this size.
         model: The model to train. Without it, no saved plan is used, because its size is unknown.
         count: Returns the divisor of a batch's mean loss, if that is not its samples: an int (labels without padding)

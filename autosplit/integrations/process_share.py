@@ -18,7 +18,7 @@ from torch import nn
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
-from autosplit.ddp.find_plan import described
+from autosplit.ddp.find_plan import described, tell_of_newest
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
@@ -218,7 +218,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     """Find the plan, and return this process's part of it. Return None if there is no plan.
 
     Args:
-        profile: A plan, or the file of a plan. None for the file that AUTOSPLIT_PROFILE names, or else for the only
+        profile: A plan, or the file of a plan. None for the file that AUTOSPLIT_PROFILE names, or else for the newest
             saved plan for this machine, this number of processes and a model of this size.
         parameters: The number of parameters of the model. If None, saved plans are not searched.
     """
@@ -233,25 +233,21 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         )
     if parameters is None:
         return None
-    of_size = [plan for _, plan in usable_here() if plan.workload.get("parameters") == parameters]
-    unlike = {plan.bare().to_json(): plan for plan in of_size if _is_for(plan, place)}
-    if not unlike:
+    of_size = [(path, plan) for path, plan in usable_here() if plan.workload.get("parameters") == parameters]
+    usable = [(path, plan) for path, plan in of_size if _is_for(plan, place)]
+    if not usable:
         return None
-    if len(unlike) > 1:
-        listed = "; ".join(described(plan) if plan.ddp.ranks else str(plan) for plan in unlike.values())
-        raise PlanError(
-            f"{len(unlike)} plans are remembered for this machine and a model of this size: {listed:.400}; expected "
-            f"one; pass plan=, or set {PLAN_VARIABLE} to its file",
-            code="several-profiles-match",
-        )
-    return share_of(next(iter(unlike.values())), place)
+    path, newest = usable[0]
+    if place.rank == 0 and len({plan.bare().to_json() for _, plan in usable}) > 1:
+        tell_of_newest(described(newest) if newest.ddp.ranks else str(newest), path, len(usable))
+    return share_of(newest, place)
 
 
 def tell_of_no_plan() -> None:
     """Warn that there is no plan, so the library trains as it would without autosplit."""
     warnings.warn(
-        "autosplit has no plan for this training, which goes on as without it; pass plan= (or model=, where one is "
-        "remembered for it), or make one with autosplit tune",
+        "autosplit found no plan, so this training has equal batches on all devices. Run autosplit tune FILE, or pass "
+        "plan=, or model= to find a saved plan for it.",
         NoPlanWarning,
         stacklevel=3,
     )

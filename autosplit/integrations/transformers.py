@@ -85,7 +85,7 @@ class SharesMixin(Mixed):
 
     Args:
         plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
-            it), or else the only saved plan for this machine, this number of processes and a model of this size.
+            it), or else the newest saved plan for this machine, this number of processes and a model of this size.
         count: Returns the divisor of a batch's mean loss, an int or a float, such as the sum of its samples' weights.
             Default: inferred by running the loss on a few samples.
         loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With

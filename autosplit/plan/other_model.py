@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from autosplit.accelerators import checked_module
@@ -37,21 +38,24 @@ def refuse_wrapped(model: Any) -> None:
         )
 
 
-def warn_of_other_model(plan: PlanRecord, model: Any, *, stacklevel: int) -> None:
+def warn_of_other_model(
+    plan: PlanRecord, model: Any, *, stacklevel: int, hint: Callable[[int], str] = lambda _: ""
+) -> None:
     """Warn if a model has another number of parameters than the model of the plan.
 
     Args:
         stacklevel: Stack level of the warning, counted from the caller.
+        hint: Returns a sentence on a plan for the given number of parameters, or an empty text.
     """
     name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
     if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
         return  # it may be any of several models
     given = parameters_in(model)
-    if given not in (None, wanted):
+    if given is not None and given != wanted:
         warnings.warn(
             f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but this "
-            f"{type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or be far too small. Tune for "
-            "this model, and pass the new plan.",
+            f"{type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or be far too small. "
+            f"{hint(given) or 'Tune for this model, and pass the new plan.'}",
             OtherModelWarning,
             stacklevel=stacklevel + 1,
         )

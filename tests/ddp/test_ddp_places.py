@@ -23,6 +23,7 @@ from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, pla
 from autosplit.devices.accelerator import Visible
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan.other_model import OtherModelWarning
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import machine_of
@@ -355,12 +356,25 @@ class TestRememberedPlans:
         with ddp.setup() as ctx:
             assert ctx.plan == plan
 
-    def test_several_are_listed(self):
+    def test_of_several_it_is_the_newest_and_rank_0_prints_which(self, capfd):
+        older = remembered("a1")
+        newest = remembered("a2", "cpu:2GiB")
+        os.utime(profiles.profile_paths()[-1], (1, 1))
+        with ddp.setup() as ctx:
+            assert ctx.plan == newest != older
+        key = profiles.profile_paths()[0].stem
+        assert f"the newest of 2 saved plans that fit: {key[:12]} (Net" in capfd.readouterr().err
+
+    def test_a_model_of_another_size_is_told_of_its_own_plan(self):
         remembered("a1")
-        remembered("a2", "cpu:2GiB")
-        with raises(PlanError, "several-profiles-match", "2", " and 1 process") as caught:
-            ddp.setup().__enter__()
-        assert "or set AUTOSPLIT_PROFILE to its file" in str(caught.value)
+        os.utime(profiles.profile_paths()[0], (1, 1))
+        net = torch.nn.Linear(3, 2)
+        plan = remembered("a2", "cpu:2GiB")
+        profiles.store("a3", replace(plan, workload={"model": "Other", "parameters": 8}))
+        os.utime(profiles.profile_paths()[-1], (2, 2))
+        profiles.store("a4", replace(plan, workload={"model": "Net", "parameters": 7}))
+        with ddp.setup() as ctx, pytest.warns(OtherModelWarning, match="autosplit launch --plan a3 SCRIPT"):
+            ctx.wrap(net)
 
     def test_of_those_that_checkpoint_other_layers_it_is_the_fastest(self):
         """One tuning leaves three of them: which is meant was asked, though all train the same."""

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,21 +153,24 @@ class TestFindShare:
         with raises(InputError, "plan-argument", "''"):
             find_share("", parameters=None)
 
-    def test_of_what_is_remembered_only_what_fits(self, monkeypatch):
+    def test_of_what_is_remembered_the_newest_that_fits(self, monkeypatch, capfd):
         alone, ranks = (
             replace(shared.shares_plan(*job), workload={"parameters": 12}) for job in (((8,), 40), ((7, 1), 20))
         )
         larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
         remembered = [alone, ranks, replace(alone, notes=noted("again")), larger]
         monkeypatch.setattr(
-            "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in remembered)
+            "autosplit.integrations.process_share.usable_here",
+            lambda: tuple((Path("ab.json"), plan) for plan in remembered),
         )
         assert find_share(None, parameters=12).plan.bare() == alone.bare()
         assert find_share(None, parameters=13).plan == larger
         assert find_share(None, parameters=14) is None
         remembered.append(replace(larger, workload={"parameters": 12}))
-        with raises(PlanError, "several-profiles-match", "2"):
-            find_share(None, parameters=12)
+        remembered.reverse()  # the newest comes first
+        assert find_share(None, parameters=12).plan.effective_batch_size == 41
+        assert "the newest of 3 saved plans" in capfd.readouterr().err
+        remembered.reverse()
         as_job(monkeypatch, 1, 2)
         assert find_share(None, parameters=12).plan == ranks
         as_job(monkeypatch, 1, 3)
