@@ -6,7 +6,6 @@ predictions by the model that was fitted to the trials.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +22,6 @@ from autosplit.plan.explanation import (
     Explanation,
     FitQuality,
     Knee,
-    LearningRate,
     MoreMemory,
 )
 from autosplit.plan.record import PlanRecord
@@ -59,7 +57,6 @@ def explanation_of(plan: PlanRecord) -> Explanation:
         even_measured=Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None,
         fit=_fit_quality(plan),
         knee=_knee(plan),
-        learning_rate=_learning_rate(plan),
     )
 
 
@@ -261,11 +258,3 @@ def _fit_quality(plan: PlanRecord) -> FitQuality | None:
     errors = [abs(residual.predicted_s / residual.measured_s - 1) for residual in residuals]
     noise = [trial.error_share for trial in plan.trials if trial.samples_per_s is not None]
     return FitQuality(median(errors), max(errors), len(errors), median(noise) if noise else 0.0)
-
-
-def _learning_rate(plan: PlanRecord) -> LearningRate | None:
-    now = plan.sample_batch_size
-    if not now or now == plan.effective_batch_size:
-        return None
-    ratio = plan.effective_batch_size / now
-    return LearningRate(now, plan.effective_batch_size, ratio, math.sqrt(ratio))

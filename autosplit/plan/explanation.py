@@ -177,23 +177,6 @@ class FitQuality:
 
 
 @dataclass(frozen=True)
-class LearningRate:
-    """Factors for a learning rate that was chosen for the sample batch.
-
-    Attributes:
-        sample_batch_size: Samples of the workload's sample batch.
-        effective_batch_size: The plan's effective batch size.
-        linear: Their ratio, for SGD with warm-up (Goyal et al. 2017).
-        square_root: The square root of the ratio, for Adam and its variants (Krizhevsky 2014, Malladi et al. 2022).
-    """
-
-    sample_batch_size: int
-    effective_batch_size: int
-    linear: float
-    square_root: float
-
-
-@dataclass(frozen=True)
 class Explanation:
     """The reasons for a plan. `str()` returns them as text.
 
@@ -212,8 +195,6 @@ class Explanation:
         fastest: ``"balanced"`` or ``"ddp"``; None if there is only one answer, or if the devices share a CPU.
         ddp_samples_per_s: Throughput of DDP; 0 if it has no answer.
         ddp_measured: Whether the throughput of DDP was measured, rather than predicted.
-        learning_rate: Factors for the learning rate; None if the plan's effective batch size equals the sample batch's,
-            or if the latter is unknown.
         shares_processor: Whether the devices share one CPU. Then no gain over an even split or one device is claimed.
         simulated: Whether measured values were simulated.
         ways: Results for each precision or choice of checkpointed layers, the plan's own first.
@@ -223,6 +204,7 @@ class Explanation:
             faster.
         attention: The back ends of attention that torch chooses, each with its devices. Empty if that is unknown, or if
             the model calls no attention.
+        effective_batch_size: Samples per optimizer step, for advice on the learning rate.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -236,7 +218,6 @@ class Explanation:
     fastest: Literal["balanced", "ddp"] | None
     ddp_samples_per_s: float
     ddp_measured: bool
-    learning_rate: LearningRate | None
     shares_processor: bool
     simulated: bool
     loader_samples_per_s: float | None = None
@@ -245,6 +226,7 @@ class Explanation:
     fits: Fits | None = None
     knee: Knee | None = None
     attention: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    effective_batch_size: int = 0
 
     @property
     def takes_samples_per_s(self) -> float:
@@ -293,7 +275,7 @@ class Explanation:
             "alone": " ".join(_alternative_text(f"{one.devices[0]} alone", one, known) for one in self.alone),
             "memory": "" if self.more_memory is None else _memory_text(self.more_memory),
             "ddp": self._ddp_text(known),
-            "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
+            "learning_rate": _learning_rate_text(self.effective_batch_size),
             "fit": "" if self.fit is None else _fit_text(self.fit),
             "attention": _attention_text(self.attention),
             "data": "" if reasons == (loader,) else loader,
@@ -424,12 +406,12 @@ def _memory_text(more: MoreMemory) -> str:
     return f"{subject} give {_more(more.gain)} ({how})." if more.pays else f"{subject} not help."
 
 
-def _learning_rate_text(advice: LearningRate) -> str:
-    linear, root = (f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in (advice.linear, advice.square_root))
+def _learning_rate_text(samples: int) -> str:
+    factor = f"{samples:,} / B"
     return (
-        f"A step has {advice.effective_batch_size} samples, and the sample batch has {advice.sample_batch_size}. "
-        f"Multiply a learning rate that suits the sample batch by {linear} for SGD with warm-up (linear rule, Goyal et "
-        f"al. 2017), or by {root} for Adam (square-root rule, Malladi et al. 2022)."
+        f"A step has {counted_text(samples, 'sample')}. If your learning rate was tuned for B samples per step, "
+        f"multiply it by {factor} for SGD with warm-up (linear rule, Goyal et al. 2017), or by the square root of {factor} for "
+        "Adam (Malladi et al. 2022)."
     )
 
 

@@ -315,17 +315,16 @@ class TestWhatElseThereIs:
 
 
 class TestAdvice:
-    @pytest.mark.parametrize(
-        ("now", "linear", "square_root", "said"), [(25, 4.0, 2.0, "by 4 for SGD"), (400, 0.25, 0.5, "by 0.25 for SGD")]
-    )
-    def test_the_learning_rate_follows_the_effective_batch(self, now, linear, square_root, said):
-        explanation = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=now).explain()
-        assert (explanation.learning_rate.linear, explanation.learning_rate.square_root) == (linear, square_root)
-        assert said in str(explanation)
+    def test_the_learning_rate_has_the_users_own_batch_as_its_base(self):
+        """It was relative to the sample batch, whose size is arbitrary."""
+        text = str(solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=8).explain())
+        assert "tuned for B samples per step, multiply it by 100 / B for SGD" in text
+        assert "sample batch" not in text
 
-    @pytest.mark.parametrize("now", [100, None])
-    def test_it_is_left_alone_where_the_batch_stays_or_is_unknown(self, now):
-        assert solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=now).explain().learning_rate is None
+    def test_a_stored_explanation_without_the_effective_batch_is_made_again(self):
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000)).with_explanation()
+        older = replace(plan.explained, explanation=replace(plan.explained.explanation, effective_batch_size=0))
+        assert replace(plan, explained=older).explain().effective_batch_size == 100
 
     def test_the_fit_is_held_against_the_trials(self):
         plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
@@ -552,7 +551,6 @@ def test_a_plan_of_a_processor_claims_no_gain():
     assert explanation.shares_processor
     assert explanation.fastest is None
     assert plan.sample_batch_size == 8
-    assert explanation.learning_rate.linear == 8
     assert explanation.predicted_samples_per_s == pytest.approx(plan.samples_per_s, rel=0.5)
     assert explanation.fit.count >= 1
     assert Plan.from_json(plan.to_json()).explain() == explanation
