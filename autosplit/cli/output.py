@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
+from autosplit.cli.terminal import DUMB, console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
 from autosplit.errors import InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
@@ -63,7 +63,8 @@ def speaks() -> bool:
 
 def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """Print an error, followed by the user's frames. Return the exit code."""
-    lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
+    first, *rest = _fitted(f"error: {_harmless(' '.join(message.split()))}")
+    lines = [_red(first, "error:"), *rest, *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
         _tell(lines)
     return exit_code
@@ -73,6 +74,13 @@ def note(message: str, manner: Manner) -> None:
     """Print a note to stderr, unless the output is quiet."""
     if speaks() and not manner.quiet:
         _tell(_fitted(_harmless(message)))
+
+
+def _red(line: str, word: str) -> str:
+    """Colour the word that a line begins with, if stderr is a terminal with colours."""
+    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in DUMB:
+        return line
+    return f"\x1b[1;31m{word}\x1b[0m{line.removeprefix(word)}"
 
 
 def _tell(lines: list[str]) -> None:

@@ -63,9 +63,9 @@ def short_report(plan: Plan, origin: Origin) -> Group:
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table([*_short_numbers(plan), *_strategies(plan, explanation)]),
-        *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS]]),
-        *_section("notes", _notes_to_act_on(plan)),
+        pairs_table([*_short_numbers(plan), *_strategies(plan, explanation)], _styles(plan)),
+        *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS], *_limit_lines(plan)]),
+        *_section("notes", _notes_to_act_on(plan), "bold yellow"),
         *_pasted("", _next_lines(plan, origin)),
     )
 
@@ -79,10 +79,10 @@ def full_report(plan: Plan, origin: Origin) -> Group:
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table(all_numbers(plan)),
+        pairs_table(all_numbers(plan), _styles(plan)),
         *_section(ddp_heading(explanation), ddp_lines(plan)),
-        *_section("explained", [*_unused_lines(plan), *explained_lines(explanation)]),
-        *_section("notes", notes),
+        *_section("explained", [*_unused_lines(plan), *explained_lines(explanation), *_limit_lines(plan)]),
+        *_section("notes", notes, "bold yellow"),
         *_pasted("on the machine that has the GPUs" if plan.simulated else "to use it", paste_lines(plan, origin)),
     )
 
@@ -97,11 +97,17 @@ def _status(plan: Plan) -> Iterator[Text]:
         yield Text("interrupted: the best so far", "yellow")
 
 
-def _section(heading: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+def _styles(plan: Plan) -> dict[str, str]:
+    """Return the styles of the rows that a terminal shows in colour: the gains, and the recommendation."""
+    gain = {} if plan.shares_processor else {"gain": "green", "with DDP": "green"}
+    return {**gain, "recommended": "bold green"}
+
+
+def _section(heading: str, lines: Sequence[str], style: str = "bold") -> Iterator[RenderableType]:
     from rich.text import Text
 
     if lines:
-        yield Text(f"\n{heading}", "bold")
+        yield Text(f"\n{heading}", style)
         yield bullet_table(lines)
 
 
@@ -143,6 +149,16 @@ def _unused_lines(plan: Plan) -> list[str]:
         line += "" if plan.ddp.ranks else " A larger effective batch may use more devices."
         lines.append(line + " DDP uses all devices." * (plan.ddp.samples_per_s > plan.samples_per_s))
     return lines
+
+
+def _limit_lines(plan: Plan) -> list[str]:
+    """Explain ceilings that memory does not limit, as the table of devices marks them."""
+    limits = {device.ceiling.limited_by for device in plan.devices}
+    lines = {
+        "max_batch_size": "A ceiling with + is max_batch_size: a larger batch may fit.",
+        "time": "A ceiling with (time) is not the memory's: a larger batch would be no faster, or too slow to measure.",
+    }
+    return [line for limit, line in lines.items() if limit in limits]
 
 
 def _notes_to_act_on(plan: Plan) -> list[str]:
@@ -189,8 +205,8 @@ def _device_text(plan: Plan, first: int, last: int) -> str:
 def device_columns(plan: Plan) -> tuple[str, ...]:
     """Return the headings of the table of devices. For a single device there is no column for the split."""
     several = len(plan.devices) > 1
-    share = ("share",) if several else ()
-    return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
+    batch = ("batch",) if several else ()
+    return ("device", *batch, f"memory at this {'split' if several else 'batch'}", "ceiling", "compute")
 
 
 def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:

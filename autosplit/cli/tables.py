@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from autosplit.text import printable, tuple_text
@@ -50,13 +51,18 @@ def add_row(table: Table, *cells: str | Text) -> None:
     """
     from rich.text import Text
 
-    texts = (re.sub(r"(?<=\d) %", "%", printable(cell)) if isinstance(cell, str) else cell for cell in cells)
-    table.add_row(*(Text(text) if isinstance(text, str) else text for text in texts))
+    table.add_row(*(Text(_cell(cell)) if isinstance(cell, str) else cell for cell in cells))
 
 
-def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table with a name and a text in each row."""
-    return _grid(rows, 2)
+def _cell(text: str) -> str:
+    return re.sub(r"(?<=\d) %", "%", printable(text))
+
+
+def pairs_table(rows: Iterable[tuple[str, str]], styles: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """Return a table with a name and a text in each row. `styles` has the style of a text by its name."""
+    from rich.text import Text
+
+    return _grid(((name, Text(_cell(text), styles[name]) if name in styles else text) for name, text in rows), 2)
 
 
 def bullet_table(lines: Iterable[str]) -> Table:
@@ -64,7 +70,7 @@ def bullet_table(lines: Iterable[str]) -> Table:
     return _grid((("-", line) for line in lines), 1)
 
 
-def _grid(rows: Iterable[tuple[str, str]], blanks: int) -> Table:
+def _grid(rows: Iterable[tuple[str, str | Text]], blanks: int) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, blanks))

@@ -43,7 +43,7 @@ STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
 """Text of a bar after the first Ctrl-C. It may be shown until the present step ends."""
 
 _stopping = threading.Event()
-_DUMB = ("dumb", "unknown")
+DUMB = ("dumb", "unknown")
 
 
 def console_for(stream: TextIO) -> Console:
@@ -54,7 +54,7 @@ def console_for(stream: TextIO) -> Console:
     """
     from rich.console import Console
 
-    is_dumb = os.environ.get("TERM") in _DUMB
+    is_dumb = os.environ.get("TERM") in DUMB
     if stream.isatty():
         # For a dumb terminal, rich uses 80 columns unless both width and height are set.
         size: Any = {"width": width_of(stream), "height": 25} if is_dumb else {}
@@ -194,7 +194,7 @@ def bars_say_it_stops() -> None:
 
 def restored_terminal() -> None:
     """Remove a progress bar for good, from any thread. Nothing is written to stderr after this."""
-    if os.environ.get("TERM") in _DUMB:
+    if os.environ.get("TERM") in DUMB:
         return
     with contextlib.suppress(OSError):
         if os.isatty(2):

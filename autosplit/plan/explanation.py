@@ -410,8 +410,8 @@ def _learning_rate_text(samples: int) -> str:
     factor = f"{samples:,} / B"
     return (
         f"A step has {counted_text(samples, 'sample')}. If your learning rate was tuned for B samples per step, "
-        f"multiply it by {factor} for SGD with warm-up (linear rule, Goyal et al. 2017), or by the square root of {factor} for "
-        "Adam (Malladi et al. 2022)."
+        f"multiply it by {factor} for SGD with warm-up (linear rule, Goyal et al. 2017), or by the square root of "
+        f"{factor} for Adam (Malladi et al. 2022)."
     )
 
 

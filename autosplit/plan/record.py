@@ -368,17 +368,8 @@ class PlanRecord:
 
     def repeated(self) -> dict[str, Any]:
         """Return the values that an explanation repeats, by name."""
-        rates = ("samples_per_s", "loader_samples_per_s", "fastest")
-        names = (
-            *rates,
-            "simulated",
-            "shares_processor",
-            "ways",
-            "lengths",
-            "fits",
-            "attention",
-            "effective_batch_size",
-        )
+        numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
+        names = (*numbers, "simulated", "shares_processor", "ways", "lengths", "fits", "attention")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 

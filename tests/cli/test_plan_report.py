@@ -287,7 +287,7 @@ def explained(plan, **options):
 
 def test_the_explanation_is_told_without_what_stands_elsewhere():
     advice, data = explained(made_plan((100, 156), sample_batch_size=128), width=300).splitlines()
-    assert advice.startswith("- A step has 512 samples, and the sample batch has 128. Multiply")
+    assert advice.startswith("- A step has 512 samples. If your learning rate was tuned for B samples")
     assert data == "- Data loading was not measured. The loader must deliver 10,234 samples/s."
 
 

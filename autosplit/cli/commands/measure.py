@@ -81,7 +81,7 @@ def _print(found: MeasuredStep, console: Console) -> None:
 
 def _memory_table(found: MeasuredStep) -> Table:
     """Return a table with a row for each device, with the parts of its memory, the largest first."""
-    share = ("share",) if len(found.split) > 1 else ()
+    share = ("batch",) if len(found.split) > 1 else ()
     table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
     table.columns[-2].no_wrap = True  # the last column wraps instead
     for index, label in enumerate(found.devices):
