@@ -12,6 +12,7 @@ from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
 from autosplit.extras.compare import Misfit
+from autosplit.extras.written_workload import StartingWorkload
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
@@ -226,6 +227,7 @@ class Exported:
 ANSWERS: Mapping[str, type] = {
     "devices": Devices,
     "doctor": Examination,
+    "init": StartingWorkload,
     "tune": Plan,
     "compare": Compared,
     "measure": MeasuredStep,

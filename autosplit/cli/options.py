@@ -23,7 +23,7 @@ def whole(text: str) -> int:
     """Read a whole number. The called function checks its range."""
     # int() raises an error of its own for thousands of digits.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
-        raise ArgumentTypeError(f"{shown(text)}: expected a whole number, such as 64")
+        raise ArgumentTypeError(f"{shown(text)}: expected a whole number in digits, such as 64 or 1024")
     return int(text)
 
 
@@ -74,7 +74,13 @@ TYPES: Mapping[str, Callable[[str], object]] = {
 """The functions that read a value, by metavar. Other values are strings."""
 
 _COUNTS = {"which": "?", "key": "?", "keys": "*", "arguments": "+"}
-_KEYWORDS = {"--json": "as_json", "--print": "print_only", "--all": "everything", "--yes": "confirmed"}
+_KEYWORDS = {
+    "--json": "as_json",
+    "--print": "print_only",
+    "--all": "everything",
+    "--yes": "confirmed",
+    "--input": "shape",
+}
 
 
 def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]:

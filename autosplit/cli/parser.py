@@ -49,6 +49,23 @@ COMMANDS: Mapping[str, Command] = {
             "Output": {"--save FILE": "Save the measured rates of the GPUs, for AUTOSPLIT_GPUS and sim: devices."},
         },
     ),
+    "init": Command(
+        "init.init",
+        "Write a workload file for the model in a Python file.\nThe sample batch is guessed from the model's layers. "
+        "Replace it by a batch of your data.",
+        "autosplit init examples/char_gpt.py:CharGPT -o workload.py",
+        {
+            "Workload": {
+                "spec FILE[:NAME]": "A Python file, or package.module. NAME is a class of models, or a function that "
+                "makes a model. Default: the last class that needs no arguments.",
+                "--input N,N,...": "Shape of one sample, as 3,32,32. Default: guessed from the first layers.",
+            },
+            "Output": {
+                o.OUTPUT_FILE: "The file. Default: workload.py next to FILE.",
+                "--force": "Replace an existing file.",
+            },
+        },
+    ),
     "tune": Command(
         "tune.tune",
         "Find the best split, batch size and accumulation steps.",

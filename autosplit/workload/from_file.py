@@ -70,8 +70,12 @@ def load_workload(spec: str) -> Workload | Callable[[], Workload]:
         The caller then decides where the model is built.
     """
     place, name = split_spec(spec)
-    module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
-    return _named(module, name, place)
+    return _named(load_module(place), name, place)
+
+
+def load_module(place: str) -> ModuleType:
+    """Run a file, or import a module by its name. See `load_workload`."""
+    return _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
 
 
 def load_loader(spec: str) -> Any:
@@ -80,7 +84,7 @@ def load_loader(spec: str) -> Any:
     The default name is ``loader``. The name belongs to a DataLoader, or to a function that returns one.
     """
     place, name = split_spec(spec, "loader")
-    module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
+    module = load_module(place)
     if not hasattr(module, name):
         raise InputError(
             f"{place} has no {name!r}. Expected a DataLoader of that name, or a function that returns one. Define it, "
@@ -215,7 +219,7 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
             f"{_suggestion(place, name, _candidates(module))}",
             code="workload-type",
         )
-    needed = _required_arguments(value)
+    needed = required_arguments(value)
     if needed:
         raise InputError(
             f"{where} needs the arguments {', '.join(needed)}. Expected a function without required arguments. "
@@ -229,7 +233,8 @@ def _type_name(value: object) -> str:
     return "class" if inspect.isclass(value) else type(value).__name__
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature: the call will show
@@ -244,7 +249,7 @@ def _candidates(module: ModuleType) -> list[str]:
     found = []
     for name, value in vars(module).items():
         own = getattr(value, "__module__", None) == module.__name__
-        function = own and inspect.isfunction(value) and not _required_arguments(value)
+        function = own and inspect.isfunction(value) and not required_arguments(value)
         if isinstance(value, Workload) or (function and not name.startswith("_")):
             found.append(name)
     return sorted(found)
@@ -255,7 +260,8 @@ def _suggestion(place: str, name: str, candidates: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3) or names[:8]
     if not near:
         return (
-            f"Add these lines to {place}, with your own model, batch and loss:\n"
+            f"autosplit init {place} writes a file with a workload for its model. Or add these lines to {place}, with "
+            f"your own model, batch and loss:\n"
             f"    import autosplit\n    {DEFAULT_NAME} = autosplit.Workload(model, (inputs, targets), loss_fn)"
         )
     return f"It has {', '.join(near)}: write {place}:{near[0]}."

@@ -74,6 +74,7 @@ def stand_ins(monkeypatch, tmp_path):
     Path("train.py").write_text(
         "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
     )
+    Path("nets.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(3, 2)\n")
     plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
     plan.save("plan.json")
     store("ab" * 16, plan)
@@ -92,6 +93,7 @@ def stand_ins(monkeypatch, tmp_path):
 LINES = {
     "devices": "devices",
     "doctor": "doctor",
+    "init": "init nets.py:make",
     "tune": "tune train.py --devices sim:2xRTX3090",
     "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
     "measure": "measure train.py --devices sim:RTX3090 --split 4",

@@ -414,7 +414,7 @@ def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
         ([*SIM, "--reserve", "100%"], "100%"),
         (
             [*SIM, "--effective-batch-size", "many"],
-            "--effective-batch-size 'many': expected a whole number, such as 64; see autosplit tune --help",
+            "--effective-batch-size 'many': expected a whole number in digits, such as 64 or 1024; see",
         ),
         ([*SIM, "--effective-batch-size", "1.5"], "'1.5'"),
         ([*SIM, "--max-batch-size", "9" * 5000], "expected a whole number"),

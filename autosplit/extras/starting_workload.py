@@ -1,0 +1,230 @@
+"""Write a workload file for the model in a user's file: guess a batch that its forward takes, and a loss that suits.
+
+The guesses are tried: the model runs each candidate for its inputs, and its output decides on targets and loss.
+
+    first layer           candidates for one sample
+    Conv2d(3, ...)        float (3, 224, 224), (3, 64, 64), (3, 32, 32), (3, 28, 28)
+    Linear(20, ...)       float (20,), (16, 20)
+    Embedding(500, ...)   tokens below 500: (128,), (64,), (16,), (8,)
+    LSTM(20, ...)         float (16, 20)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.errors import InputError, users_errors
+from autosplit.extras.written_workload import StartingWorkload
+from autosplit.files import READ_BY_ALL, replace_file
+from autosplit.workload.from_file import load_module, required_arguments, split_spec
+
+BATCH_SIZE = 8
+"""Samples of the sample batch in the file."""
+
+_FIRST_LAYERS = 4
+"""Layers with parameters whose candidates are tried. A model may register a later layer first."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The inputs or the targets of one sample: random floats, or random whole numbers below `high`."""
+
+    shape: tuple[int, ...]
+    high: int | None = None
+
+    def batch(self, n: int) -> torch.Tensor:
+        """Return a random batch."""
+        return torch.randn(n, *self.shape) if self.high is None else torch.randint(self.high, (n, *self.shape))
+
+    def code(self) -> str:
+        """Return the Python expression for a batch."""
+        shape = (BATCH_SIZE, *self.shape)
+        if self.high is None:
+            return f"torch.randn({', '.join(map(str, shape))})"
+        return f"torch.randint({self.high}, {shape})"
+
+
+def write_workload(
+    spec: str, *, shape: tuple[int, ...] | None = None, output: str | None = None, force: bool = False
+) -> StartingWorkload:
+    """Write a file with a workload for the model that a spec names.
+
+    Args:
+        spec: ``FILE[:NAME]`` or ``package.module[:NAME]``. NAME is a class of models, or a function that makes one.
+            Default: the last class of the file that needs no arguments.
+        shape: Shape of one sample's inputs. Default: guessed from the first layers of the model.
+        output: The file to write. Default: ``workload.py`` next to FILE.
+        force: Whether to replace an existing file.
+
+    Raises:
+        InputError: The file has no such model, the file to write exists, or no candidate passes the model's forward.
+    """
+    place, name = split_spec(spec, "")
+    is_file = place.endswith(".py")
+    path = Path(output) if output is not None else (Path(place).parent if is_file else Path()) / "workload.py"
+    if path.exists() and not force:
+        raise InputError(
+            f"{path} exists. Expected a new file. Choose another one with --output, or replace it with --force.",
+            code="init-output-exists",
+        )
+    if is_file and not Path(place).stem.isidentifier():
+        raise InputError(
+            f"{place} cannot be imported: {Path(place).stem!r} is no Python name. Rename the file.",
+            code="init-file-name",
+        )
+    module = load_module(place)
+    name = name or _model_in(module, place)
+    with users_errors(place):
+        model = getattr(module, name)()
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{place}:{name} is no model: it makes a {type(model).__name__}. Expected a class of torch.nn.Module, or a "
+            "function that returns one. Name it as FILE:NAME.",
+            code="init-not-a-model",
+        )
+    inputs, output_of_model = _first_that_runs(model, shape, place)
+    targets, loss = _targets_and_loss(inputs, output_of_model)
+    source = Path(place).stem if is_file else place
+    folder = Path(place).resolve().parent if is_file else Path.cwd()
+    added = () if folder == path.resolve().parent else ("import sys", "", f"sys.path.insert(0, {str(folder)!r})", "")
+    replace_file(path, "\n".join([*_lines(source, name, inputs, targets, loss, added), ""]), mode=READ_BY_ALL)
+    code, loss_code = (None, None) if targets is None or loss is None else (targets.code(), loss.name)
+    return StartingWorkload(str(path), name, inputs.code(), code, loss_code)
+
+
+def _model_in(module: ModuleType, place: str) -> str:
+    """Return the name of the last class of models in a module that can be made without arguments."""
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+    }
+    names = [name for name, value in own.items() if not required_arguments(value)]
+    if names:
+        return names[-1]
+    found = "; ".join(f"{name} needs {', '.join(required_arguments(value))}" for name, value in own.items())
+    raise InputError(
+        f"{place} has no class of torch.nn.Module that can be made without arguments{f' ({found})' if found else ''}. "
+        f"Write a function that makes the model, and name it: autosplit init {place}:make_model",
+        code="init-no-model",
+    )
+
+
+def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Sample]:
+    """Yield possible inputs of one sample, by the first layers of a model."""
+    layers = (layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False)))
+    for _, layer in zip(range(_FIRST_LAYERS), layers, strict=False):
+        if isinstance(layer, nn.Embedding):
+            shapes = [(128,), (64,), (16,), (8,)] if shape is None else [shape]
+            yield from (Sample(one, layer.num_embeddings) for one in shapes)
+        elif shape is None:
+            yield from map(Sample, _float_shapes(layer))
+    if shape is not None:
+        yield Sample(shape)
+
+
+def _float_shapes(layer: Any) -> list[tuple[int, ...]]:
+    if isinstance(layer, nn.Conv1d):
+        return [(layer.in_channels, size) for size in (1024, 16_000)]
+    if isinstance(layer, nn.Conv2d):
+        return [(layer.in_channels, size, size) for size in (224, 64, 32, 28)]
+    if isinstance(layer, nn.Conv3d):
+        return [(layer.in_channels, 16, size, size) for size in (112, 32)]
+    if isinstance(layer, nn.Linear):
+        return [(layer.in_features,), (16, layer.in_features)]
+    if isinstance(layer, nn.RNNBase):
+        return [(16, layer.input_size)]
+    if isinstance(layer, nn.MultiheadAttention):
+        return [(16, layer.embed_dim)]
+    return []
+
+
+def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str) -> tuple[Sample, Any]:
+    """Return the first inputs that pass the model's forward, and its output for two samples."""
+    model.eval()
+    tried: list[str] = []
+    for sample in _candidates(model, shape):
+        try:
+            with torch.no_grad():
+                return sample, model(sample.batch(2))
+        except Exception as error:  # noqa: BLE001  # any error of the model means another shape
+            tried.append(f"{sample.shape}: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}")
+    errors = f" ({'; '.join(tried[-3:])})" if tried else ""
+    raise InputError(
+        f"No guess for the inputs of {type(model).__name__} passes its forward{errors}. Name the shape of one sample, "
+        f"as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, write the file by hand: "
+        "see docs/tuning.md.",
+        code="init-no-inputs",
+    )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    name: str
+    lines: tuple[str, ...] = ()
+
+
+_TOKEN_LOSS = _Loss(
+    "token_loss",
+    (
+        "",
+        "",
+        "def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:",
+        "    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())",
+    ),
+)
+
+
+def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss | None]:
+    """Return targets and a loss for the output of two samples. Return None for both if the output has a loss."""
+    if getattr(output, "loss", None) is not None:
+        return None, None
+    if not isinstance(output, torch.Tensor) or output.dim() < 1 or len(output) != 2:
+        kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise InputError(
+            f"The model returns {kind}. Expected one tensor with a row per sample. Write the workload by hand, with "
+            "compute_loss=: see docs/tuning.md.",
+            code="init-output-of-model",
+        )
+    shape = tuple(output.shape[1:])
+    if inputs.high is not None and len(shape) == 2:
+        return Sample(shape[:1], shape[1]), _TOKEN_LOSS
+    if len(shape) in (1, 3) and shape[0] > 1 and shape != inputs.shape:
+        return Sample(shape[1:], shape[0]), _Loss("nn.CrossEntropyLoss()")
+    return Sample(shape), _Loss("nn.MSELoss()")
+
+
+def _lines(
+    source: str, name: str, inputs: Sample, targets: Sample | None, loss: _Loss | None, added: tuple[str, ...]
+) -> list[str]:
+    """Return the lines of the file. Those in `added` come before the import of the model."""
+    batch, given = "inputs", ""
+    lines = [f"    inputs = {inputs.code()}  # a batch of your data: next(iter(loader))"]
+    if targets is not None and loss is not None:
+        lines.append(f"    targets = {targets.code()}")
+        batch, given = "(inputs, targets)", f", loss_fn={loss.name}"
+    imports = ["import torch", *(["from torch import nn"] if loss is not None else [])]
+    return [
+        '"""What autosplit tunes. Replace the random sample batch by a batch of your data."""',
+        "",
+        *added,
+        *imports,
+        f"from {source} import {name}",
+        "",
+        "import autosplit",
+        *(() if loss is None else loss.lines),
+        "",
+        "",
+        "def workload() -> autosplit.Workload:",
+        '    """Return the model, a sample batch, the loss and the optimizer."""',
+        *lines,
+        f"    return autosplit.Workload({name}(), {batch}{given}, optimizer=torch.optim.AdamW)",
+    ]

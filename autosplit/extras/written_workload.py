@@ -1,0 +1,24 @@
+"""Describe a workload file that `autosplit init` wrote. This module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StartingWorkload:
+    """A workload file that was written for a model.
+
+    Attributes:
+        path: The file.
+        model: The class, or the function that makes the model.
+        inputs: Python expression for the inputs of the sample batch.
+        targets: Python expression for its targets. None if the model returns its loss.
+        loss_fn: Python expression for the loss. None if the model returns its loss.
+    """
+
+    path: str
+    model: str
+    inputs: str
+    targets: str | None
+    loss_fn: str | None
