@@ -44,15 +44,15 @@ def _remembered_plan(world_size: int | None) -> tuple[Plan, Path]:
     job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
     if not usable:
         raise PlanError(
-            f"no plan is named, and none that is remembered is for this machine{job}; expected a plan, or the file of "
-            f"one; make one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote",
+            f"No plan is named, and no saved plan is for this machine{job}. Expected a plan or a plan file. Make "
+            f"one with autosplit tune FILE, or set {PLAN_VARIABLE} to a file that plan.save(path) wrote.",
             code="no-profile-matches",
         )
     keys = [f"{path.stem[:KEY_DIGITS]} ({described(plan)})" for plan, path in usable]
     raise PlanError(
-        f"no plan is named, and {len(usable)} that are remembered are for this machine{job}: "
-        f"{listed(keys, _SHOWN, separator='; ', last='; ')}; expected one; name it by its key, as in autosplit launch "
-        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file",
+        f"No plan is named, and {len(usable)} saved plans are for this machine{job}: "
+        f"{listed(keys, _SHOWN, separator='; ', last='; ')}. Expected one. Name its key, as in autosplit launch "
+        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file.",
         code="several-profiles-match",
     )
 
@@ -73,5 +73,5 @@ def described(plan: Plan) -> str:
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     model = printable(plan.workload.get("model", "a model"), longest=300)
     count = plan.workload.get("parameters")
-    size = f" of {count:,} parameters" if isinstance(count, int) else ""
+    size = f" with {count:,} parameters" if isinstance(count, int) else ""
     return f"{model}{size}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"

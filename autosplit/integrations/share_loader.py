@@ -75,8 +75,8 @@ class MarkingCollate:
             return batch
         if not isinstance(batch, Mapping):
             raise InputError(
-                f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
-                "a process without a share of the short last step has to mark it; return a dict, or set drop_last",
+                f"The collator returned a {type(batch).__name__}. Expected a mapping, because a process without "
+                "samples in the short last step has to mark its batch. Return a dict, or set drop_last.",
                 code="collator-type",
             )
         return {**batch, MARK: 0}
@@ -110,8 +110,8 @@ class SampledOrder:
         order = self._drawn(epoch)
         if order is None:
             raise InputError(
-                f"{type(self._sampler).__name__} leaves samples out, or repeats some, in epoch {epoch}; expected each "
-                f"of {self._num_samples} once, because a plan's shares are parts of that; leave the sampler out",
+                f"{type(self._sampler).__name__} leaves out or repeats samples in epoch {epoch}. Expected each of "
+                f"{self._num_samples} once, because the plan splits the whole epoch. Leave the sampler out.",
                 code="sampler-repeats-samples",
             )
         return order
@@ -195,30 +195,30 @@ def loader_options(
     """
     if not isinstance(loader, DataLoader):
         raise InputError(
-            f"the training loader is a {type(loader).__name__}; expected a DataLoader of PyTorch; give each of several "
-            "its shares by itself, or train with autosplit.ddp, whose steps take any loader",
+            f"The training loader is a {type(loader).__name__}. Expected a DataLoader of PyTorch. If there are "
+            "several, split each one separately, or train with autosplit.ddp, which accepts any loader.",
             code="loader-type",
         )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
-            f"the training data set is a {type(dataset).__name__} without a length; expected one with samples by "
-            "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
-            "take any loader",
+            f"The training data set is a {type(dataset).__name__} without a length. Expected samples by index, "
+            "because each process takes its own part of them. Load the whole data set, or train with "
+            "autosplit.ddp, which accepts any loader.",
             code="dataset-without-length",
         )
     if loader.batch_sampler is None:
         raise InputError(
-            "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
-            "made of samples, of which each process can take its share; give it a batch size, whatever it is",
+            "The training loader's batch_size is None, so the data set makes the batches. Expected a loader that "
+            "makes batches of samples, because each process takes its own part of them. Pass any batch size.",
             code="loader-without-batch-size",
         )
     order = order_of(loader, seed)
     if order is None:
         raise InputError(
-            f"the training loader draws by a {type(_sampler_of(loader)).__name__}; expected every sample once an "
-            "epoch, in an order that is the same on every process, because a plan's shares are parts of that; leave "
-            "the sampler out, or train with autosplit.ddp, whose steps take any loader",
+            f"The training loader uses a {type(_sampler_of(loader)).__name__}. Expected every sample once per "
+            "epoch, in the same order on every process, because the plan splits this order. Leave the sampler out, "
+            "or train with autosplit.ddp, which accepts any loader.",
             code="loader-sampler",
         )
     return {

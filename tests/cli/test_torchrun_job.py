@@ -111,7 +111,7 @@ def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file,
     ("argv", "says"),
     [
         (["launch"], "the following arguments are required: [TORCHRUN OPTIONS] SCRIPT"),
-        (["launch", "train.py"], "no plan is named"),
+        (["launch", "train.py"], "No plan is named"),
         (["launch", "--plan", "none.json", "train.py"], "can't be read"),
     ],
 )
