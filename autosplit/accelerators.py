@@ -94,8 +94,8 @@ def checked_module(module: Any) -> nn.Module:
     """Return a module unchanged, or raise InputError if it is not a module."""
     if isinstance(module, type) or not hasattr(module, "named_parameters"):
         raise InputError(
-            f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for, of several each by "
-            "itself",
+            f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If there are several, "
+            "pass each one separately.",
             code="model-type",
         )
     found: nn.Module = module
@@ -121,9 +121,9 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     held = next((name for name, parameter in old.items() if parameter() is not None), None)
     if held is not None:
         raise InputError(
-            f"moving the {type(module).__name__} to {device} gave it new parameters, and the old {held!r} is still in "
-            "use; expected an optimizer of the new ones, it would train what nothing uses; wrap the model first, then "
-            "make the optimizer",
+            f"Moving the {type(module).__name__} to {device} replaced its parameters, and the old {held!r} is still "
+            "in use. An optimizer that has the old parameters would not train the model. Wrap the model first, "
+            "then create the optimizer.",
             code="model-moved-after-optimizer",
         )
     return module

@@ -214,8 +214,8 @@ def _absent_device_advice(error: BaseException) -> str:
     frames = user_frames(error.__traceback__)
     place, _, source = frames[-1].partition(": ") if frames else ("the code", "", "a call of .cuda()")
     return (
-        f"{place} calls CUDA ({source}), but this step runs on the CPU; create tensors where the inputs are, with "
-        "device=x.device, instead of .cuda() or device='cuda'"
+        f"{place} calls CUDA ({source}), but this step runs on the CPU: create tensors on the device of the inputs, "
+        "with device=x.device, instead of .cuda() or device='cuda'"
     )
 
 
@@ -254,8 +254,8 @@ def users_errors(what: str) -> Iterator[None]:
 
 
 _SIDE_OUTPUT = (
-    "if the loss uses a tensor that the model or a forward hook keeps, that tensor is of an earlier forward, because "
-    "the devices run replicas of the model: return it from forward(), and compute the loss from the outputs"
+    "if the loss uses a tensor that the model or a forward hook stores, that tensor belongs to an earlier forward, "
+    "because the devices run replicas of the model. Return it from forward(), and compute the loss from the outputs"
 )
 
 
@@ -269,7 +269,7 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
     advice = (
         getattr(error, "autosplit_advice", None)
         or _absent_device_advice(error)
-        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "mend it and run again")
+        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "fix it and run again")
     )
     message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))

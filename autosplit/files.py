@@ -74,7 +74,7 @@ def what_stands_at(path: str | os.PathLike[str]) -> str | None:
         return None
     if stat.S_ISREG(mode):
         return None
-    return "a folder" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "no regular file"
+    return "a folder" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "not a regular file"
 
 
 def replace_file(path: Path, text: str, *, mode: int) -> None:

@@ -1,4 +1,4 @@
-"""A note: something that the caller should know about a plan or a measurement, and that is no error."""
+"""Notes: information about a plan or a measurement that is not an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Note:
     """One note.
 
     Attributes:
-        kind: A stable name of what the note reports, such as ``"no-gpu"``. Programs compare this, never the text.
+        kind: A stable name of the note's subject, such as ``"no-gpu"``. Programs compare this, never the text.
         text: One or more sentences for the reader.
     """
 

@@ -171,10 +171,10 @@ def scarcity() -> str:
         least = max(total // 10, 2**30)
         unused, others = reserved - accelerator.memory_allocated(index), total - free - reserved
         if others >= least:
-            return f"other processes hold {size_text(others)} of device {index}: end them, or tune again while they run"
+            return f"Other processes use {size_text(others)} of device {index}. End them, or tune again while they run"
         if unused >= least:
             return (
-                f"{size_text(unused)} of device {index} lie in fragments too small to use: set "
+                f"{size_text(unused)} of device {index} are in fragments that are too small. Set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
     return ""

@@ -124,13 +124,13 @@ def parse_bytes(text: str) -> int:
             A number without a unit is bytes.
 
     Raises:
-        InputError: It is not such a size.
+        InputError: The text has another form.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
     if match is None or unit_bytes is None:
         raise InputError(
-            f"size {shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB",
+            f"The size {shown(text)} is invalid. Expected a number of 0 or more with a unit, such as 600MiB or 1.5GiB.",
             code="size-text",
         )
     return int(Fraction(match[1]) * unit_bytes)

@@ -93,7 +93,7 @@ def accelerator_index(index: int) -> AbstractContextManager[Any]:
     if hasattr(torch.accelerator, "device_index"):
         return torch.accelerator.device_index(index)
     there = available_accelerator()
-    assert there is not None, "the caller has seen one"
+    assert there is not None, "the caller has seen an accelerator"
     module: Any = torch.get_device_module(there.type)
     context: AbstractContextManager[Any] = module.device(index)
     return context

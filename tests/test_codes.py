@@ -130,4 +130,4 @@ def test_a_code_passes_to_another_process(error: AutosplitError, code: str) -> N
 
 
 def test_a_note_prints_its_text() -> None:
-    assert str(Note("no-gpu", "no GPU is visible")) == "no GPU is visible"
+    assert str(Note("no-gpu", "No GPU is visible")) == "No GPU is visible"

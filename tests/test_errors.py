@@ -34,7 +34,7 @@ def test_a_layer_without_a_frame_of_the_users_is_named():
     with pytest.raises(RuntimeError) as caught:
         net(torch.zeros(3, 4))
     said = str(from_user_code(caught.value, "the workload"))
-    assert said.endswith("(3x8 and 9x2) (in layer 2.0, a Linear); mend it and run again")
+    assert said.endswith("(3x8 and 9x2) (in layer 2.0, a Linear); fix it and run again")
     assert "in layer" not in str(from_user_code(ValueError("plain"), "the workload"))
 
 
@@ -42,7 +42,7 @@ def test_a_loss_of_torchs_own_is_named():
     """It has no frame of the user's, and the message alone was left to guess where it came from."""
     with pytest.raises(RuntimeError) as caught:
         nn.NLLLoss()(torch.zeros(3, 4), torch.zeros(3, 4))
-    assert str(from_user_code(caught.value, "the workload")).endswith(" (in a NLLLoss); mend it and run again")
+    assert str(from_user_code(caught.value, "the workload")).endswith(" (in a NLLLoss); fix it and run again")
 
 
 @pytest.mark.parametrize("text", ["Torch not compiled with CUDA enabled", "No CUDA GPUs are available"])

@@ -71,9 +71,9 @@ def test_what_is_not_to_be_replaced(tmp_path):
     assert found == {
         "file": None,
         "link": "a link",
-        "pipe": "no regular file",
+        "pipe": "not a regular file",
         "none": None,
         "": "a folder",
         "a\0b": None,
     }
-    assert what_stands_at("/dev/null") == "no regular file"
+    assert what_stands_at("/dev/null") == "not a regular file"

@@ -10,11 +10,11 @@ from autosplit.errors import InputError, shown
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
 _ADVICE = {
-    "seed": "pass the same seed on every rank: each rank takes its own part of one common order",
-    "epoch": "call set_epoch with the same number on every rank",
-    "samples_consumed": "load the same checkpoint on every rank",
-    "num_samples": "pass the length of the whole data set on every rank: the sampler cuts it by rank",
-    "data set size": "give every rank the whole data set: the sampler cuts it by rank",
+    "seed": "Pass the same seed on every rank: each rank takes its own part of one common order",
+    "epoch": "Call set_epoch with the same number on every rank",
+    "samples_consumed": "Load the same checkpoint on every rank",
+    "num_samples": "Pass the length of the whole data set on every rank: the sampler cuts it by rank",
+    "data set size": "Give every rank the whole data set: the sampler cuts it by rank",
 }
 
 
@@ -36,9 +36,11 @@ def require_equal_settings(settings: Mapping[str, Any]) -> None:
     every_name = dict.fromkeys(name for one in everyones for name in one)
     names = [name for name in every_name if len({repr(one.get(name)) for one in everyones}) > 1]
     held = "; ".join(f"{name} is {_by_rank([one.get(name) for one in everyones])}" for name in names)
-    advice = next((_ADVICE[name] for name in names if name in _ADVICE), "call ctx.steps the same way on every rank")
+    advice = next(
+        (_ADVICE[name] for name in names if name in _ADVICE), "Call ctx.steps with the same arguments on every rank"
+    )
     raise InputError(
-        f"the ranks disagree on the samples of an epoch: {held}; expected the same on every rank; {advice}",
+        f"The ranks' settings of a loop differ: {held}. Expected the same on every rank. {advice}.",
         code="ranks-disagree",
     )
 

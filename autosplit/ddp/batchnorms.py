@@ -31,7 +31,7 @@ def doubt_batchnorms(
     rank: int,
     batch_sizes: Sequence[int],
     are: str = "are",
-    remedy: str = "pass sync_batchnorm=True (GPUs)",
+    remedy: str = "Pass sync_batchnorm=True (GPUs)",
 ) -> None:
     """Warn if the running statistics come from rank 0 and rank 0 does not have the most samples.
 
@@ -43,17 +43,17 @@ def doubt_batchnorms(
     if not kept:
         return
     said = (
-        f"the running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} those of "
-        "rank 0 alone, which has"
+        f"The running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} those "
+        "of rank 0 alone, which has"
     )
     if not batch_sizes[0] and any(part.training for _, part in kept):
         raise InputError(
-            f"{said} no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a share",
+            f"{said} no samples of {tuple(batch_sizes)}. Expected at least one. {remedy}, or give rank 0 samples.",
             code="batchnorm-rank-without-samples",
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
-        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the device first that "
-        warnings.warn(f"{said}takes the most", BatchNormWarning, stacklevel=3)
+        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device first that "
+        warnings.warn(f"{said}takes the most samples.", BatchNormWarning, stacklevel=3)
 
 
 @contextmanager

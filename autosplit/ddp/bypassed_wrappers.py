@@ -34,7 +34,7 @@ class BypassWatch(StepListener):
                 model.require_forward_param_sync = flag
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
-        """Look for marks that are still there."""
+        """Raise InputError if a wrapper is still marked."""
         for model in self._watched:
             if not isinstance(model.require_forward_param_sync, bool) and _has_gradients(model):
                 _refuse(model)

@@ -41,7 +41,7 @@ from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError, one_line
 
 _VALUES = "(values)"
-"""The name of all values that are no tensors in a sharded checkpoint. No keyword argument has such a name."""
+"""The name of all values in a sharded checkpoint that are not tensors. No keyword argument has such a name."""
 
 
 class CheckpointMethods:
@@ -154,7 +154,7 @@ class CheckpointMethods:
         state, reason = _tried(lambda: _taken_apart(parts), {})
         if rank == 0 and reason is None:
             _, reason = _tried(lambda: _refuse_other_files(folder))
-            shutil.rmtree(beside, ignore_errors=True)  # of a killed process
+            shutil.rmtree(beside, ignore_errors=True)  # a killed process may have left it
         reason = next((text for text in told_by_all(reason) if text is not None), None)
         if reason is None:
             # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
@@ -165,7 +165,7 @@ class CheckpointMethods:
             shutil.rmtree(beside, ignore_errors=True)
         told = told_by_all(reason)[0]
         if told is not None:
-            why = _not_written(path, told, "a folder of its own that all ranks write to")
+            why = _not_written(path, told)
             raise CheckpointError(why, code="checkpoint-sharded-not-written")
 
     def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class CheckpointMethods:
         others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
         if others:
             why = (
-                f"the folder of rank {', '.join(others)} holds another checkpoint than rank 0's; expected one "
-                "checkpoint on all ranks; save to a disk that all machines share"
+                f"Rank {', '.join(others)} sees another checkpoint in the folder than rank 0. Expected one "
+                "checkpoint on all ranks. Save to a disk that all machines share"
             )
             raise CheckpointError(_not_loaded(path, why), code="checkpoint-folder-differs")
         _together(path, rank, lambda: _check_records(folder, rank))
@@ -224,20 +224,18 @@ class CheckpointMethods:
 def _meet(rank: int, what: str) -> None:
     """Wait for all ranks. If that takes long, print which call every rank has to make."""
     with told_if_long(
-        f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
-        "call it outside of `if ctx.rank == 0`"
+        f"Rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank to call "
+        "it. Call it outside of `if ctx.rank == 0`."
     ):
         told_by_all(None)
 
 
-def _not_written(
-    path: str | os.PathLike[str], reason: str, expected: str = "rank 0 to write it and to read it back"
-) -> str:
-    return f"checkpoint {str(path)!r} was not written: {reason}; expected {expected}; nothing was replaced"
+def _not_written(path: str | os.PathLike[str], reason: str) -> str:
+    return f"The checkpoint {str(path)!r} was not written. {reason.rstrip('.')}. An earlier checkpoint is unchanged."
 
 
 def _not_loaded(path: str | os.PathLike[str], reason: str, place: str = "") -> str:
-    return f"checkpoint {str(path)!r} was not loaded{place}: {reason}; nothing was changed on any rank"
+    return f"The checkpoint {str(path)!r} was not loaded{place}. {reason.rstrip('.')}. Nothing was changed on any rank."
 
 
 def _kept_of(name: str, part: Any) -> Any:
@@ -245,7 +243,7 @@ def _kept_of(name: str, part: Any) -> Any:
         return state_of(part)
     except Exception as error:
         raise CheckpointError(
-            f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out",
+            f"{name!r} returned no state ({reason_of(error)}). Leave {name}= out",
             code="checkpoint-part-without-state",
         ) from error
 
@@ -272,8 +270,8 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
     if others:
         held = ", ".join(f"{names} of rank {rank}" for rank, names in others.items())
         why = (
-            f"the ranks read different checkpoints: {held} differ from rank 0's; expected one checkpoint on all ranks; "
-            "save to a disk that all machines share, or copy rank 0's file to each machine"
+            f"The ranks read different checkpoints: {held} differ from rank 0's. Expected one checkpoint on all "
+            "ranks. Save to a disk that all machines share, or copy rank 0's file to each machine"
         )
         raise CheckpointError(_not_loaded(path, why), code="checkpoint-differs-between-ranks")
 
@@ -292,7 +290,8 @@ def _load_together(
                 part.load_state_dict(states[name])
         except Exception as error:
             raise CheckpointError(
-                f"{[*before][-1]!r} does not take its state ({reason_of(error)})", code="checkpoint-part-refuses"
+                f"The load_state_dict() of {[*before][-1]!r} failed ({reason_of(error)})",
+                code="checkpoint-part-refuses",
             ) from error
 
     try:
@@ -322,7 +321,7 @@ def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) 
     if not failed:
         return found
     first = rank if rank in failed else min(failed)
-    place = f" by rank {first}" if len(reasons) > 1 else ""
+    place = f" on rank {first}" if len(reasons) > 1 else ""
     raise CheckpointError(_not_loaded(path, failed[first], place), code="checkpoint-failed-on-rank")
 
 
@@ -339,7 +338,7 @@ def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, An
         if text is not None:
             return {}, text
         if theirs != everyones[0][1]:
-            return {}, f"rank {other} has other sharded tensors than rank 0"
+            return {}, f"Rank {other} has other sharded tensors than rank 0"
     keep = rank == 0
     gathered = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
     return (gathered if keep else {}), None
@@ -349,8 +348,8 @@ def _refuse_shards(state: Mapping[str, Any]) -> None:
     for place, tensor in tensors_in(state):
         if is_shard(tensor):
             raise CheckpointError(
-                f"{place[0]!r} keeps a part of a tensor that the ranks share; expected that of models and optimizers "
-                "only; write it with save_sharded",
+                f"{place[0]!r} has a sharded tensor. Expected sharded tensors in models and optimizers only. Save "
+                "it with save_sharded",
                 code="checkpoint-part-is-sharded",
             )
 
@@ -358,8 +357,8 @@ def _refuse_shards(state: Mapping[str, Any]) -> None:
 def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
     if value.is_meta:
         raise CheckpointError(
-            f"it holds a tensor {tuple(value.shape)} on the meta device, which has no values; expected none; save the "
-            "model once it is on a device",
+            f"It has a tensor {tuple(value.shape)} on the meta device, which has no values. Save the model after it "
+            "was moved to a device",
             code="checkpoint-meta-tensor",
         )
     return value if own is None else part_of(value, own)
@@ -369,10 +368,12 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _check_records(folder: Path, rank: int) -> None:
-    """Compare this rank's share of the records with their CRCs. Together the ranks check the whole folder once."""
+    """Compare this rank's part of the records with their CRCs. Together the ranks check the whole folder once."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    stored, _ = _tried(lambda: FileSystemReader(folder).read_metadata().storage_data, {})  # `_read_into` raises
+    stored, _ = _tried(
+        lambda: FileSystemReader(folder).read_metadata().storage_data, {}
+    )  # if this fails, `_read_into` raises
     for index, record in [*stored.items()][rank :: dist.get_world_size()]:
         with suppress(OSError), (folder / record.relative_path).open("rb") as file:
             file.seek(record.offset)
@@ -380,9 +381,8 @@ def _check_records(folder: Path, rank: int) -> None:
             # torch's loader reports a short record, and one without the signature of a zip file.
             if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
                 raise CheckpointError(
-                    f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32); expected the bytes "
-                    "that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy "
-                    "it again",
+                    f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32). The disk or a "
+                    "copy has damaged the file. Load an earlier checkpoint, or copy this one again",
                     code="checkpoint-record-damaged",
                 )
 
@@ -395,7 +395,7 @@ def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
         name = _name_of(place)
         if name in apart:
             raise CheckpointError(
-                f"two tensors are called {name!r}; expected one; rename a key that leads to it",
+                f"Two tensors have the name {name!r}. Expected different names. Rename a key that leads to it",
                 code="checkpoint-name-twice",
             )
         apart[name] = tensor.detach()
@@ -413,7 +413,10 @@ def _refuse_other_files(folder: Path) -> None:
     held = [each.name for each in folder.iterdir()] if folder.exists() else []
     others = [name for name in held if name != ".metadata" and not name.endswith(".distcp")]
     if others:
-        raise CheckpointError(f"it holds {others[0]!r}, which would be lost", code="checkpoint-other-files")
+        raise CheckpointError(
+            f"The folder contains {others[0]!r}, which would be lost. Choose a new or empty folder",
+            code="checkpoint-other-files",
+        )
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:
@@ -438,11 +441,17 @@ def _require_folder(folder: Path) -> None:
     if (folder / ".metadata").is_file():
         return
     if folder.is_file():
-        found = "it is a file; expected a folder that save_sharded wrote; pass it to load_checkpoint"
+        found = "It is a file. Expected a folder that save_sharded wrote. Pass the file to load_checkpoint"
     elif _earlier(folder).is_dir():
-        found = f"it is missing, and the one before it is {str(_earlier(folder))!r}; rename that to load it"
+        found = (
+            f"The folder does not exist, but the checkpoint before it does. Rename {str(_earlier(folder))!r} to "
+            "load that"
+        )
     else:
-        found = "it is no folder with a .metadata; expected one that save_sharded wrote, which every rank sees"
+        found = (
+            "It is not a folder with a .metadata file. Expected a folder that save_sharded wrote and every rank "
+            "can read"
+        )
     raise CheckpointError(found, code="checkpoint-no-folder")
 
 
@@ -451,11 +460,14 @@ def _read_into(into: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # either loads into a copy
+    planner = DefaultLoadPlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )  # `load` writes into a copy of `into`
     failure = _failure_of(lambda: load(into, storage_reader=FileSystemReader(folder), planner=planner), "read")
     if failure:
         raise CheckpointError(
-            f"{failure}; expected what save_sharded wrote; take an earlier one", code="checkpoint-folder-unreadable"
+            f"{failure}. Expected a checkpoint that save_sharded wrote. Load an earlier one",
+            code="checkpoint-folder-unreadable",
         )
 
 
@@ -471,5 +483,5 @@ def _failure_of(call: Callable[[], object], what: str) -> str | None:
             raise first from None
         # Do not pass on torch's advice to allow all of pickle.
         says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
-        return f"rank {rank} can't {what} its part: {says}"
+        return f"Rank {rank} can't {what} its part: {says}"
     return None

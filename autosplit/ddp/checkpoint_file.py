@@ -61,10 +61,10 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 def _full_disk(folder: Path, state: Mapping[str, Any], failure: OSError) -> str:
     needed = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(dict(state)))
     free = size_text(shutil.disk_usage(folder).free)
-    limit = "the disk is full" if failure.errno == errno.ENOSPC else "the disk quota is used up"
+    limit = "The disk is full" if failure.errno == errno.ENOSPC else "The disk quota is used up"
     return (
-        f"{limit}: {str(folder)!r} has {free} free besides the unfinished file, and the tensors take "
-        f"{size_text(needed)}; free some space, or save to another disk"
+        f"{limit}: {str(folder)!r} has {free} free next to the unfinished file, and the tensors take "
+        f"{size_text(needed)}. Free some space, or save to another disk"
     )
 
 
@@ -78,8 +78,8 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
             torch.load(alone, weights_only=True)
         except Exception as found:  # noqa: BLE001  # a part may raise anything
             return (
-                f"{name!r} can't be kept ({_first_line(found)}); expected numbers, strings, tensors, lists and dicts "
-                f"of them, or something with a state_dict() of such; leave {name}= out"
+                f"{name!r} can't be saved ({_first_line(found)}). Expected numbers, strings, tensors, lists and "
+                f"dicts of these, or an object whose state_dict() contains only these. Leave {name}= out"
             )
     return reason_of(error)
 
@@ -94,23 +94,23 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
         only_model: Accept the state dict of a model that is not under a name.
     """
     if not path.is_file():
-        folder = "; load_sharded reads folders" if path.is_dir() else ""
+        folder = ". Use load_sharded for a folder" if path.is_dir() else ""
         raise CheckpointError(
-            f"{str(path)!r} is no file; expected a file of save_checkpoint or torch.save{folder}",
+            f"{str(path)!r} is not a file. Expected a file that save_checkpoint or torch.save wrote{folder}",
             code="checkpoint-missing",
         )
     damaged = damage_of(path) if zipfile.is_zipfile(path) else None
     if damaged is not None:
         raise CheckpointError(
-            f"its record {damaged.partition('/')[2] or damaged!r} does not match its checksum (CRC-32); expected the "
-            "bytes that were written; the disk or a copy has damaged the file: take an earlier checkpoint, or copy it "
-            "again",
+            f"Its record {damaged.partition('/')[2] or damaged!r} does not match its checksum (CRC-32). The disk or "
+            "a copy has damaged the file. Load an earlier checkpoint, or copy this one again",
             code="checkpoint-damaged",
         )
     state = _loaded(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"it holds a {type(state).__name__}; expected a dict by name", code="checkpoint-not-a-dict"
+            f"It contains a {type(state).__name__}. Expected a dict with the name of each part",
+            code="checkpoint-not-a-dict",
         )
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
     return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
@@ -122,13 +122,13 @@ def _loaded(path: Path) -> Any:
     except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, "
-                "tensors, and lists and dicts of them; save other objects in another file",
+                f"It contains more than tensors and plain values ({_first_line(error)}). Expected numbers, strings, "
+                "tensors, and lists and dicts of these. Save other objects in another file",
                 code="checkpoint-unsafe-values",
             ) from error
         raise CheckpointError(
-            f"it is cut short or no checkpoint at all ({_first_line(error)}); expected what save_checkpoint or "
-            "torch.save wrote; take an earlier one",
+            f"It is incomplete or not a checkpoint ({_first_line(error)}). Expected a file that save_checkpoint or "
+            "torch.save wrote. Load an earlier checkpoint",
             code="checkpoint-cut-short",
         ) from error
 

@@ -48,17 +48,17 @@ def is_shared_out(part: Any) -> bool:
 
 
 def is_loadable(name: str, part: Any) -> bool:
-    """Return whether a part takes a state; a plain value is returned to the caller instead.
+    """Return whether a state can be loaded into a part. A plain value is returned to the caller instead.
 
     Raises:
-        CheckpointError: The part has a state, and no `load_state_dict`.
+        CheckpointError: The part has a state, but no `load_state_dict`.
     """
     if hasattr(part, "load_state_dict"):
         return True
     if hasattr(part, "state_dict"):
         raise CheckpointError(
-            f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(); expected both; "
-            f"leave {name}= out, and load its state from the returned dict; nothing was changed on any rank",
+            f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(). Expected both. "
+            f"Leave {name}= out, and load its state from the returned dict. Nothing was changed on any rank.",
             code="checkpoint-part-not-loadable",
         )
     return False
@@ -73,8 +73,8 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     """Return the state of a part from a checkpoint, under the part's own names. Raise an error if it does not fit."""
     if name not in found:
         raise CheckpointError(
-            f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "
-            "load the file that has it",
+            f"It contains {', '.join(map(repr, found)) or 'nothing'}. Expected {name!r}, too. Leave {name}= out, or "
+            "load the file that contains it",
             code="checkpoint-part-missing",
         )
     state = found[name]
@@ -100,14 +100,17 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
-        ("has in addition", [key for key in state if key not in own]),
-        ("has in another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
-        ("has no such tensor at", [key for key in shapes if key in state and key not in given and not is_extra(key)]),
+        ("has unknown", [key for key in state if key not in own]),
+        ("has with another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
+        (
+            "has something other than a tensor at",
+            [key for key in shapes if key in state and key not in given and not is_extra(key)],
+        ),
     ):
         if keys:
             raise CheckpointError(
-                f"{name!r} is of another model: it {says} {listed(keys, _SHOWN)}; expected the very names "
-                "and shapes; build the model as it was when it was saved",
+                f"{name!r} is the state of another model. It {says} {listed(keys, _SHOWN)}. Expected the model's "
+                "names and shapes. Build the model as it was when it was saved",
                 code="checkpoint-other-model",
             )
 
@@ -118,8 +121,8 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
     theirs = None if groups is None else [len(group["params"]) for group in groups]
     if groups is None or own != theirs:
         raise CheckpointError(
-            f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
-            "optimizer of the same parameters as when it was saved",
+            f"{name!r} is the state of another optimizer. Its groups have {theirs} parameters. Expected {own}. "
+            "Create the optimizer with the same parameters as when it was saved",
             code="checkpoint-optimizer-groups",
         )
     foreign = _foreign_options(optimizer)
@@ -129,8 +132,9 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
         found += _other_state(optimizer, group, state["state"])
         if found:
             raise CheckpointError(
-                f"{name!r} is of another optimizer: its group {number} {found[0]}; expected the state of a "
-                f"{type(optimizer).__name__}; make an optimizer of the class that was saved, or leave {name}= out",
+                f"{name!r} is the state of another optimizer. Its group {number} {found[0]}. Expected the state of "
+                f"a {type(optimizer).__name__}. Create an optimizer of the class that was saved, or leave {name}= "
+                "out",
                 code="checkpoint-optimizer-class",
             )
 
@@ -179,9 +183,9 @@ def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping
         for what, value in state["state"].get(key, {}).items():
             if what in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{name!r} is of another optimizer: {what} of parameter {key} has the shape {tuple(value.shape)} "
-                    f"for {tuple(parameter.shape)}; expected what this {type(optimizer).__name__} keeps of its "
-                    "parameters; make the optimizer of the same parameters as when it was saved",
+                    f"{name!r} is the state of another optimizer. {what} of parameter {key} has the shape "
+                    f"{tuple(value.shape)}, and {type(optimizer).__name__} needs {tuple(parameter.shape)}. Create "
+                    "the optimizer with the same parameters as when it was saved",
                     code="checkpoint-optimizer-state",
                 )
 
@@ -190,8 +194,8 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
     lacks = [key for key in scaler.state_dict() if key not in state] if scaler.is_enabled() else []
     if lacks:
         raise CheckpointError(
-            f"{name!r} is of no enabled GradScaler: it lacks {', '.join(lacks)}; expected these; leave {name}= out, or "
-            "load the file that has them",
+            f"{name!r} is not the state of an enabled GradScaler. It lacks {', '.join(lacks)}. Leave {name}= out, "
+            "or load the file that has it",
             code="checkpoint-scaler",
         )
 
@@ -202,10 +206,10 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
     lacks = [key for key in own if key not in state]
     rates, theirs = len(own.get("base_lrs", ())), len(state.get("base_lrs", ())) if not lacks else 0
     if lacks or rates != theirs:
-        found = f"it lacks {', '.join(lacks)}" if lacks else f"it has {theirs} base_lrs for {rates}"
+        found = f"it lacks {', '.join(lacks)}" if lacks else f"it has {theirs} base_lrs, and the scheduler {rates}"
         raise CheckpointError(
-            f"{name!r} is of another scheduler: {found}; expected the state of a {type(scheduler).__name__}; make a "
-            f"scheduler of the class that was saved, or leave {name}= out",
+            f"{name!r} is the state of another scheduler: {found}. Expected the state of a "
+            f"{type(scheduler).__name__}. Create a scheduler of the class that was saved, or leave {name}= out",
             code="checkpoint-scheduler",
         )
 

@@ -102,8 +102,8 @@ class Context(CheckpointMethods):
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
                 raise InputError(
-                    f"sync_batchnorm is True on {self.device}; expected a GPU, SyncBatchNorm runs nowhere else; leave "
-                    "it out",
+                    f"sync_batchnorm is True on {self.device}. Expected a GPU, because SyncBatchNorm does not run "
+                    "on other devices. Leave sync_batchnorm out.",
                     code="sync-batchnorm-needs-gpu",
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -155,7 +155,7 @@ class Context(CheckpointMethods):
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
         sizes = self._slice.batch_sizes
-        doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
+        doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._models.sharded[model] = None
@@ -310,8 +310,8 @@ class Context(CheckpointMethods):
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and draws_everything(loader):
                 raise InputError(
-                    f"the loader draws the whole data set on each of {self.world_size} ranks; expected rank "
-                    f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))",
+                    f"The loader draws the whole data set on each of {self.world_size} ranks. Expected only rank "
+                    f"{self.rank}'s part. Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
                     code="loader-not-cut-by-rank",
                 )
             made = foreign_steps(
@@ -328,9 +328,9 @@ class Context(CheckpointMethods):
             return self._synchronised(made, settings, watches=loss_scope is None)
         if sampler.rank_slice != self._slice:
             raise InputError(
-                f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
-                f"{self.rank}'s own, so that all ranks take equally many micro-batches; make the loader with "
-                "batch_sampler=ctx.batch_sampler(len(dataset))",
+                f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
+                f"{self.rank}'s sampler, because all ranks must take equally many micro-batches. Create the loader "
+                "with batch_sampler=ctx.batch_sampler(len(dataset)).",
                 code="batch-sampler-of-other-rank",
             )
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
@@ -347,15 +347,16 @@ class Context(CheckpointMethods):
         if cuts:
             self._refuse(
                 refuse_meeting,
-                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
-                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
-                "on_oom out",
+                "on_oom is 'cut', and the model is sharded (ctx.shard), so its forward runs collectives. Expected "
+                "a model with which each rank can run its own number of forwards. Use ctx.wrap, or leave on_oom "
+                "out.",
             )
         if noise_scale:
             self._refuse(
                 refuse_hook,
-                "noise_scale is given, and the model is shared out (ctx.shard); expected one that each rank holds "
-                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out",
+                "noise_scale is given, and the model is sharded (ctx.shard). Expected a model that every rank has "
+                "completely, because the estimate needs each rank's own gradient. Use ctx.wrap, or leave "
+                "noise_scale out.",
             )
 
     def all_gather(self, tensor: torch.Tensor) -> Gathered:
@@ -385,8 +386,8 @@ class Context(CheckpointMethods):
         step = self._step() if self._step is not None else None
         if step is not None and step.cuts is not None and step.is_open:
             raise InputError(
-                "all_gather was called under on_oom='cut', and each rank runs as many forwards as it needs. Expected "
-                "equally many on all ranks. Leave on_oom out.",
+                "all_gather was called with on_oom='cut', where each rank runs its own number of forwards. "
+                "Expected equally many on all ranks. Leave on_oom out.",
                 code="gather-with-oom-cuts",
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)

@@ -39,7 +39,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         known = False
     if not known:
         raise PlanError(
-            f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again",
+            f"The rank's device is {label!r}. Expected 'cpu', 'cpu:0' or 'cuda:0'. Tune again.",
             code="rank-device-unknown",
         )
     gpus = visible_devices(kind) if visible is None else visible
@@ -54,9 +54,9 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         return torch.device(kind, number)
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
-        f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, "
-        "or one of the same name on another machine of this kind; set CUDA_VISIBLE_DEVICES as it was when the plan was "
-        "made, or tune here",
+        f"The rank's device is {label} ({own.name}), and the visible GPUs are: {here}. Expected that GPU, or a GPU "
+        "of the same name on another machine with the same devices. Set CUDA_VISIBLE_DEVICES as it was when the "
+        "plan was made, or tune here.",
         code="rank-device-absent",
     )
 
@@ -68,7 +68,7 @@ def _planned(plan: Plan, rank: int) -> PlanDevice:
     found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
     if found is None:
         raise PlanError(
-            f"rank {rank} of the plan is on {label}, which is none of its devices; expected one of them; tune again",
+            f"Rank {rank} of the plan uses {label}, which is not one of the plan's devices. Tune again.",
             code="rank-device-not-in-plan",
         )
     return found
@@ -111,8 +111,9 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
     if told.startswith("twice "):
         _, one, other = told.split()
         raise DeviceError(
-            f"ranks {one} and {other} have one card, the only one that each of them sees; expected a card for each "
-            "rank, as the plan has; let each process see its own (srun --gpus-per-task=1), or all of them see all",
+            f"Ranks {one} and {other} use the same GPU, the only one that each of them sees. Expected one GPU for "
+            "each rank, as in the plan. Give each process its own GPU (srun --gpus-per-task=1), or let all "
+            "processes see all GPUs.",
             code="ranks-share-gpu",
         )
     return told

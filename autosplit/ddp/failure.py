@@ -1,10 +1,26 @@
 """End a job if one of its ranks fails. The other ranks learn the cause and do not wait.
 
-rank 1   raises: sends the cause, then leaves the group      | is killed: its system closes the connection
-rank 0   receives it and forwards it -> its collective is aborted -> `setup` raises RankFailedError
-rank 2   receives it                 -> its collective is aborted -> the same. After GRACE_S its process is ended
+Note [How ranks wait]
+~~~~~~~~~~~~~~~~~~~~~
+A rank that waits for another is blocked in a collective until the group's timeout (10 minutes with NCCL, 30 with gloo).
+So a second thread of each rank listens on a connection to rank 0 (`failure_channel`), and aborts the collective if a
+rank fails. For example, rank 1 of three raises, and the others are in an all-reduce:
 
-The promise: a failing rank is named within 20 s, and no rank hangs past the process group's timeout.
+     0 s   rank 1 sends its error to rank 0, which forwards it to rank 2
+           ranks 0 and 2 print the error, abort their collective, and find rank 1's error as its cause
+     2 s   ranks 0 and 2 raise RankFailedError. torchrun blames the rank that ends first, so rank 1 gets a head start
+    10 s   a rank that has not left `setup` by now, for example because a kernel hangs, is killed
+
+Other ends of a rank:
+
+    killed               at once     its system closes the connection, so rank 0 reports it
+    machine is down      15 s        its system does not answer keep-alive packets
+    stopped (SIGSTOP)    12 s        it sends no sign. The others print this and wait, because it may continue
+    never joins          15 s        the others print this and wait
+    left too early       1 s         no failure arrives in this time, so the rank that left is the cause
+
+A collective may break before the message with the cause arrives. A rank then waits up to 5 s for that message. So a
+failed rank is named within 20 s, and no rank waits longer than the group's timeout.
 """
 
 from __future__ import annotations
@@ -27,11 +43,13 @@ from autosplit.ddp.failure_channel import Line, Word
 from autosplit.errors import AutosplitError, RankFailedError, causes_of, one_line, user_frames
 from autosplit.text import printable
 
+# See Note [How ranks wait] for these durations.
+
 GRACE_S = 10.0
-"""A rank has this long to leave `setup` after another rank failed. Then its process is ended."""
+"""A rank has this long to leave `setup` after another rank failed. Then its process is killed."""
 
 _LET_FIRST_S = 2.0
-"""A rank that stops for another one's failure lets that rank end this much earlier: torchrun blames the first."""
+"""A rank waits this long before it raises for another rank's failure. torchrun blames the rank that ends first."""
 
 _VERDICT_S = 5.0
 """A rank whose collective broke waits this long to learn which rank failed."""
@@ -40,7 +58,7 @@ _OTHER_CAUSE_S = 1.0
 """A rank that has left is blamed after this time, unless another rank turns out to have failed."""
 
 TOLD_AFTER_S = 15.0
-"""A rank that waits this long for others prints for whom."""
+"""A rank that has waited this long for others prints which call they have to make."""
 
 _SIGN_EVERY_S = 3.0
 """A rank sends this often that it is alive."""
@@ -49,7 +67,7 @@ _SILENT_S = 12.0
 """A rank that sends nothing for this long is probably stopped. It may continue, so no process is ended."""
 
 _BROKEN_OFF = re.compile(
-    # gloo raises plain RuntimeErrors. NCCL raises DistBackendError, or the last one when it is aborted.
+    # Messages of gloo's RuntimeErrors and of NCCL's DistBackendErrors. An aborted NCCL group raises the last message.
     r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
 )
 
@@ -59,7 +77,7 @@ class UnwatchedWarning(UserWarning):
 
 
 class Watch:
-    """Listen for the failure of any rank, from joining the job until leaving it.
+    """Listen for the failure of any rank, from joining the job until leaving it. See Note [How ranks wait].
 
     The cost is a connection to rank 0 and a thread that sleeps. A job of one rank has neither.
 
@@ -138,11 +156,11 @@ class Watch:
                 kind: Any = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 self._tell(Word(kind, self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
-                    self._heard.wait(_VERDICT_S)  # the end of the group makes the others ask who failed
+                    self._heard.wait(_VERDICT_S)  # the others look for the cause when the group ends
             raise
         if self._failed is not None:
             raise self._stopped_by(self._failed)
-        self._tell(Word("left", self._rank, "its block came to its end"))
+        self._tell(Word("left", self._rank, "the block ended"))
 
     def _stopped_by(self, word: Word) -> RankFailedError:
         """Return the error that this rank raises for another rank's failure, after that rank had time to end."""
@@ -172,17 +190,19 @@ class Watch:
 
     def _message(self, word: Word) -> str:
         if word.kind == "interrupted":
-            others = "the other ranks were told" if word.rank == self._rank else f"this rank {self._rank} stops with it"
-            return f"rank {word.rank} was interrupted (Ctrl-C); {others}"
+            others = (
+                "The other ranks were notified" if word.rank == self._rank else f"This rank {self._rank} stops, too"
+            )
+            return f"rank {word.rank} was interrupted (Ctrl-C). {others}"
         if word.kind == "left":
             return (
                 f"rank {word.rank} left autosplit.ddp.setup ({word.cause}) while this rank {self._rank} was in a "
-                "collective with it; expected all ranks to take equally many steps and to leave together"
+                "collective with it. All ranks must take equally many steps and leave together"
             )
         says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
         if word.rank == self._rank:
-            return f"{says}; the other ranks were told"
-        return f"{says}; this rank {self._rank} stops, since the ranks train together; start the job again"
+            return f"{says}. The other ranks were notified"
+        return f"{says}. This rank {self._rank} stops, because the ranks train together. Start the job again"
 
     def _listen(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="autosplit-watch", daemon=True)
@@ -208,11 +228,11 @@ class Watch:
         silent = {rank for rank, heard_s in heard.items() if now > heard_s + _SILENT_S}
         for rank in sorted(silent - self._silent):
             _print(
-                f"autosplit: rank {rank} has given no sign for {_SILENT_S:.0f} s: its process is stopped (SIGSTOP, "
-                "Ctrl-Z, a debugger), or can't run; the other ranks wait for it"
+                f"autosplit: rank {rank} has sent nothing for {_SILENT_S:.0f} s. Its process is stopped (SIGSTOP, "
+                "Ctrl-Z, a debugger) or can't run. The other ranks wait for it."
             )
         for rank in sorted(self._silent & heard.keys() - silent):
-            _print(f"autosplit: rank {rank} is back")
+            _print(f"autosplit: rank {rank} sends again")
         self._silent = silent
 
     def _take(self, line: Line, word: Word) -> None:
@@ -238,13 +258,13 @@ class Watch:
             self._stop()
 
     def _stop(self) -> None:
-        """Abort what this rank waits for. End the process if it does not leave `setup` in time."""
+        """Abort the collective in which this rank waits. Kill the process if it does not leave `setup` in time."""
         assert self._failed is not None, "`_take` set it"
         if self._failed.rank != self._rank and not self._left:
             # Print now, because torchrun may end this rank before it prints a traceback.
             _print(f"autosplit: {self._message(self._failed)}")
-        in_vain = f"rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
-        self._last_resort = threading.Timer(GRACE_S, end_process, (f"{self._message(self._failed)}; {in_vain}",))
+        in_vain = f"Rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
+        self._last_resort = threading.Timer(GRACE_S, end_process, (f"{self._message(self._failed)}. {in_vain}",))
         self._last_resort.daemon = True
         self._last_resort.start()
         if self._failed.rank != self._rank:
@@ -253,8 +273,8 @@ class Watch:
 
 
 def end_process(why: str) -> None:
-    """Print the reason and end this process, if nothing else can abort what it waits for."""
-    _print(f"autosplit: {why}, so its process is ended now")
+    """Print the reason and kill this process. Used if nothing else can abort its collective."""
+    _print(f"autosplit: {why}, so its process is killed")
     os._exit(1)
 
 
@@ -264,9 +284,9 @@ def _unwatched(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{what} ({error}); expected a connection to rank 0 beside the process group's; without it, the ranks "
-            "learn of a failure from broken collectives only, and may wait for their time-out; let the job's machines "
-            "reach each other on any port",
+            f"{what} ({error}). Expected a connection to rank 0 in addition to the process group's. Without it, a "
+            "failed rank is only detected when a collective breaks, and the other ranks may wait until their "
+            "time-out. Allow connections between the job's machines on all ports.",
             UnwatchedWarning,
             stacklevel=2,
         )

@@ -4,8 +4,9 @@
         rank 2 ---+--- rank 0       rank 0 forwards the messages of one rank to the others
         rank 3 ---+
 
-If a process ends, the system closes its connection, so rank 0 also notices a killed rank. If a machine goes down, its
+If a process ends, the system closes its connection, so rank 0 also detects a killed rank. If a machine goes down, its
 system stops answering keep-alive packets. torch's store cannot replace this: it does not report a client that ended.
+See Note [How ranks wait] in `failure`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Line:
                 reasons.append(f"{host}: {error}")
             else:
                 return
-        raise OSError(f"rank 0 listens on port {address.port} and was not reached; {'; '.join(reasons)}")
+        raise OSError(f"rank 0 listens on port {address.port}, but the connection failed; {'; '.join(reasons)}")
 
     def _greeted(self, host: str, port: int, limit_s: float) -> socket.socket:
         """Connect, and check the token. On this machine, the port may belong to another program."""
@@ -211,7 +212,7 @@ class _Peer:
         self.rank = rank
         self.socket = end
         self.heard_s = time.monotonic()
-        self.parted = False  # it sent why it would leave
+        self.parted = False  # the reason that it sent before it left
         self._arrived = b""
 
     def read(self) -> tuple[list[Word], str | None]:
@@ -233,7 +234,7 @@ class _Peer:
 
 
 _ENDED = "it ended without an error message (perhaps killed, or its machine ran out of memory)"
-_UNREACHED = "its machine does not answer: did it, or the network, go down?"
+_UNREACHED = "its machine does not answer (the machine or the network may be down)"
 
 
 def _line_of(word: Word) -> bytes:

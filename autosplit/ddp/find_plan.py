@@ -94,5 +94,5 @@ def described(plan: Plan) -> str:
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     model = printable(plan.workload.get("model", "a model"), longest=300)
     count = plan.workload.get("parameters")
-    size = f" of {count:,} parameters" if isinstance(count, int) else ""
+    size = f" with {count:,} parameters" if isinstance(count, int) else ""
     return f"{model}{size}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"

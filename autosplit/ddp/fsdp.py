@@ -51,8 +51,8 @@ def shard(
     options = {"mesh": DeviceMesh.from_group(dist.group.WORLD, device.type), **options}
     if options["mesh"].size() != dist.get_world_size():
         raise InputError(
-            f"mesh has {options['mesh'].size()} ranks; expected all {dist.get_world_size()}, because each of them has "
-            "samples of the step; leave mesh out, or make one of all ranks",
+            f"mesh has {options['mesh'].size()} ranks. Expected all {dist.get_world_size()}, because each rank has "
+            "samples of the step. Leave mesh out, or pass a mesh of all ranks.",
             code="mesh-size",
         )
     for part in (*chosen, model):
@@ -66,8 +66,8 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(
-            f"{', '.join(unknown)} is given; expected options that {call.__name__} of torch {torch.__version__} has: "
-            f"{', '.join(known)}; leave it out",
+            f"{call.__name__} of torch {torch.__version__} has no option {', '.join(unknown)}. Expected one of: "
+            f"{', '.join(known)}. Leave it out.",
             code="fsdp-option-unknown",
         )
 
@@ -134,13 +134,13 @@ def _refuse_model(model: nn.Module) -> None:
     scalars = [name for name, tensor in model.named_parameters() if not tensor.dim()]
     for names, says in (
         (wrapped, "is wrapped in DistributedDataParallel at"),
-        (shared, "is shared out already at"),
-        (scalars, "has parameters without a dimension, which can't be shared out:"),
+        (shared, "is already sharded at"),
+        (scalars, "has parameters without a dimension, which can't be sharded:"),
     ):
         if names:
             raise InputError(
-                f"the model {says} {names[0] or 'itself'}; expected a plain one, whose parameters have one dimension "
-                "or more; share the plain model out, once",
+                f"The model {says} {names[0] or 'itself'}. Expected a plain model whose parameters have at least "
+                "one dimension. Call ctx.shard once, with the plain model.",
                 code="fsdp-model",
             )
 
@@ -155,8 +155,8 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
     if not chosen:
         kinds = sorted({type(part).__name__ for part in model.modules() if part is not model})
         raise InputError(
-            f"layers is {layers!r}, and no module of the model is meant by it; expected a class, a tuple of classes, "
-            f"or a function that is true of some; the model has {', '.join(kinds) or 'no modules inside'}",
+            f"layers={layers!r} selects no module of the model. Expected a class, a tuple of classes, or a function "
+            f"that returns True for some modules. The model has {', '.join(kinds) or 'no modules inside'}.",
             code="fsdp-layers",
         )
     return chosen[::-1]
@@ -172,8 +172,9 @@ def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
         known, group = owners.setdefault(tensor, (name, owner))
         if group is not owner:
             raise InputError(
-                f"{name} is the same parameter as {known}, and they are in different layers; expected one "
-                "parameter in one of them; let layers leave both out, so that they stay with the model itself",
+                f"{name} is the same parameter as {known}, but they are in different layers. Expected each "
+                "parameter in one layer. Exclude both modules from layers, so the parameter is sharded with the "
+                "rest of the model.",
                 code="fsdp-tied-parameters",
             )
 
@@ -189,8 +190,8 @@ def _compare(model: nn.Module) -> None:
     others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
     if others:
         raise InputError(
-            f"the model of rank {', '.join(others)} is not that of rank 0; expected the same names, shapes and dtypes; "
-            "build one model on all ranks",
+            f"The model of rank {', '.join(others)} differs from rank 0's. Expected the same names, shapes and "
+            "dtypes. Build the same model on all ranks.",
             code="ranks-models-differ",
         )
 

@@ -56,9 +56,9 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
     """Move the inputs to the device as DDP does. Raise InputError if the forward is for training."""
     if wrapped.training and torch.is_grad_enabled():
         raise InputError(
-            "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
-            "where the ranks' gradients meet; train inside the block, call it in eval() or torch.no_grad(), or use "
-            "wrapper.module",
+            "The wrapped model was called for training after autosplit.ddp.setup ended, when the ranks no longer "
+            "average their gradients. Train inside the block, call the model in eval() or torch.no_grad(), or use "
+            "wrapper.module.",
             code="forward-after-setup",
         )
     if not wrapped.device_ids:

@@ -57,8 +57,8 @@ def refuse_hook(wrapped: DistributedDataParallel) -> None:
     """Raise InputError if a communication hook changes the average of a model's gradients, for the noise scale."""
     if private(wrapped, "_comm_hooks"):
         raise InputError(
-            "noise_scale is given, and the wrapped model has a communication hook; expected none, because a step's "
-            "gradient has to be the average of the ranks'; leave either out",
+            "noise_scale is given, and the wrapped model has a communication hook. A step's gradient must be the "
+            "average of the ranks' gradients. Leave one of the two out.",
             code="noise-scale-hook",
         )
 
@@ -94,8 +94,9 @@ def foreign_steps(
         if not all(number for number, _ in everyones):
             if held:
                 warnings.warn(
-                    f"another rank's loader has ended, and {len(held)} batches or more of this one's are left; they "
-                    "are not trained on; give the ranks loaders of one length, or ctx.batch_sampler",
+                    f"Another rank's loader has ended, and this rank's loader has at least {len(held)} batches "
+                    "left. They are not trained on. Give the ranks loaders of equal length, or use "
+                    "ctx.batch_sampler.",
                     LeftOverWarning,
                     stacklevel=2,
                 )

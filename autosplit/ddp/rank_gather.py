@@ -80,7 +80,8 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
     if len({code for _, code in numbers}) > 1:
         held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(told_by_all(facts)))
         raise InputError(
-            f"all_gather received rows of unequal kinds: {held}. Expected equal ones on all ranks.",
+            f"all_gather received different kinds of rows: {held}. Expected the same shape, dtype and gradients on "
+            "all ranks.",
             code="gather-unequal-kinds",
         )
     return tuple(size for size, _ in numbers)
@@ -108,7 +109,7 @@ class _AllGatherRows(torch.autograd.Function):
         total = gradient.to(exchange_device(gradient.device), wide, memory_format=torch.contiguous_format, copy=True)
         if not ctx.sizes[ctx.rank]:
             total.zero_()  # the loss of samples with weight 0 may be NaN
-        with _told("the backward of all_gather (expected its result in the loss of every rank)"):
+        with _told("the backward of all_gather (its result must be in the loss of every rank)"):
             dist.all_reduce(total)
         begin = sum(ctx.sizes[: ctx.rank])
         return total[begin : begin + ctx.sizes[ctx.rank]].to(gradient.device, gradient.dtype), None, None
@@ -116,6 +117,6 @@ class _AllGatherRows(torch.autograd.Function):
 
 def _told(what: str) -> Any:
     return told_if_long(
-        f"rank {dist.get_rank()} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to "
-        "call it in the same order"
+        f"Rank {dist.get_rank()} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank "
+        "to call it in the same order."
     )

@@ -74,15 +74,15 @@ def place_here() -> Place:
         return _place_in_slurm() if os.environ.get("SLURM_STEP_NUM_TASKS") else Place(0, 1)
     if rank is None or world_size is None or rank >= world_size:
         raise InputError(
-            f"RANK is {os.environ.get('RANK')} and WORLD_SIZE is {os.environ.get('WORLD_SIZE')}; expected both, "
-            "RANK the smaller; start the job with torchrun, or unset both for a single process",
+            f"RANK is {os.environ.get('RANK')} and WORLD_SIZE is {os.environ.get('WORLD_SIZE')}. Expected both, and "
+            "a RANK below WORLD_SIZE. Start the job with torchrun, or unset both for a single process.",
             code="rank-environment",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and world_size > 1:
         raise InputError(
-            f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}; expected where rank 0 listens; "
-            "start the job with torchrun, or set it",
+            f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}. Expected the address at which "
+            "rank 0 listens. Start the job with torchrun, or set it.",
             code="rendezvous-address-missing",
         )
     return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))
@@ -90,11 +90,11 @@ def place_here() -> Place:
 
 def _place_in_slurm() -> Place:
     world_size, rank, local_rank = (_number_in(f"SLURM_{name}") for name in ("STEP_NUM_TASKS", "PROCID", "LOCALID"))
-    assert world_size is not None, "it was looked at before"
+    assert world_size is not None, "`place_here` has checked the variable"
     if rank is None or rank >= world_size:
         raise InputError(
-            f"SLURM_PROCID is {os.environ.get('SLURM_PROCID')} and SLURM_STEP_NUM_TASKS is {world_size}; expected "
-            "both, SLURM_PROCID the smaller; start the job with srun or torchrun",
+            f"SLURM_PROCID is {os.environ.get('SLURM_PROCID')} and SLURM_STEP_NUM_TASKS is {world_size}. Expected "
+            "both, and a SLURM_PROCID below SLURM_STEP_NUM_TASKS. Start the job with srun or torchrun.",
             code="slurm-environment",
         )
     if world_size == 1:
@@ -103,8 +103,9 @@ def _place_in_slurm() -> Place:
     host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_node else None)
     if host is None:
         raise InputError(
-            f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes; expected the first node's "
-            'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes. Expected the name of "
+            'the first node. Before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '
+            "head -n 1)",
             code="slurm-address-missing",
         )
     job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
@@ -122,8 +123,8 @@ def _tasks_of_node() -> int | None:
     counts = [int(piece[1]) for piece in pieces if piece for _ in range(int(piece[2] or 1))]
     if None in pieces or not counts:
         raise InputError(
-            f"{name} is {os.environ[name]!r}; expected the processes of each node, such as '4(x2),3'; start the job "
-            "with srun",
+            f"{name} is {os.environ[name]!r}. Expected the number of processes of each node, such as '4(x2),3'. "
+            "Start the job with srun.",
             code="slurm-tasks",
         )
     if len(set(counts)) == 1:
@@ -140,7 +141,7 @@ def _number_in(name: str) -> int | None:
     if not (text.isascii() and text.isdigit()):
         starter = "srun" if name.startswith("SLURM_") else "torchrun"
         raise InputError(
-            f"{name} is {text!r}; expected a whole number, 0 or more; start the job with {starter}",
+            f"{name} is {text!r}. Expected a whole number of 0 or more. Start the job with {starter}.",
             code="environment-number",
         )
     return int(text)
@@ -182,8 +183,8 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
     while not (name and store.check([f"{name}/{word}"])):
         if time.monotonic() > deadline:
             raise InputError(
-                f"rank {place.rank} of {place.world_size} has waited for {limit_s:.0f} s, and rank 0 does not answer; "
-                "expected all ranks; look for the error of the one that is missing, and start the job again",
+                f"Rank {place.rank} of {place.world_size} has waited for {limit_s:.0f} s, and rank 0 does not "
+                "answer. Expected all ranks. Look for the error of the missing rank, and start the job again.",
                 code="rendezvous-timeout",
             )
         found = store.get("round").decode()
@@ -202,8 +203,8 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
     """Raise InputError with advice if rank 0 cannot listen because another program uses the port."""
     if place.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         raise InputError(
-            f"rank 0 can't listen at {_address_of(place)}, where another program does; expected a free port; give each "
-            "job on a machine a MASTER_PORT of its own",
+            f"Rank 0 can't listen at {_address_of(place)}, because another program uses this port. Give each job on "
+            "a machine its own MASTER_PORT.",
             code="rendezvous-port-taken",
         ) from error
 
@@ -218,9 +219,9 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
     if found is None or place.local_world_size == place.world_size:
         return
     raise InputError(
-        f"rank {place.rank} of {place.world_size}, on {socket.gethostname()}, was told to reach another rank at "
-        f"{found[1]}, where no other machine is; expected addresses on the network between the machines, but the name "
-        "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
-        "that network (`ip -br address` lists them)",
+        f"Rank {place.rank} of {place.world_size}, on {socket.gethostname()}, received {found[1]} as the address of "
+        "another rank, which is a loopback address. A machine of the job resolves its own name to its loopback "
+        "(/etc/hosts). On each machine, set GLOO_SOCKET_IFNAME to the interface on the common network (`ip -br "
+        "address` lists the interfaces).",
         code="rendezvous-loopback",
     ) from error

@@ -72,9 +72,9 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     if place.world_size != len(plan.ddp.ranks):
         count = len(plan.ddp.ranks)
         raise PlanError(
-            f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process for "
-            f"each rank; start it with autosplit launch SCRIPT or torchrun "
-            f"--nproc-per-node {count} SCRIPT, or tune for the devices of this job",
+            f"The plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}. Expected one "
+            f"process per rank. Start the job with autosplit launch SCRIPT or torchrun --nproc-per-node {count} "
+            "SCRIPT, or tune for the devices of this job.",
             code="world-size",
         )
     device = device_for(plan, place)
@@ -100,9 +100,8 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
         return
     try:
         with told_if_long(
-            f"rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and not "
-            "all ranks have come; expected each of them; look for the error of the one that is missing: it may have "
-            "ended before setup"
+            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and "
+            "not all ranks have joined. Look for the error of the missing rank: it may have ended before setup."
         ):
             store = meeting_place(place)
             chosen = agreed_backend(store, place, ctx.device, ctx.plan)
@@ -134,7 +133,7 @@ def agree_on(plan: Plan, rank: int) -> None:
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]
     if others:
         raise PlanError(
-            f"rank {rank} of {len(digests)} stops: the plan of rank {', '.join(others)} is not that of rank 0; "
-            f"expected one plan for the whole job; give every rank the same file ({PLAN_VARIABLE})",
+            f"Rank {rank} of {len(digests)} stops: the plan of rank {', '.join(others)} differs from rank 0's. "
+            f"Expected one plan for the whole job. Give every rank the same file ({PLAN_VARIABLE}).",
             code="ranks-plans-differ",
         )

@@ -36,13 +36,16 @@ def met(devices: Sequence[torch.device]) -> Meeting:
         answered = [one for one in asked if one.ready()]  # the pool terminates the other processes
         try:
             seconds = [one.get() for one in answered]
-            failure = None if len(seconds) == count else f"{count - len(seconds)} of {count} gave no answer"
+            failure = None if len(seconds) == count else f"{count - len(seconds)} of {count} processes did not answer"
         except Exception as error:  # noqa: BLE001 (any failure is a result of this check)
             failure = first_line(error)
     if failure is None:
         return Meeting(name, count, gb_per_s=_BYTES / max(seconds) / 1e9)
-    cure = "set NCCL_DEBUG=INFO and run it again; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell which way is broken"
-    return Meeting(name, count, failure=failure, cure=cure if name == "nccl" else "look at the message")
+    cure = (
+        "set NCCL_DEBUG=INFO and run it again; if NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 helps, that transport is "
+        "broken"
+    )
+    return Meeting(name, count, failure=failure, cure=cure if name == "nccl" else "see the message")
 
 
 def _seconds(rank: int, size: int, name: str, device: torch.device, store: Path) -> float:

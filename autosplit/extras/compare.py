@@ -107,7 +107,7 @@ class ComparedMachine:
         if self.plan is None:
             return f"{self.devices}: {self.misfit.reason if self.misfit else 'no plan'} ({how})"
         cost = self.cost_per_million_samples
-        costs = "" if cost is None else f", {cost:.4g} for a million samples"
+        costs = "" if cost is None else f", {cost:.4g} per million samples"
         return f"{self.devices}: split {self.plan.split}, {rate_text(self.plan.samples_per_s)}{costs} ({how})"
 
 
@@ -199,8 +199,8 @@ def asked_machines(
     """Check the machines, their prices (with or without ``sim:``) and the options of `tune` before anything runs."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
-            f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "
-            "devices=['sim:2xL4', 'sim:A100-40GB'], or tune for one machine",
+            f"devices is {shown(devices)}. Expected a list with a spec for each machine. Write devices=['sim:2xL4', "
+            "'sim:A100-40GB'], or tune for one machine.",
             code="machines-type",
         )
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
@@ -213,15 +213,15 @@ def asked_machines(
         twin = next((one for one in machines if _identity(one.devices) == _identity(found)), None)
         if twin is not None:
             raise InputError(
-                f"devices {shown(machine.name)} and {shown(twin.name)} are the same machine; expected each once; "
-                "leave one out",
+                f"devices {shown(machine.name)} and {shown(twin.name)} are the same machine. Expected each machine "
+                "once. Leave one out.",
                 code="machines-twice",
             )
         machines.append(machine)
     if not machines:
         raise InputError(
-            "no devices to compare; expected a spec for each machine; name them as in --devices sim:2xL4 "
-            "--devices sim:A100-40GB",
+            "There are no devices to compare. Expected a spec for each machine, as in --devices sim:2xL4 --devices "
+            "sim:A100-40GB.",
             code="machines-empty",
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
@@ -229,7 +229,8 @@ def asked_machines(
         other = machines[place].price_per_hour
         if other is not None:
             raise InputError(
-                f"prices {other:g} and {price:g} are both for {machines[place].name}; expected one; leave one out",
+                f"The prices {other:g} and {price:g} are both for {machines[place].name}. Expected one price. Leave "
+                "one out.",
                 code="price-twice",
             )
         machines[place] = replace(machines[place], price_per_hour=price)
@@ -252,8 +253,8 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
             return place
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
-        f"price for {shown(name)}: no such machine is compared; expected one of {named}; name one of these, or add "
-        "the machine to devices",
+        f"There is a price for {shown(name)}, but this machine is not compared. Expected one of {named}. Name one "
+        "of these, or add the machine to devices.",
         code="price-machine",
     )
 
@@ -263,8 +264,8 @@ def _price(name: str, value: object) -> float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= price <= LARGEST_PRICE:
         return float(price)
     raise InputError(
-        f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
-        "without a currency; correct it, or leave it out",
+        f"The price for {shown(name)} is {shown(value)}. Expected money per hour, a number from 0 to "
+        f"{LARGEST_PRICE:g} without a currency. Correct it, or leave it out.",
         code="price-value",
     )
 
@@ -375,8 +376,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (
-            "the effective batch sizes differ: each machine has the one that is best for it; --effective-batch-size N "
-            "(effective_batch_size=N) gives all machines the same"
+            "The effective batch sizes differ, because each machine has its fastest. --effective-batch-size N "
+            "(effective_batch_size=N) sets the same for all machines."
         )
     faster = []
     for machine in machines:
@@ -386,9 +387,9 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
             faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for 1M samples'})")
     if faster:
         yield (
-            f"DDP would be faster (predicted): {', '.join(faster)}; the table does not count it; --strategy ddp "
-            "(strategy='ddp') tunes for DDP and sorts by it"
+            f"DDP would be faster (predicted): {', '.join(faster)}. The table does not include it. --strategy ddp "
+            "(strategy='ddp') tunes for DDP and sorts by it."
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:
-        yield f"the search for {', '.join(interrupted)} was interrupted: that is the best so far"
+        yield f"The search for {', '.join(interrupted)} was interrupted. The best result so far is shown."

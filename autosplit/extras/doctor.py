@@ -9,6 +9,7 @@ model         a small model, tuned and then trained with the plan: predicted and
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -71,11 +72,11 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
     found = _devices_for(devices, problems)
     nvml, why_no_nvml = started_nvml() if found[0].kind == "cuda" else (None, "")
     if why_no_nvml:
-        problems.append(Problem(*_halves(why_no_nvml, "install nvidia-ml-py, and the cards' driver")))
+        problems.append(Problem(*_halves(why_no_nvml, "install nvidia-ml-py and the driver of the GPUs")))
     places = [torch.device(one.kind, one.index) if is_accelerator(one.kind) else torch.device("cpu") for one in found]
     cards = []
     for device, place in zip(found, places, strict=True):
-        tell(f"{device.label}: products, memory, launches")
+        tell(f"{device.label}: matrix products, memory, kernel launches")
         surveyed = next((one for one in reports if (one.kind, one.logical_index) == (device.kind, device.index)), None)
         cards.append(_card_of(device, place, surveyed, nvml))
         problems += _problems_of_rates(cards[-1])
@@ -86,7 +87,7 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
         tell("the ranks of a job")
         collective = met(places)
         if collective.failure is not None:
-            what = f"ranks do not meet by {collective.backend}: {collective.failure}"
+            what = f"the ranks' {collective.backend} collective failed: {collective.failure}"
             problems.append(Problem(what, collective.cure))
     tell("a small model")
     training = _trained(found, problems)
@@ -117,16 +118,17 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
         found = parse_devices(WITHOUT_GPU)
     if found[0].kind == "sim":
         raise DeviceError(
-            f"devices are {spec!r}, simulated cards; expected some of this machine; leave them out",
+            f"devices is {spec!r}, but simulated GPUs can't be examined. Name real devices of this machine, or "
+            "leave it out.",
             code="devices-simulated",
         )
     return found
 
 
 def _halves(text: str, cure: str) -> tuple[str, str]:
-    """Split a message at its last semicolon into problem and cure."""
-    problem, semicolon, rest = text.rpartition("; ")
-    return (problem, rest) if semicolon else (text, cure)
+    """Split a message before its last sentence or semicolon into problem and cure."""
+    found = re.fullmatch(r"(.+)(?:; |\. )(.+?)\.?", text, re.DOTALL)
+    return (found[1], found[2]) if found else (text, cure)
 
 
 def _problems_of(report: DeviceReport) -> list[Problem]:
@@ -137,8 +139,8 @@ def _problems_of(report: DeviceReport) -> list[Problem]:
     found = [Problem(*_halves(f"{name}: {note}", "")) for note in report.notes if "; " in note]
     total, others = report.total_bytes, report.used_by_others_bytes
     if total and others and others > total / 20:
-        what = f"{name}: other processes hold {size_text(others)} of {size_text(total)}"
-        found.append(Problem(what, "end them (nvidia-smi lists them) before you tune, or choose another card"))
+        what = f"{name}: other processes use {size_text(others)} of {size_text(total)}"
+        found.append(Problem(what, "end them (nvidia-smi lists them) before you tune, or choose another GPU"))
     return found
 
 
@@ -208,16 +210,21 @@ def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
 
 def _problems_of_rates(card: Card) -> list[Problem]:
     found = []
-    cool = "look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and at who else computes on it"
+    cool = "check its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and the other processes on it"
     for what, reached, least in (
         ("float16 products", card.tflops_of_catalogue.get("float16"), SLOW_PRODUCTS),
         ("its memory", card.memory_of_catalogue, SLOW_MEMORY),
     ):
         if reached is not None and reached < least:
-            found.append(Problem(f"{card.device} reaches {reached:.0%} of the catalogue's rate for {what}", cool))
+            found.append(
+                Problem(
+                    f"{card.device} reaches {reached:.0%} of the catalogue's rate for {what}",
+                    cool,
+                )
+            )
     if card.compute_mode in {"exclusive process", "prohibited"}:
-        mode = f"{card.device} is in compute mode {card.compute_mode}: one process at a time may use it"
-        found.append(Problem(mode, "tune with --no-isolate, or have it set back (nvidia-smi -c DEFAULT)"))
+        mode = f"{card.device} is in compute mode {card.compute_mode}, so only one process at a time may use it"
+        found.append(Problem(mode, "tune with --no-isolate, or reset the mode (nvidia-smi -c DEFAULT)"))
     return found
 
 
@@ -270,8 +277,8 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
         took_s = time.perf_counter() - began_s
         measured_s, peaks = _by_the_plan(plan)
     except (AutosplitError, RuntimeError) as error:
-        what = f"a small model is not tuned here: {first_line(error)}"
-        problems.append(Problem(what, "mend that, or report it with what doctor prints"))
+        what = f"tuning a small model failed: {first_line(error)}"
+        problems.append(Problem(what, "fix the cause, or report it with the output of doctor"))
         return None
     found = Training(
         devices=",".join(device.label for device in devices),
@@ -285,10 +292,10 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
     )
     if abs(found.measured_samples_per_s / found.predicted_samples_per_s - 1) > OFF:
         what = (
-            f"a small model trains at {found.measured_samples_per_s:.0f} samples/s, and its plan says "
+            f"a small model trains at {found.measured_samples_per_s:.0f} samples/s, but its plan predicted "
             f"{found.predicted_samples_per_s:.0f}"
         )
-        problems.append(Problem(what, "see whether the machine is busy, and examine it again"))
+        problems.append(Problem(what, "check whether the machine is busy, and run doctor again"))
     return found
 
 

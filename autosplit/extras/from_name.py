@@ -102,21 +102,20 @@ def model_by_name(
     for option, value in (("seq_len", seq_len), ("image_size", image_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(
-                f"{option} is {value!r}; expected a whole number of 1 or more; write it as 224, say",
+                f"{option} is {value!r}. Expected a whole number of 1 or more, such as 224.",
                 code="model-option-range",
             )
     if task is not None and task not in TASKS:
-        raise InputError(f"task is {shown(task)}; expected one of {', '.join(TASKS)}; choose one of them", code="task")
+        raise InputError(f"task is {shown(task)}. Expected one of {', '.join(TASKS)}.", code="task")
     if scheme == "hf":
         return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task)
-    _refuse_options(spec, "an image classifier, of which only image_size can be said", seq_len=seq_len, task=task)
+    _refuse_options(spec, "an image classifier, which has only the option image_size", seq_len=seq_len, task=task)
     if scheme == "timm":
         return _of_timm(name, image_size)
     if scheme == "torchvision":
         return _of_torchvision(name, image_size)
     raise InputError(
-        f"{shown(spec)} names no model; expected hf:PATH of a config.json, timm:NAME or torchvision:NAME; write one "
-        "of them",
+        f"{shown(spec)} names no model. Expected hf:PATH of a config.json, timm:NAME or torchvision:NAME.",
         code="model-name",
     )
 
@@ -125,7 +124,7 @@ def _refuse_options(what: str, kind: str, **options: object) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise InputError(
-            f"{' and '.join(given)} given for {what}; expected none, it is {kind}; leave it out",
+            f"{' and '.join(given)} can't be set for {what}: it is {kind}. Leave it out.",
             code="model-options-unused",
         )
 
@@ -137,7 +136,7 @@ def _library(name: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == name
         why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
         raise WorkloadError(
-            f"{name} {why}; expected it, for it builds the model; install the build for this torch: pip install {name}",
+            f"{name} {why}, but it builds the model. Install the build for this torch: pip install {name}",
             code="package-missing",
         ) from error
 
@@ -167,13 +166,13 @@ def _told_as_input(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         told = " ".join(str(error).split())  # transformers' messages have several lines
         raise WorkloadError(
-            f"{what}: {type(error).__name__}: {told[:300]}; {advice}", code="model-not-built"
+            f"{what}: {type(error).__name__}: {told[:300].rstrip('.')}. {advice}.", code="model-not-built"
         ) from error
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=3)
-    return f"the nearest are {', '.join(near)}" if near else "check its spelling"
+    return f"The nearest are {', '.join(near)}" if near else "Check its spelling"
 
 
 # ----------------------------------------------------------------------------------------------------- transformers
@@ -187,7 +186,7 @@ def _of_transformers(
         values = _config_values(path)
     except OSError as error:
         raise InputError(
-            f"{path} can't be read: {one_line(error)}; expected a config.json; check the file", code="config-unreadable"
+            f"{path} can't be read: {one_line(error)}. Expected a config.json.", code="config-unreadable"
         ) from None
     _library("transformers")
     config = _config(path, values)
@@ -196,7 +195,7 @@ def _of_transformers(
         _refuse_options(str(path), "an image classifier", seq_len=seq_len)
         batch = partial(_pixel_batch, path, image_size)
     else:
-        _refuse_options(str(path), "a model of text", image_size=image_size)
+        _refuse_options(str(path), "a text model", image_size=image_size)
         _check_seq_len(path, seq_len, _positions(config))
         batch = partial(_token_batch, path, task, seq_len)
     return partial(_build_of_transformers, path, config, auto_class, batch)
@@ -206,46 +205,47 @@ def _config_values(path: Path) -> dict[str, Any]:
     """Read a config.json. Reject a configuration that needs custom code or missing weights."""
     if not path.is_file():
         raise InputError(
-            f"{path} does not exist; expected a model's config.json, or a folder that has it; nothing is downloaded: "
-            "save the file, and give its path",
+            f"{path} does not exist. Expected a model's config.json, or a folder that contains it. autosplit "
+            "downloads nothing. Save the file, and pass its path.",
             code="config-missing",
         )
     with path.open("rb") as file:
         text = file.read(MOST_CONFIG_BYTES + 1)
     if len(text) > MOST_CONFIG_BYTES:
         raise InputError(
-            f"{path} has more than {MOST_CONFIG_BYTES} bytes; expected a model's config.json; check it",
+            f"{path} has more than {MOST_CONFIG_BYTES} bytes. Expected a model's config.json.",
             code="config-too-large",
         )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is no JSON: {one_line(error)}; expected a model's config.json; save it anew",
+            f"{path} is not JSON: {one_line(error)}. Expected a model's config.json. Save it again.",
             code="config-not-json",
         ) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(
-            f"{path} has no model_type; expected a config.json as transformers saves it; check it",
+            f"{path} has no model_type. Expected a config.json that transformers saved.",
             code="config-without-type",
         )
     if values.get("auto_map"):
         raise InputError(
-            f"{path} names code of its own (auto_map), which is not run; expected a model that transformers has; "
-            "without auto_map transformers' own model of that type is taken, or write a file with a workload()",
+            f"{path} names its own code (auto_map), which autosplit does not run. Expected a model that "
+            "transformers has. Without auto_map, transformers' own model of that type is used. Or write a file "
+            "with a workload().",
             code="config-own-code",
         )
     if values.get("quantization_config"):
         raise InputError(
-            f"{path} has quantised weights ({_quantization(values['quantization_config'])}), of which neither memory "
-            "nor time can be predicted; expected floating-point weights; take quantization_config out",
+            f"{path} has quantised weights ({_quantization(values['quantization_config'])}), so autosplit can "
+            "predict neither memory nor time. Expected floating-point weights. Remove quantization_config.",
             code="config-quantized",
         )
     return values
 
 
 def _quantization(config: object) -> str:
-    return str(config.get("quant_method", "of a kind not named"))[:40] if isinstance(config, dict) else "not readable"
+    return str(config.get("quant_method", "of an unnamed method"))[:40] if isinstance(config, dict) else "not readable"
 
 
 def _config(path: Path, values: dict[str, Any]) -> Any:
@@ -254,17 +254,18 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise InputError(
-            f"{path} is of the model type {shown(kind)}, which this transformers does not have; expected one of its "
-            f"{len(CONFIG_MAPPING.keys())}; {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade transformers",
+            f"{path} has the model type {shown(kind)}, which this version of transformers does not have. Expected "
+            f"one of its {len(CONFIG_MAPPING.keys())}. {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade "
+            "transformers.",
             code="config-type-unknown",
         )
-    with _told_as_input(f"{path} is no configuration of a {kind}", "expected it as transformers saves it; mend it"):
+    with _told_as_input(f"{path} is not a configuration of a {kind}", "Expected a file that transformers saved"):
         config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise InputError(
-            f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers",
+            f"{path} has {layers} layers. Expected at most {MOST_LAYERS}. Correct num_hidden_layers.",
             code="config-layers",
         )
     config.architectures = config.architectures or []  # transformers iterates over this list
@@ -297,19 +298,18 @@ def _task_of(path: Path, config: Any, architectures: object, asked: str | None) 
         return str(asked), of_task[asked]
     if not of_task:
         raise InputError(
-            f"{path} is of the model type {config.model_type}, which has none of the tasks {', '.join(TASKS)}; "
-            "expected one that has; write a Python file with a workload()",
+            f"{path} has the model type {config.model_type}, which has none of the tasks {', '.join(TASKS)}. Write "
+            "a Python file with a workload().",
             code="model-without-task",
         )
     if asked is not None:
         raise InputError(
-            f"{config.model_type} of {path} has no model for task {asked}; expected {' or '.join(of_task)}; choose one "
-            "of them",
+            f"{config.model_type} of {path} has no model for the task {asked}. Expected {' or '.join(of_task)}.",
             code="model-task",
         )
     raise InputError(
-        f"{path} names {f'the architecture {shown(first)}' if first else 'no architecture'}; expected one for "
-        f"{' or '.join(of_task)}; say which with --task {next(iter(of_task))} (task=)",
+        f"{path} names {f'the architecture {shown(first)}' if first else 'no architecture'}. Expected an "
+        f"architecture for {' or '.join(of_task)}. Choose one with --task {next(iter(of_task))} (task=).",
         code="model-task-needed",
     )
 
@@ -323,12 +323,14 @@ def _build_of_transformers(
     assumed: tuple[str, ...] = ()
     if dtype is torch.float16:
         dtype = torch.bfloat16  # has the same size, and optimizers diverge with float16 weights
-        assumed = (f"{path.name} says float16: its weights are planned as bfloat16, of as many bytes, which train",)
+        assumed = (
+            f"{path.name} has float16 weights, which diverge in training: the plan assumes bfloat16 (same size)",
+        )
     elif dtype is not torch.float32:
         assumed = (
-            f"weights, gradients and optimizer states are {str(dtype).removeprefix('torch.')}: {path.name} says so",
+            f"weights, gradients and optimizer states are {str(dtype).removeprefix('torch.')}, as in {path.name}",
         )
-    with _offline(), _told_as_input(f"no model can be made of {path}", "expected a configuration that fits; mend it"):
+    with _offline(), _told_as_input(f"No model can be built from {path}", "Correct the configuration"):
         model = getattr(transformers, auto_class).from_config(config, dtype=dtype)
         sample_batch, more = batch(model)
     return ModelParts(model, sample_batch, None, (*assumed, *more))
@@ -351,8 +353,8 @@ def _positions_left(model: nn.Module) -> int | None:
 def _check_seq_len(path: Path, seq_len: int | None, most: int | None) -> None:
     if seq_len is not None and most is not None and seq_len > most:
         raise InputError(
-            f"seq_len {seq_len} is more than the {most} positions of {path}; expected at most these; give less, or "
-            "change max_position_embeddings in a copy of the file",
+            f"seq_len {seq_len} is more than the {most} positions of {path}. Pass a smaller seq_len, or change "
+            "max_position_embeddings in a copy of the file.",
             code="seq-len",
         )
 
@@ -374,7 +376,7 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
         if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # labels are shifted by one token and need a first token
-    said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) says another length",)
+    said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) sets another length",)
     return {"input_ids": tokens, "labels": labels}, said
 
 
@@ -401,13 +403,13 @@ def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
     timm = _library("timm")
     if not timm.is_model(name):
         raise InputError(
-            f"timm has no model {shown(name)}; expected one of its {len(timm.list_models())}; "
-            f"{_nearest(name, timm.list_models())}",
+            f"timm has no model {shown(name)}. Expected one of its {len(timm.list_models())}. "
+            f"{_nearest(name, timm.list_models())}.",
             code="timm-name",
         )
 
     def build() -> ModelParts:
-        with _offline(), _told_as_input(f"timm can't build {name}", "expected a classifier; choose another one"):
+        with _offline(), _told_as_input(f"timm can't build {name}", "Choose a classifier"):
             model = timm.create_model(name, pretrained=False)
         channels, *own = model.pretrained_cfg["input_size"]
         return _classifier(f"timm:{name}", own, image_size, model, channels)
@@ -420,7 +422,7 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
     known = models.list_models(module=models)  # excludes detection, segmentation and video models
     if name not in known:
         raise InputError(
-            f"torchvision has no classifier {shown(name)}; expected one of its {len(known)}; {_nearest(name, known)}",
+            f"torchvision has no classifier {shown(name)}. Expected one of its {len(known)}. {_nearest(name, known)}.",
             code="torchvision-name",
         )
 
@@ -456,10 +458,10 @@ def _images(
     pixels = torch.randn(SAMPLES, channels, *asked)
     size = " x ".join(map(str, sides))
     if asked != sides:
-        advice = f"expected a size that it takes, such as its own, {size}; leave image_size out"
-        with _told_as_input(f"{what} takes no images of {image_size} x {image_size} pixels", advice), torch.no_grad():
+        advice = f"Expected a size that the model accepts, such as its own, {size}. Leave image_size out"
+        with _told_as_input(f"{what} can't use images of {image_size} x {image_size} pixels", advice), torch.no_grad():
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"images of {size} pixels are assumed; --image-size (image_size=) says another size"
+    said = f"images of {size} pixels are assumed; --image-size (image_size=) sets another size"
     return pixels, (said,) if image_size is None else ()

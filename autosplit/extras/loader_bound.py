@@ -1,4 +1,4 @@
-"""Fit a plan to a DataLoader: report which of them limits the run, and choose a smaller batch if devices would wait."""
+"""Fit a plan to a DataLoader: report whether the loader or the devices limit it, and reduce the batch if useful."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
         peers.part()
     if len(loads) != len(plan.split):
         raise InputError(
-            f"the job has {len(loads)} ranks and the plan has {len(plan.split)}. Expected the same number. Call "
+            f"The job has {len(loads)} ranks and the plan has {len(plan.split)}. Expected the same number. Call "
             "fit_to_loader in the job that tuned the plan.",
             code="world-size",
         )
@@ -64,13 +64,13 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     slowest = found[rates.index(rate)]
     notes = [*slowest.notes]
     if plan.simulated:
-        text = "the loader was measured on this machine, not on one with the simulated GPUs"
+        text = "The loader was measured on this machine, not on one with the simulated GPUs."
         notes.append(Note("loader-of-this-machine", text))
     smaller = _smaller(plan, rate) if rate < plan.takes_samples_per_s else None
     if smaller is not None:
         text = (
-            f"the loader loads {rate_text(rate)}: {smaller.batch_size:,} samples per forward train as fast as "
-            f"{plan.batch_size:,}; this is predicted from the plan's measurements, and not saved"
+            f"The loader loads {rate_text(rate)}, so {smaller.batch_size:,} samples per forward train as fast as "
+            f"{plan.batch_size:,}. This is predicted from the plan's measurements, and not saved."
         )
         notes.append(Note("loader-bound", text))
         plan = smaller

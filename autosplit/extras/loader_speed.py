@@ -83,7 +83,7 @@ def measure_loader(
     whole_number("processes", processes, minimum=1)
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise InputError(
-            f"time_limit_s is {time_limit_s!r}; expected seconds above 0; leave it out for 60", code="time-limit"
+            f"time_limit_s is {time_limit_s!r}. Expected seconds above 0. Leave it out for 60.", code="time-limit"
         )
     check_loader(loader)
     ends_s = time.monotonic() + time_limit_s
@@ -114,16 +114,21 @@ def measure_loader(
     present_rate = next((one.samples_per_s for one in tried if one.settings == present), None)
     if first_rate * COLD < tried[0].samples_per_s and sum(map(len, batches)) >= COLD_S * first_rate:
         text = (
-            f"a cold cache, not a slow loader: the first pass loaded {first_rate:,.0f} samples/s, and the second pass "
-            f"over the same samples {tried[0].samples_per_s:,.0f}; a data set that is larger than the free memory is "
-            "read that slowly in every epoch"
+            f"The first pass was slow because the disk cache was cold: it loaded {first_rate:,.0f} samples/s, and "
+            f"the second pass over the same samples {tried[0].samples_per_s:,.0f}. A data set that is larger than "
+            "the free memory is read that slowly in every epoch."
         )
         notes.append(Note("cold-cache", text))
     if present.num_workers > most:
-        text = f"its own {present.num_workers} workers are more than the {most} cores of a process: not measured"
+        text = (
+            f"The loader's {present.num_workers} workers are more than the {most} cores of this process, so they "
+            "were not measured."
+        )
         notes.append(Note("more-workers-than-cores", text))
     if processes > 1:
-        text = f"measured with this process's loading alone, on {most} of {cores} cores: others share the disk"
+        text = (
+            f"Only this process loaded, on {most} of {cores} cores. In training, the other processes use the same disk."
+        )
         notes.append(Note("loader-of-one-process", text))
     return MeasuredLoader(
         settings,
@@ -181,7 +186,7 @@ def search(
         if pins:
             gains(replace(fewest_of_the_fastest(tried).settings, pin_memory=True))
     except _TimeIsUpError:
-        text = "the time limit ended before every setting was tried; a larger time_limit_s tries more"
+        text = "The time limit ended before every setting was tried. A larger time_limit_s tries more."
         notes.append(Note("time-limit", text))
     return tried, notes
 
@@ -193,7 +198,7 @@ def _time_workers(
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
-            text = f"{workers} workers would take more than the host's free memory, judged by what {last} took"
+            text = f"{workers} workers would take more than the host's free memory, estimated from {last} workers."
             notes.append(Note("workers-exceed-memory", text))
             return
         gained = gains(LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None))
@@ -270,8 +275,8 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
         if not settings.num_workers:
             raise
         raise InputError(
-            f"{settings.num_workers} workers raised {one_line(error)}, where the process itself loads the same; "
-            "expected a data set that workers can load; mend that, or keep num_workers=0",
+            f"{settings.num_workers} workers raised {one_line(error)}, but this process loads the same batches. Fix "
+            "the data set for use in workers, or keep num_workers=0.",
             code="loader-workers-failed",
         ) from error
     finally:
@@ -282,14 +287,14 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
 def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[Any]], float]:
     """Load the first batches in order. Return their indices and the samples/s."""
     sampler = copy.copy(loader.batch_sampler)
-    assert sampler is not None, "looked at before"
+    assert sampler is not None, "`check_loader` requires a batch sampler"
     if hasattr(sampler, "sampler"):
         sampler.sampler = copy.copy(sampler.sampler)
     batches: list[Sequence[Any]] = [list(batch) for batch in itertools.islice(sampler, MOST_BATCHES)]
     batches = [batch for batch in batches if batch]
     if not batches:
         raise InputError(
-            "the loader has no batch; expected one at least; give it a data set with samples in it", code="loader-empty"
+            "The loader has no batch. Expected at least one. Pass a data set with samples.", code="loader-empty"
         )
     began = time.perf_counter()
     read = 0
@@ -336,18 +341,19 @@ def check_loader(loader: Any) -> None:
     """Raise InputError if the speed of a loader cannot be measured."""
     if not isinstance(loader, DataLoader):
         raise InputError(
-            f"loader is a {type(loader).__name__}; expected a torch.utils.data.DataLoader; pass one", code="loader-type"
+            f"loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader.", code="loader-type"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
-            f"the loader's data set {type(loader.dataset).__name__} is iterable; expected one with an index: how an "
-            "iterable one is shared out to workers is its own affair; time it with the workers that it is made for",
+            f"The loader's data set {type(loader.dataset).__name__} is iterable, so it decides itself how its "
+            "workers share the samples. Expected a data set with an index. Measure this one with the number of "
+            "workers that it was written for.",
             code="loader-iterable",
         )
     if loader.batch_sampler is None or not isinstance(loader.dataset, Sized):
         raise InputError(
-            "the loader makes no batches of its own, or its data set has no length; expected batch_size or "
-            "batch_sampler, and a data set with __len__; pass a loader with them",
+            "The loader makes no batches, or its data set has no length. Expected batch_size or batch_sampler, and "
+            "a data set with __len__.",
             code="loader-without-batches",
         )
 
@@ -387,7 +393,7 @@ def _copied(dataset: Any) -> tuple[Any, list[Note]]:
         file.seek(0)
         return _Unpickler(file, pickler.kept).load(), []
     except Exception as error:  # noqa: BLE001  # parts of the data set may raise anything
-        text = f"the data set cannot be copied ({one_line(error)}): what it caches or counts itself may change"
+        text = f"The data set cannot be copied ({one_line(error)}), so its caches and counters may change."
         return dataset, [Note("dataset-not-copied", text)]
 
 

@@ -70,8 +70,9 @@ class NoiseScale:
         scatter, freedom = weighted - num_samples * squared, number - 1
         if freedom < 1 and not self._steps:
             raise InputError(
-                f"noise_scale is given, and the optimizer step has {number:g} micro-batch over all ranks; expected 2 "
-                "or more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2",
+                f"noise_scale is given, but the optimizer step has {number:g} micro-batch over all ranks. Expected "
+                "at least 2, because it compares their gradients. Tune with an effective_batch_size that needs "
+                "accumulation_steps >= 2.",
                 code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
@@ -111,12 +112,12 @@ class NoiseScale:
     def __str__(self) -> str:
         """Return the estimate in one line."""
         low, high = self.interval
-        return f"noise scale {self.value:.3g}, 95 % interval {low:.3g} to {high:.3g} ({len(self)} optimizer steps)"
+        return f"noise scale {self.value:.3g}, 95% interval {low:.3g} to {high:.3g} ({len(self)} optimizer steps)"
 
     def _totals(self) -> tuple[float, float, float, float]:
         if not self._steps:
             raise InputError(
-                "the noise scale has no optimizer step yet; expected one or more; read it after a step's micro-batches",
+                "The noise scale has no optimizer step yet. Read it after the micro-batches of at least one step.",
                 code="noise-scale-empty",
             )
         scatter, freedom, samples, squared = map(sum, zip(*self._steps, strict=True))
@@ -160,8 +161,8 @@ class StepNorms(StepListener):
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(
-                "noise_scale is given, and reentrant checkpointing hides parameters from the graph; expected one that "
-                "shows them all; pass use_reentrant=False",
+                "noise_scale is given, but reentrant checkpointing hides parameters from the autograd graph. Pass "
+                "use_reentrant=False to the checkpointing.",
                 code="noise-scale-reentrant",
             )
         norms: list[Tensor] = []

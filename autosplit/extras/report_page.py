@@ -55,7 +55,7 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         )
     if not target.parent.is_dir():
         raise InputError(
-            f"the folder of {target} does not exist. Make {target.parent}, or choose another folder.",
+            f"The folder of {target} does not exist. Create {target.parent}, or choose another folder.",
             code="report-folder",
         )
     if force or not target.exists():
@@ -181,7 +181,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         reduce = f', reduce="{plan.reduce}"' if plan.reduce not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
         call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
-        yield "the wrapper alone", f"autosplit.BalancedDataParallel{call}"
+        yield "only the wrapper", f"autosplit.BalancedDataParallel{call}"
     yield "precision", plan.precision
     if plan.checkpointed:
         yield "checkpointed layers", ", ".join(plan.checkpointed)

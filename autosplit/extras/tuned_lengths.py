@@ -30,14 +30,14 @@ MOST_FOLLOWED = 3
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
-    "lengths were not measured: the model's BatchNorms need 2 samples or more, and batches of similar length may have "
-    "1; leave lengths out",
+    "Lengths were not measured: the model's BatchNorms need at least 2 samples, and batches of similar length may "
+    "have 1. Leave lengths out.",
 )
 
 UNTRACED_NOTE = Note(
     "lengths-not-traced",
-    "the memory of other lengths cannot be predicted without running them, so batches of shorter samples have as many "
-    "samples as those of the longest",
+    "The memory of other lengths cannot be predicted without running them, so batches of shorter samples have as "
+    "many samples as those of the longest.",
 )
 
 
@@ -103,11 +103,11 @@ def _points(
         except UserCodeError as error:
             if workers.job.several:
                 raise
-            found = f"{error}; where another dimension was taken for the length pass make_batch(n, length=...)"
+            found = f"{error}. If another dimension was used as the length, pass make_batch(n, length=...)"
         else:
             notes += workers.losses()
         if isinstance(found, str):
-            text = f"samples of length {length} and below were not measured: {found}"
+            text = f"Samples of length {length} and below were not measured: {found}."
             notes.append(Note("lengths-not-measured", text))
             break
         samples, rate, own_rate = found
@@ -142,7 +142,7 @@ def _looked_at(
     """
     own = plan.batch_size
     if not is_first and any(workers.ask(_out_of_time)):
-        return "the time limit was over"
+        return "the time limit ended"
     own_rate = _rate(plan, workers, own)
     if own_rate is None:
         return f"a step of {own} of them ran out of memory"
@@ -181,7 +181,7 @@ def _is_split(worker: Worker) -> bool:
 
 
 def _ranks(worker: Worker, plan: Plan, n: int) -> tuple[int, ...]:
-    """Return the batch sizes of the DDP ranks that this process measures. Empty for a lone device, which is no rank."""
+    """Return the batch sizes of the DDP ranks that this process measures. Empty for a single device."""
     ranks = tuple(rank.batch_size for rank in plan.ddp.ranks)
     if worker.job.several:
         ranks = (ranks[worker.peers.rank],)

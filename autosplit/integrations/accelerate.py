@@ -85,8 +85,9 @@ class SharesLoader(DataLoaderShard):
         ends = [0, *itertools.accumulate(len(step.micro_batch_sizes) for step in schedule)]
         if num_batches not in ends:
             raise InputError(
-                f"num_batches is {num_batches}; expected the end of an optimizer step, of "
-                f"{self.share.accumulation_steps} micro-batches each, and {ends[-1]} in an epoch; resume from one",
+                f"num_batches is {num_batches}. Expected the end of an optimizer step. A step has "
+                f"{self.share.accumulation_steps} micro-batches, and an epoch {ends[-1]}. Resume from the end of a "
+                "step.",
                 code="skipped-batches",
             )
         self._consumed = sum(step.num_samples for step in schedule[: ends.index(num_batches)])
@@ -240,7 +241,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model. Wrap it in `BalancedDataParallel` if one process has several devices."""
         if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
-            self.share.tell_of_other_model(model, stacklevel=5)  # through prepare
+            self.share.tell_of_other_model(model, stacklevel=5)  # `prepare` calls this method
             self.share.checkpoint(model)
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # accelerate prepares the wrapper instead of the model, for example with autocast.
@@ -288,7 +289,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.share is None:
             raise InputError(
-                "there is no plan; expected one whose shares are meant; pass plan= to the Accelerator",
+                "There is no plan, so there is no split of the batch. Pass plan= to the Accelerator.",
                 code="no-plan-given",
             )
         if self._weighs_samples:
@@ -336,7 +337,7 @@ class Accelerator(accelerate.Accelerator):
         if self._own_loss is not None:
             asked, self._own_loss = self._own_loss, None
             asked.end()
-            assert self.share is not None, "or no micro-batch would be at"
+            assert self.share is not None, "a position belongs to a micro-batch"
             self.share.refuse_uncounted_batchnorms(
                 self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
             )
@@ -393,7 +394,7 @@ class Accelerator(accelerate.Accelerator):
         reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
         is_other = torch.tensor([int(bool(reason))], device=self.device)
         if int(super().gather(is_other).max()):
-            text = reason or "In another process the loss is no mean over samples. Pass count= to the Accelerator."
+            text = reason or "In another process the loss is not a mean over samples. Pass count= to the Accelerator."
             raise InputError(f"{text} Without it, micro-batches are weighted by their samples.", code="loss-not-a-mean")
 
     def _drop_gradients(self) -> None:
@@ -449,8 +450,8 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
     if not plugin.sync_with_dataloader:
         raise InputError(
-            "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
-            "optimizer step ends with the epoch; leave it out",
+            "The gradient_accumulation_plugin has sync_with_dataloader=False. Expected True, because the last "
+            "optimizer step of an epoch ends with the epoch. Leave it out.",
             code="accelerate-sync-with-dataloader",
         )
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
@@ -471,8 +472,9 @@ def _tell_of_check(plan: Plan) -> None:
     if found is not None:
         advice = printable(found.advice, longest=300).rstrip(".")
         warnings.warn(
-            f"The plan was made with a loss that is no mean over samples ({advice}), but accelerate weights "
-            "micro-batches by their samples. Pass count= to the Accelerator, or tune a sum with loss_reduction='sum'.",
+            f"The plan was made with a loss that is not a mean over samples ({advice}), but accelerate weights "
+            "micro-batches by their samples. Pass count= to the Accelerator, or tune a sum with "
+            "loss_reduction='sum'.",
             UnevenLossWarning,
             stacklevel=2,
         )
@@ -485,12 +487,12 @@ def _refuse_without_shares(loader: Any) -> None:
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     if isinstance(inner, MarkingBatchSampler):
         raise InputError(
-            "the loader was made by accelerate.skip_first_batches, which knows no shares; expected the Accelerator's "
-            "own; write accelerator.skip_first_batches(loader, n)",
+            "The loader was made by accelerate.skip_first_batches, which does not split batches by the plan. Call "
+            "accelerator.skip_first_batches(loader, n) instead.",
             code="accelerate-skip-first-batches",
         )
     raise InputError(
-        "the loss is of a loader that does not shuffle, of which accelerate gives every process as much; expected one "
-        "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare",
+        "The loss comes from a loader that does not shuffle. accelerate gives every process equally many of its "
+        "samples, but the plan does not. Pass accelerator.shares_of(loader) to prepare.",
         code="loader-without-split",
     )

@@ -80,7 +80,7 @@ def refuse_sum(is_sum: bool) -> None:
     """Raise InputError if the loss is a sum."""
     if is_sum:
         raise InputError(
-            "noise_scale is given, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "
-            "and train with one, or leave noise_scale out",
+            "noise_scale is given, but the loss is a sum. Expected a mean, because the noise scale is defined for "
+            "its gradient. Tune and train with a mean, or leave noise_scale out.",
             code="noise-scale-sum",
         )

@@ -144,9 +144,9 @@ class SharesLoader:
         resumes, self._resumes = self._resumes, False
         if (begin and not resumes) or not first <= begin < max(after, first + 1):
             raise InputError(
-                f"Lightning goes on after {begin} micro-batches of the epoch, and the loader after {first}: the "
-                "checkpoint was made without this plan; expected one of the same plan, or of an epoch's end; resume "
-                "from such a one, or load the weights alone",
+                f"Lightning continues after {begin} micro-batches of the epoch, but the loader after {first}: the "
+                "checkpoint was made without this plan. Expected a checkpoint of the same plan, or from the end of "
+                "an epoch. Resume from such a checkpoint, or load only the weights.",
                 code="lightning-position",
             )
         return begin
@@ -216,9 +216,9 @@ class Shares(lightning.pytorch.Callback):
             tell_of_no_plan()
         elif self.share.wraps:
             raise PlanError(
-                f"the plan splits a batch over {len(self.share.plan.devices)} devices of one process, which Lightning "
-                "has no strategy for; expected a plan for one device, or a process for each; tune with strategy='ddp' "
-                "and start the script with autosplit launch",
+                f"The plan splits a batch over {len(self.share.plan.devices)} devices of one process, and Lightning "
+                "has no strategy for that. Expected a plan for one device, or one process per device. Tune with "
+                "strategy='ddp' and start the script with autosplit launch.",
                 code="lightning-several-devices",
             )
 
@@ -273,13 +273,13 @@ class Shares(lightning.pytorch.Callback):
             return
         if not pl_module.automatic_optimization:
             raise InputError(
-                "automatic_optimization is False; expected it True, because Lightning says nowhere else when an "
-                "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours",
+                "automatic_optimization is False. Expected True, because Lightning does not report the end of an "
+                "optimizer step otherwise. Set it to True, or write the training loop with autosplit.ddp.",
                 code="lightning-manual-optimization",
             )
         let_go_of_group_last(trainer.strategy.model)
         self._find_loader(trainer)
-        assert self._loader is not None, "it was found"
+        assert self._loader is not None, "`setup` sets it"
         self.share.refuse_uncounted_batchnorms(pl_module, self._loader.batch_sampler)
         if self._count is None and self._scope != "ranks":
             self._finding = self._agreed_finding(trainer, pl_module)
@@ -306,9 +306,9 @@ class Shares(lightning.pytorch.Callback):
             return
         if trainer.accumulate_grad_batches != self.share.accumulation_steps:
             raise InputError(
-                f"accumulate_grad_batches was set to {trainer.accumulate_grad_batches}; expected the plan's "
-                f"{self.share.accumulation_steps} in every epoch; leave out what sets it, such as a "
-                "GradientAccumulationScheduler",
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}. Expected the plan's "
+                f"{self.share.accumulation_steps} in every epoch. Remove the code that sets it, such as a "
+                "GradientAccumulationScheduler.",
                 code="lightning-accumulation",
             )
         self._at = self._loader.walked[batch_idx]
@@ -338,8 +338,8 @@ class Shares(lightning.pytorch.Callback):
         loader = trainer.train_dataloader
         if not isinstance(loader, SharesLoader):
             raise InputError(
-                f"the training loader is a {type(loader).__name__}; expected one that hands out the plan's shares; "
-                "pass shares.loader(loader), or shares.data(datamodule)",
+                f"The training loader is a {type(loader).__name__}. Expected a loader that splits batches by the "
+                "plan. Pass shares.loader(loader), or shares.data(datamodule).",
                 code="lightning-loader",
             )
         loader.follow(trainer)
@@ -349,8 +349,8 @@ class Shares(lightning.pytorch.Callback):
 
     def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
         """Infer what the loss is a mean over. All processes use the result of process 0."""
-        assert self._loader is not None, "it was found"
-        assert self.share is not None, "without a plan nothing is weighed"
+        assert self._loader is not None, "`setup` sets it"
+        assert self.share is not None, "without a plan, losses are not weighted"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"
 
         def loss_of(rows: Any) -> torch.Tensor:

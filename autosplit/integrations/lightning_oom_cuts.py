@@ -59,7 +59,7 @@ class CutSteps:
     def run(self, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a training step with its backward. Cut it into two parts if it runs out of memory."""
         at, trainer = self.at, module.trainer
-        assert at is not None, "the micro-batch has begun"
+        assert at is not None, "a micro-batch sets it"
         if at.position == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -88,8 +88,8 @@ def _loss_of(outputs: Any) -> Tensor:
     loss: Any = outputs["loss"] if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
         raise InputError(
-            f"training_step returned a {type(outputs).__name__}; expected its loss, or a dict with it: on_oom='cut' "
-            "runs every micro-batch; return one, or leave on_oom out",
+            f"training_step returned a {type(outputs).__name__}. Expected its loss, or a dict with the loss, "
+            "because on_oom='cut' must run every micro-batch. Return a loss, or leave on_oom out.",
             code="lightning-training-step",
         )
     return loss
@@ -118,7 +118,7 @@ def refuse_no_mixin(module: Any) -> None:
     if not isinstance(module, CutMixin):
         name = type(module).__name__
         raise InputError(
-            f"on_oom is 'cut', and the module is a {name}; expected one whose training step runs in parts; derive it "
-            f"as class {name}(CutMixin, lightning.LightningModule), or leave on_oom out",
+            f"on_oom is 'cut', and the module is a {name}, whose training step can't run in parts. Declare it as "
+            f"class {name}(CutMixin, lightning.LightningModule), or leave on_oom out.",
             code="lightning-cut-mixin",
         )

@@ -77,8 +77,8 @@ def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tens
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise InputError(
-            f"training_step returned a {type(loss).__name__} for its loss; expected a tensor, or a mapping with "
-            "one under 'loss'; a step that is skipped can't be measured",
+            f"training_step returned a {type(loss).__name__} as its loss. Expected a tensor, or a mapping with a "
+            "tensor under 'loss'. A skipped step can't be measured.",
             code="lightning-step-loss",
         )
     return loss
@@ -143,25 +143,25 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
 def _refuse_unlike(module: Any, trainer: Any) -> None:
     if not isinstance(module, lightning.pytorch.LightningModule):
         raise InputError(
-            f"module is a {type(module).__name__}; expected a lightning.pytorch.LightningModule; of another module "
-            "make a Workload(model, sample_batch)",
+            f"module is a {type(module).__name__}. Expected a lightning.pytorch.LightningModule. For another "
+            "module, use Workload(model, sample_batch).",
             code="lightning-module",
         )
     if not module.automatic_optimization:
         raise InputError(
-            "automatic_optimization is False; expected it True, because an optimizer step is then the module's own "
-            "secret; write it as Workload(models, batch, step=...)",
+            "automatic_optimization is False. Expected True, because only the module knows its optimizer steps "
+            "otherwise. Use Workload(models, batch, step=...).",
             code="lightning-workload-manual-optimization",
         )
     if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
         raise InputError(
-            f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none",
+            f"trainer is a {type(trainer).__name__}. Expected a lightning.pytorch.Trainer or None.",
             code="lightning-trainer",
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InputError(
-            "training_step takes the iterator of its loader; expected a batch, of which other sizes can be made; take "
-            "training_step(self, batch, batch_idx)",
+            "training_step takes the iterator of its loader. Expected a batch, because autosplit makes batches of "
+            "other sizes from it. Declare training_step(self, batch, batch_idx).",
             code="lightning-iterator",
         )
 
@@ -179,8 +179,8 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
             loader = _asking_for_trainer(owner.train_dataloader, "train_dataloader")
         if loader is None or isinstance(loader, (Mapping, list, tuple, CombinedLoader)):
             raise InputError(
-                f"the training loader is a {type(loader).__name__}; expected one loader, of whose batches other sizes "
-                "can be made; pass the loader that the memory depends on",
+                f"The training loader is a {type(loader).__name__}. Expected a single loader, because autosplit "
+                "makes batches of other sizes from its batches. Pass the loader that determines the memory.",
                 code="lightning-several-loaders",
             )
         batch = largest_batch(loader, batches, batch_dim)
@@ -214,8 +214,8 @@ def _optimizer_of(configured: Any) -> Optimizer:
     if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
         kinds = ", ".join(type(one).__name__ for one in optimizers) or "nothing"
         raise InputError(
-            f"configure_optimizers returned {kinds}; expected one torch.optim.Optimizer, with or without its "
-            "scheduler; pass optimizer= for another",
+            f"configure_optimizers returned {kinds}. Expected one torch.optim.Optimizer, with or without a "
+            "scheduler. Pass optimizer= for other optimizers.",
             code="lightning-optimizers",
         )
     return optimizers[0]
@@ -225,8 +225,8 @@ def _precision_of(trainer: Any) -> str:
     named = str(trainer.precision)
     if named not in PRECISIONS:
         raise InputError(
-            f"the Trainer's precision is {named!r}; expected one of {', '.join(map(repr, PRECISIONS))}; convert the "
-            "module itself and pass precision='none'",
+            f"The Trainer's precision is {named!r}. Expected one of {', '.join(map(repr, PRECISIONS))}. Convert the "
+            "module yourself and pass precision='none'.",
             code="lightning-precision",
         )
     return PRECISIONS[named]
@@ -239,7 +239,8 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
         if "is not attached to a `Trainer`" not in str(error):
             raise
         raise InputError(
-            f"{name} asks for self.trainer; expected one to be given; pass trainer= of the Trainer that is to train it",
+            f"{name} uses self.trainer, but there is no Trainer. Pass trainer=, the Trainer that will train the "
+            "module.",
             code="lightning-needs-trainer",
         ) from error
 

@@ -19,8 +19,8 @@ from autosplit.errors import InputError
 from autosplit.integrations.weighted_backward import Weighed
 
 _CURE = (
-    "write `with accelerator.accumulate(model):` around each micro-batch, with optimizer.step() in it every time, and "
-    "divide no loss: accelerator.backward weights it"
+    "write `with accelerator.accumulate(model):` around each micro-batch, with optimizer.step() in it every time, "
+    "and do not divide the loss, because accelerator.backward weights it"
 )
 
 
@@ -100,16 +100,17 @@ class LoopPosition:
             self._iteration = iteration
         elif iteration != self._iteration:
             raise InputError(
-                f"batch {one.position + 1} of an optimizer step was drawn after one of another loader; expected the "
-                f"{one.length} of a step after each other; finish a loader's step before another is drawn from",
+                f"Batch {one.position + 1} of an optimizer step was drawn after a batch of another loader. Expected "
+                f"the {one.length} batches of a step without others between them. Finish the step of one loader "
+                "before you draw from another.",
                 code="loaders-interleaved",
             )
         if self._is_ahead and self._drawn:
             raise InputError(
-                f"a batch was drawn while {len(self._drawn)} of the optimizer step's {self._drawn[0].length} are yet "
-                "to run; expected all of a step before its first backward, or one before each; draw "
-                "accelerator.gradient_accumulation_steps of them at once, and skip none (to resume: "
-                "accelerator.skip_first_batches)",
+                f"A batch was drawn while {len(self._drawn)} of the optimizer step's {self._drawn[0].length} "
+                "batches had not run. Draw all accelerator.gradient_accumulation_steps batches of a step before "
+                "its first backward, or one before each backward. Skip no batch (to resume: "
+                "accelerator.skip_first_batches).",
                 code="batches-drawn-early",
             )
         self._is_ahead = False
@@ -137,8 +138,8 @@ class LoopPosition:
                 self._advance(entered=False)
             elif self._is_ahead and self._has_run:
                 raise InputError(
-                    "there were more backwards than batches drawn for this optimizer step; expected one for each; add "
-                    "up the losses of a batch before accelerator.backward",
+                    "There were more backwards than batches drawn for this optimizer step. Expected one backward "
+                    "per batch. Add up the losses of a batch before accelerator.backward.",
                     code="too-many-backwards",
                 )
         self._has_run = True
@@ -158,16 +159,16 @@ class LoopPosition:
         behind = not self._is_within and bool(self._drawn) and not self._is_ahead
         if not runs and (behind or not self._has_run):
             raise InputError(
-                "optimizer.step() was called after a batch that accelerator.backward has not run; expected it, because "
-                "it weights the loss by the plan's shares; write accelerator.backward(loss) for loss.backward()",
+                "optimizer.step() was called after a batch without accelerator.backward, which weights the loss by "
+                "the plan's split. Write accelerator.backward(loss) instead of loss.backward().",
                 code="step-before-backward",
             )
-        assert self._at is not None, "it has run"
+        assert self._at is not None, "`run` sets it"
         if self._steps_seldom and not self._was_entered and not self._at.ends_step:
             raise InputError(
-                f"optimizer.step() was called after {self._at.position + 1} micro-batches, and the plan's step has "
-                f"{self._at.length}; expected it after the last; count by accelerator.gradient_accumulation_steps, or "
-                f"{_CURE}",
+                f"optimizer.step() was called after {self._at.position + 1} micro-batches, but the plan's step has "
+                f"{self._at.length}. Call it after the last one: count to accelerator.gradient_accumulation_steps, "
+                f"or {_CURE}.",
                 code="step-too-early",
             )
         self._has_stepped = True
@@ -178,9 +179,9 @@ class LoopPosition:
             self._is_ahead = one.position == 0 and len(self._drawn) == one.length
             if not self._is_ahead:
                 raise InputError(
-                    f"{len(self._drawn)} batches were drawn, and the first of them is yet to run; expected one drawn "
-                    f"before each backward, or the {one.length} of an optimizer step before the first; draw from one "
-                    "loader, and skip none (to resume: accelerator.skip_first_batches)",
+                    f"{len(self._drawn)} batches were drawn, and the first has not run. Draw one batch before each "
+                    f"backward, or all {one.length} of an optimizer step before the first backward. Draw from one "
+                    "loader, and skip no batch (to resume: accelerator.skip_first_batches).",
                     code="batches-drawn-ahead",
                 )
         self._check_before()
@@ -196,8 +197,8 @@ class LoopPosition:
         if self._at.ends_step:
             if not self._has_stepped:
                 raise InputError(
-                    f"the plan's step of {self._at.length} micro-batches has ended without optimizer.step(); expected "
-                    f"it after the last of them; count by accelerator.gradient_accumulation_steps, or {_CURE}",
+                    f"The plan's step of {self._at.length} micro-batches ended without optimizer.step(). Call it "
+                    f"after the last one: count to accelerator.gradient_accumulation_steps, or {_CURE}.",
                     code="step-missing",
                 )
             return
@@ -205,8 +206,9 @@ class LoopPosition:
         self._steps_seldom |= not self._has_stepped
         if self._steps_seldom and (self._steps_always or not self._divides):
             raise InputError(
-                "the loop accumulates by hand: there was a backward without optimizer.step(), outside of "
-                "accelerator.accumulate, and a loss that it divides would be divided twice; expected accumulate(); "
-                f"{_CURE}; or, of a loop that divides none, pass gradient_accumulation_steps= to the Accelerator",
+                "The loop accumulates gradients itself: there was a backward without optimizer.step(), outside of "
+                "accelerator.accumulate. If the loop divides the loss, the loss would be divided twice. Use "
+                f"accumulate(): {_CURE}. If the loop divides no loss, pass gradient_accumulation_steps= to the "
+                "Accelerator.",
                 code="accumulated-by-hand",
             )

@@ -65,9 +65,9 @@ class CutBatches:
                 attempt: Attempt | None = self._attempt
                 if attempt is None:
                     raise InputError(
-                        "on_oom is 'cut', and a batch was drawn before the one before it had run; expected each drawn "
-                        "when it is its turn, because one that does not fit is drawn again in parts; write `with "
-                        "accelerator.accumulate(model):` around each",
+                        "on_oom is 'cut', and a batch was drawn before the previous batch had run. Draw each batch "
+                        "only when it runs, because a batch that does not fit is drawn again in parts. Write `with "
+                        "accelerator.accumulate(model):` around each.",
                         code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:
@@ -96,8 +96,9 @@ class CutBatches:
         """Run a micro-batch's backward. After the last backward of a step, average the gradients over the processes."""
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
-                "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice in "
-                "it; expected once within each accumulate(), which may run a micro-batch in parts; add the losses up",
+                "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice "
+                "in it. Expected one call in each accumulate(), which may run a micro-batch in parts. Add the "
+                "losses up.",
                 code="backward-outside-accumulate",
             )
         self._attempt.backward(run, loss)
@@ -108,7 +109,7 @@ class CutBatches:
 def refuse_gathering() -> None:
     """Raise InputError for collectives within an optimizer step. Some processes may run extra micro-batches there."""
     raise InputError(
-        "on_oom is 'cut', and the processes gather amid an optimizer step, of which each may run as many parts as it "
-        "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it",
+        "on_oom is 'cut', and the processes gather inside an optimizer step, in which each may run its own number "
+        "of parts. Call accelerator.gather when accelerator.sync_gradients is True, or after the epoch.",
         code="gather-inside-step",
     )

@@ -40,9 +40,9 @@ class OwnLoss:
         self._hook.remove()
         if self._kept is not None and "num_items_in_batch" in self._kept[0]:
             raise InputError(
-                "the model is given num_items_in_batch, by which the loop weights its losses itself, and "
-                "accelerator.backward does so by the plan's shares; expected one of them; leave it out, with the "
-                "factors of the loss that go with it, and pass count= to the Accelerator",
+                "The model gets num_items_in_batch, so the loop weights its losses itself, but "
+                "accelerator.backward weights them by the plan's split. Leave num_items_in_batch and its factors "
+                "of the loss out, and pass count= to the Accelerator.",
                 code="num-items-in-batch",
             )
 
@@ -67,9 +67,9 @@ class OwnLoss:
             return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
         if reading.kind == "unknown":
             warnings.warn(
-                f"What the loss is a mean over could not be examined: it is {reading.text}, and the model did not "
-                "compute it. It is weighted as a mean over samples. If it is anything else, pass count= to the "
-                "Accelerator: a function that returns what the mean loss of a batch divides by.",
+                f"autosplit could not determine which mean the loss is: it is {reading.text}, and the model did not "
+                "compute it. autosplit weights it as a mean over samples. If it is another mean, pass count= to "
+                "the Accelerator: a function that returns the divisor of a batch's mean loss.",
                 UnevenLossWarning,
                 stacklevel=5,
             )
@@ -111,7 +111,7 @@ def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
         batch = loader.collate_fn(samples)
         if not isinstance(batch, Mapping) or not kwargs.keys() <= batch.keys():
             raise WorkloadError(
-                "the model's arguments can't be cut, and are not what the loader's collator returns",
+                "The model's arguments can't be cut, and the loader's collator does not return them",
                 code="arguments-not-collated",
             )
         return {name: batch[name] for name in kwargs}
@@ -138,8 +138,8 @@ def doubt_sum(loss: torch.Tensor) -> None:
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
         warnings.warn(
-            f"the loss ends in a sum ({type(last).__name__}), and the plan weights it as a mean over samples; expected "
-            "a mean; take one, or tune with loss_reduction='sum'",
+            f"The loss ends in a sum ({type(last).__name__}), but the plan weights it as a mean over samples. Use a "
+            "mean, or tune with loss_reduction='sum'.",
             UnevenLossWarning,
             stacklevel=4,
         )

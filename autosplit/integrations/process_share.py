@@ -124,10 +124,10 @@ class Share:
             shares = short_split(last, self.batch_sizes)
             if 0 in shares:
                 raise InputError(
-                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}, "
-                    "and the model has BatchNorms, whose statistics would count what a process runs that has none; "
-                    "expected a sample or more for each process; leave out a short last step (drop_last), "
-                    "tune for another effective batch size, or train with autosplit.ddp, which keeps it out of them",
+                    f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
+                    f"{shares}. A process without samples runs another process's sample, and the model's BatchNorms "
+                    "would count it. Drop a short last step (drop_last), tune for another effective batch size, or "
+                    "train with autosplit.ddp, which does not count it.",
                     code="batchnorm-process-without-samples",
                 )
 
@@ -146,8 +146,8 @@ class Share:
         """
         if precision != self.plan.precision:
             warnings.warn(
-                f"the plan is for precision {self.plan.precision!r}, and the arguments say {precision}: its batch "
-                f"sizes may not fit or may be slow; set {setting}, or tune with the other",
+                f"The plan is for precision {self.plan.precision!r}, but the arguments set {precision}. Its batch "
+                f"sizes may not fit, or may be slow. Set {setting}, or tune with the other precision.",
                 stacklevel=stacklevel,
             )
 
@@ -172,19 +172,19 @@ class Share:
         """
         if num_processes != self.num_processes:
             raise PlanError(
-                f"{tool} runs {_processes(num_processes)}, and the plan is for {_processes(self.num_processes)}; "
-                "expected the same, or each would train a model of its own; start the script with autosplit launch, "
-                f"and leave the number to it (Lightning: devices={self.num_processes}; accelerate: no PartialState "
-                "before the Accelerator)",
+                f"{tool} runs {_processes(num_processes)}, but the plan is for {_processes(self.num_processes)}. "
+                "With another number, each process would train a separate model. Start the script with autosplit "
+                f"launch, which sets the number (Lightning: devices={self.num_processes}; accelerate: no "
+                "PartialState before the Accelerator).",
                 code="process-count",
             )
         wanted = self.device
         same_index = None in {wanted.index, device.index} or wanted.index == device.index
         if wanted.type != device.type or not same_index:
             raise DeviceError(
-                f"{tool} computes on {device} in process {self.place.rank}, and the plan's share of {self.batch_size} "
-                f"samples is for {wanted}; expected the same; set CUDA_VISIBLE_DEVICES to the plan's cards in its "
-                "order, or tune for the devices that are here",
+                f"{tool} uses {device} in process {self.place.rank}, but the plan's {self.batch_size} samples of "
+                f"this process are for {wanted}. Set CUDA_VISIBLE_DEVICES to the plan's GPUs in the plan's order, "
+                "or tune for the devices of this machine.",
                 code="process-device",
             )
 
@@ -196,9 +196,9 @@ def share_of(plan: Plan, place: Place) -> Share:
         count = len(plan.ddp.ranks)
         if count != place.world_size:
             raise PlanError(
-                f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
-                f"for each rank; start it with autosplit launch SCRIPT or torchrun "
-                f"--nproc-per-node {count} SCRIPT, or tune for the devices of this job",
+                f"The plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}. Expected one "
+                f"process per rank. Start the job with autosplit launch SCRIPT or torchrun --nproc-per-node {count} "
+                "SCRIPT, or tune for the devices of this job.",
                 code="world-size",
             )
         ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
@@ -207,8 +207,8 @@ def share_of(plan: Plan, place: Place) -> Share:
     refuse_simulated(plan, "train on")
     if plan.region is None and len(plan.devices) > 1:
         raise PlanError(
-            f"the plan is for {len(plan.devices)} processes, and this is one; expected a job; start the script with "
-            "autosplit launch, or tune with strategy='balanced'",
+            f"The plan is for {len(plan.devices)} processes, but there is only this one. Start the script with "
+            "autosplit launch, or tune with strategy='balanced'.",
             code="plan-needs-several-processes",
         )
     return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
@@ -228,7 +228,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         return share_of(given if isinstance(given, Plan) else Plan.load(given), place)
     if profile is not None:
         raise InputError(
-            f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one",
+            f"plan is {profile!r}. Expected a plan or a plan file. Leave it out to use the saved plan.",
             code="plan-argument",
         )
     if parameters is None:

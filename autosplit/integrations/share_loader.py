@@ -62,8 +62,8 @@ class MarkingCollate:
             return batch
         if not isinstance(batch, Mapping):
             raise InputError(
-                f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
-                "a process without a share of the short last step has to mark it; return a dict, or set drop_last",
+                f"The collator returned a {type(batch).__name__}. Expected a mapping, because a process without "
+                "samples in the short last step has to mark its batch. Return a dict, or set drop_last.",
                 code="collator-type",
             )
         return {**batch, MARK: 0}

@@ -144,7 +144,7 @@ class SharesMixin(Mixed):
             tell_of_no_plan()
         elif training_args is None:
             raise InputError(
-                "args is not given; expected TrainingArguments, which the plan's numbers go into; pass args=",
+                "args is not given. Expected TrainingArguments, because the plan sets some of them. Pass args=.",
                 code="trainer-arguments-missing",
             )
         else:
@@ -221,7 +221,7 @@ class SharesMixin(Mixed):
         return count_by(self._rule or "samples", batch, samples)
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
-        assert self.share is not None, "without a plan nothing is counted"
+        assert self.share is not None, "only called with a plan"
         return numbers if self.share.num_processes == 1 else totals_over_ranks(numbers, self.args.device)
 
     def _weights_over_ranks(self, batches: list[Any], samples: list[int | None]) -> list[float]:
@@ -269,7 +269,7 @@ class SharesMixin(Mixed):
     def _run_in_parts(
         self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any, items: float
     ) -> torch.Tensor:
-        assert self._cuts is not None, "without it nothing is cut"
+        assert self._cuts is not None, "only called with on_oom='cut'"
         counts_whole = self._rule in (SUM, _ITEMS)
         self._cuts.count = partial(self._count_of, samples=None) if not counts_whole else partial(count_by, "samples")
         size = counted(self._cuts.count, inputs) if weight else 0
@@ -357,13 +357,13 @@ class SharesMixin(Mixed):
     def _recorded(self, loss: torch.Tensor, items: float, model: nn.Module) -> AbstractContextManager[None]:
         if self._norms is None or not items:
             return nullcontext()
-        assert self.share is not None, "without a plan no norm is taken"
+        assert self.share is not None, "only called with a plan"
         weight = items * self.share.num_processes / self._total
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_finding(self) -> Finding:
         """Infer what the model's loss is a mean over. All processes use the result of process 0."""
-        assert self.share is not None, "without a plan nothing is weighed"
+        assert self.share is not None, "only called with a plan"
         found = [self._found()]
         if self.share.num_processes > 1:
             broadcast_object_list(found)
@@ -453,8 +453,8 @@ def _refuse_unfit(args: Any) -> None:
     for name, value in asked.items():
         if value:
             raise InputError(
-                f"{name} is {getattr(args, name)!r}; expected it off, because a plan's shares are drawn from one order "
-                "of all samples and trained by DDP; leave it out, or train without a plan",
+                f"{name} is {getattr(args, name)!r}. Expected it to be off, because the plan splits one order of "
+                "all samples and trains with DDP. Leave it out, or train without a plan.",
                 code="trainer-option",
             )
 

@@ -101,8 +101,8 @@ class WatchedParameter:
         """
         if self.is_changed() and not may_update:
             raise InputError(
-                f"Parameters were changed in the backward of {place}, for example by an optimizer that steps in a "
-                "gradient hook. Each micro-batch would be an update of its own. Step after the inner loop, or train "
+                f"Parameters changed in the backward of {place}, for example by an optimizer that steps in a "
+                "gradient hook. Each micro-batch would be a separate update. Step after the inner loop, or train "
                 "with accumulation_steps=1.",
                 code="update-inside-backward",
             )
@@ -112,4 +112,4 @@ class WatchedParameter:
         """Describe the change since `end_backward` for an error message. Return "" if there was no change."""
         if self.is_changed():
             return "parameters were changed"
-        return "gradients were thrown away" if self.has_gradient and self.parameter.grad is None else ""
+        return "gradients were discarded" if self.has_gradient and self.parameter.grad is None else ""

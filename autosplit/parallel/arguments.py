@@ -20,12 +20,12 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
         return
     if isinstance(gpu0_bsz, nn.Module):
         raise InputError(
-            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}; expected the samples of the first "
-            "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)",
+            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}. Expected the samples of the "
+            "first device or None, and then the module. Write BalancedDataParallel(None, module, device_ids).",
             code="arguments-order",
         )
     raise InputError(
-        f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)",
+        f"module is {module!r:.80}. Expected an nn.Module. Write BalancedDataParallel(gpu0_bsz, module, device_ids).",
         code="module-type",
     )
 
@@ -34,8 +34,8 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
     """Raise WorkloadError if an argument of a call is a PackedSequence."""
     if any(isinstance(value, PackedSequence) for value in values):
         raise WorkloadError(
-            "an argument is a PackedSequence, whose time steps lie one after the other over all samples; expected a "
-            "tensor with the batch in one dimension; pass the padded tensor and its lengths; pack inside the module",
+            "An argument is a PackedSequence, which can't be cut by samples: it concatenates the time steps of all "
+            "samples. Pass the padded tensor and its lengths, and pack inside the module.",
             code="packed-sequence",
         )
 
@@ -46,16 +46,17 @@ def refuse_compiled(module: nn.Module) -> None:
     # would all run with the weights of device 0.
     for name, part in module.named_modules():
         if is_compiled(part):
-            what = "the module is" if not name else f"its part {name} is"
+            what = "The module is" if not name else f"Its part {name} is"
             raise InputError(
-                f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "
-                "the wrapper: torch.compile(BalancedDataParallel(...))",
+                f"{what} a compiled {type(part).__name__}. Expected an eager module. Wrap the eager module and "
+                "compile the wrapper: torch.compile(BalancedDataParallel(...)).",
                 code="module-compiled",
             )
     scripted = scripted_part(module)
     if scripted is not None:
         raise InputError(
-            f"of the module, {scripted}; expected a Python module; wrap the one that was scripted or traced",
+            f"The module can't be replicated: {scripted}. Expected a Python module. Wrap the module before "
+            "scripting or tracing.",
             code="module-scripted",
         )
 
@@ -67,7 +68,7 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
         return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
     if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
         raise DeviceError(
-            f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]",
+            f"device_ids is {device_ids!r:.80}. Expected a list of devices. Write [{device_ids!r:.80}].",
             code="device-ids-type",
         )
     devices = tuple(map(_device_named, device_ids))
@@ -75,7 +76,8 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
     here = accelerator_kind()
     if len(kinds) > 1 or not kinds <= {"cuda", "cpu", here}:
         raise DeviceError(
-            f"device_ids are {[str(d) for d in devices]}; expected all of them {here or 'cuda'}, or all of them cpu",
+            f"device_ids are {[str(d) for d in devices]}. Expected either only {here or 'cuda'} devices or only cpu "
+            "devices.",
             code="device-ids-mixed",
         )
     if kinds == {"cuda"} and here is None:
@@ -88,7 +90,8 @@ def _device_named(item: Any) -> torch.device:
         return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
     except (RuntimeError, TypeError):
         raise DeviceError(
-            f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()",
+            f"A device is {item!r:.80}. Expected the number of a GPU, 'cuda:1', or 'cpu'. autosplit.list_devices() "
+            "lists them.",
             code="device-item",
         ) from None
 
@@ -102,8 +105,8 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
     place = _indexed(_device_named("cpu" if isinstance(given, int) and given < 0 else given))
     if place.type != first.type:
         raise DeviceError(
-            f"output_device is {given!r}; expected a device of the kind of {first}, where the loss is computed; "
-            "leave it out, and call .cpu() on what comes back",
+            f"output_device is {given!r}. Expected the same device type as {first}, because the loss is computed "
+            "there. Leave it out, and call .cpu() on the output.",
             code="output-device",
         )
     return place

@@ -165,20 +165,18 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         gpu0_bsz = None if gpu0_bsz is None else whole_number("gpu0_bsz", gpu0_bsz)
         sizes = self._checked_sizes("split", split)
         if sizes is not None and not any(sizes):
-            raise InputError(
-                f"split is {sizes}; expected at least one sample on one device; raise one", code="split-empty"
-            )
+            raise InputError(f"split is {sizes}. Expected at least one sample on one device.", code="split-empty")
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
             raise InputError(
-                f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}; expected the same; leave one out",
+                f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}. Expected equal numbers. Leave one of them out.",
                 code="gpu0-bsz-differs",
             )
         if sizes is not None and self.ceilings is not None:
             for index, (size, ceiling) in enumerate(zip(sizes, self.ceilings, strict=True)):
                 if size > ceiling:
                     raise InputError(
-                        f"split[{index}] is {size}, above that device's ceiling of {ceiling}; "
-                        "lower the share, or raise the ceiling if the device really holds it",
+                        f"split[{index}] is {size}, above that device's ceiling of {ceiling}. Reduce it, or raise "
+                        "the ceiling if the batch does fit on the device.",
                         code="split-above-ceiling",
                     )
         self._split = sizes
@@ -249,9 +247,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if _NORM_NEEDS_TWO not in str(error):
                 raise
             raise WorkloadError(
-                f"a share of 1 sample ({_NORM_NEEDS_TWO} when training, says BatchNorm); the batch of {batch_size} is "
-                f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
-                "last batch (drop_last=True), or take a norm that does not look at the batch",
+                f"A device got 1 sample ({_NORM_NEEDS_TWO} when training, raised by BatchNorm). The batch of "
+                f"{batch_size} is split {sizes}. Expected 0 or at least 2 samples on each device. Choose another "
+                "split, drop the short last batch (drop_last=True), or use a norm that does not depend on the "
+                "batch.",
                 code="batchnorm-single-sample",
             ) from error
         seen = self._seen[self.module.training]
@@ -356,8 +355,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         # Raise outside the except block, because the first error's traceback would keep the outputs in memory.
         place = torch.device(self.output_device)
         raise OutOfMemoryError(
-            f"{place} is out of memory with the outputs of all {batch_size} samples gathered there; give the module "
-            f"its loss, so that only that is gathered, or make the batch smaller. {message}",
+            f"{place} is out of memory with the outputs of all {batch_size} samples gathered there. Compute the "
+            f"loss inside the module, so only the loss is gathered, or use a smaller batch. {message}",
             device=str(place),
             device_index=self.devices.index(place) if place in self.devices else None,
         )
@@ -392,7 +391,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         for name, tensor in itertools.islice(named, 1) if self._checked else named:
             if tensor.device != home:
                 raise DeviceError(
-                    f"{name} is on {tensor.device}; expected the first device, {home}; call .to('{home}') on the model",
+                    f"{name} is on {tensor.device}. Expected the first device, {home}. Call .to('{home}') on the "
+                    "model.",
                     code="module-device",
                 )
         if not self._checked:
@@ -431,8 +431,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         placement = active_placement()
         if placement is not None and len(self.devices) > placement.num_devices:
             raise DeviceError(
-                f"the wrapper has {len(self.devices)} devices, and the budgets around it are for "
-                f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper",
+                f"The wrapper has {len(self.devices)} devices, and the memory budgets are for "
+                f"{placement.num_devices}. Expected equally many. Use the budgets and the wrapper of one plan.",
                 code="budgets-device-count",
             )
         link = Link(torch.device(self.output_device))

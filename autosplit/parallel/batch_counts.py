@@ -24,8 +24,8 @@ def check_loader(loader: Any) -> None:
     is_data_set = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if is_data_set or not isinstance(loader, Iterable):
         raise InputError(
-            f"loader is a {type(loader).__name__}; expected a DataLoader, or another iterable of batches; make one of "
-            "a data set with plan.loader(dataset)",
+            f"loader is a {type(loader).__name__}. Expected a DataLoader, or another iterable of batches. Create "
+            "one with plan.loader(dataset).",
             code="loader-type",
         )
 
@@ -83,8 +83,8 @@ def count_samples(batch: Any) -> int:
     samples = _first_size(batch)
     if samples is None:
         raise InputError(
-            f"a batch is a {type(batch).__name__} without a tensor of one or more dimensions; expected one, whose "
-            "first dimension is the samples; pass count= to say how many samples a batch has",
+            f"A batch is a {type(batch).__name__} without a tensor that has dimensions. Expected a tensor with the "
+            "samples in its first dimension. Pass count=, a function that returns the samples of a batch.",
             code="batch-uncountable",
         )
     return samples

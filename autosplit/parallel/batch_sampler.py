@@ -185,9 +185,9 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             shares = short_split(last, split)
             if any(0 < share < least for share in shares):
                 raise InputError(
-                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
-                    f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
-                    "pass drop_last=True, or take another number of samples",
+                    f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
+                    f"{shares}. Expected 0 or at least {least} on each device, because the plan's BatchNorms need "
+                    "that many. Pass drop_last=True, or use another number of samples.",
                     code="batchnorm-last-forward",
                 )
 
@@ -199,8 +199,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         ):
             if wanted != has:
                 raise InputError(
-                    f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make "
-                    "both from one plan",
+                    f"{name} is {wanted}, but the loader's batch sampler was made for {has}. Expected the same. "
+                    "Make both from one plan.",
                     code="sampler-sizes",
                 )
 
@@ -216,12 +216,12 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
             return
         said = (
-            f"the batch sampler was made for {self.num_samples} samples, and the data set has {len(dataset)}; expected "
-            "as many; pass batch_sampler(len(dataset))"
+            f"The batch sampler was made for {self.num_samples} samples, and the data set has {len(dataset)}. "
+            "Expected equally many. Pass batch_sampler(len(dataset))"
         )
         if len(dataset) < self.num_samples:
             raise InputError(said, code="dataset-size")
-        said += f", or a Subset where the other {len(dataset) - self.num_samples} are not to be trained on"
+        said += f", or a Subset if the other {len(dataset) - self.num_samples} are not for training"
         warnings.warn(said, LeftOutWarning, stacklevel=4)  # points at the caller of plan.steps or ctx.steps
 
     def set_epoch(self, epoch: int) -> None:
@@ -274,15 +274,17 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in known]
         if lacks:
             raise InputError(
-                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that",
+                f"The sampler's state has no {', '.join(lacks)}. Pass the dict that state_dict() returned.",
                 code="sampler-state-lacks",
             )
-        wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
-        wrong += ["batches of like length"] if "batches" in state and "batches" not in facts else []
+        wrong = [
+            f"{name} {shown(state[name])} instead of {facts[name]}" for name in facts if state[name] != facts[name]
+        ]
+        wrong += ["batches of similar length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
-                f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
-                "the sampler as it was, or begin the epoch anew",
+                f"The sampler's state is for another order of samples: {', '.join(wrong)}. Expected the same order. "
+                "Create the sampler with the arguments that it had, or begin a new epoch.",
                 code="sampler-state-differs",
             )
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
@@ -317,15 +319,15 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
             raise InputError(
-                f"samples_consumed is {consumed}, but an epoch has {ends[-1]}; expected samples of the current epoch; "
-                "subtract the finished epochs and pass their number to set_epoch",
+                f"samples_consumed is {consumed}, but an epoch has {ends[-1]}. Expected samples of the current "
+                "epoch. Subtract the finished epochs and pass their number to set_epoch.",
                 code="samples-consumed-range",
             )
         finished = bisect.bisect_right(ends, consumed) - 1
         if ends[finished] != consumed:
             raise InputError(
-                f"samples_consumed is {consumed}; expected the end of an optimizer step; resume from the last finished "
-                f"step, {ends[finished]}",
+                f"samples_consumed is {consumed}. Expected the end of an optimizer step. Resume from the last "
+                f"finished step, {ends[finished]}.",
                 code="samples-consumed-inside-step",
             )
         return finished

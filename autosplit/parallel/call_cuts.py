@@ -46,8 +46,8 @@ class CallCuts:
         for place, leaf in named_call(call):
             if isinstance(leaf, Tensor) and leaf.is_nested:
                 raise WorkloadError(
-                    f"{place} is a nested tensor. autosplit cuts tensors with the batch in one dimension, and lists of "
-                    "tensors: pass leaf.unbind() as a list, or a padded tensor with its lengths.",
+                    f"{place} is a nested tensor. autosplit cuts tensors with the batch in one dimension, and lists "
+                    "of tensors. Pass leaf.unbind() as a list, or a padded tensor with its lengths.",
                     code="nested-tensor",
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):

@@ -24,8 +24,8 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
     lacking = [name for name in names if name not in layers]
     if lacking:
         raise PlanError(
-            f"the plan checkpoints the layer {lacking[0]}, which the {type(model).__name__} does not have; expected "
-            "the model that was tuned, before it is wrapped; pass that, or tune again with this one",
+            f"The plan checkpoints the layer {lacking[0]}, but {type(model).__name__} has no such layer. Expected "
+            "the model that was tuned, before it is wrapped. Pass that model, or tune again with this one.",
             code="checkpointed-layer-missing",
         )
     for name in names:

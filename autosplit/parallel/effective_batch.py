@@ -28,9 +28,9 @@ def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -
         before = step.num_samples
         if found is not None and found != expected:
             warnings.warn(
-                f"The optimizer steps have {found} samples, and the plan's have {expected}. Expected a loader whose "
-                f"batches add up to {expected}: use plan.loader(dataset) or ctx.loader(dataset), or choose another "
-                f"batch size. To train with {found}, tune with effective_batch_size={found}.",
+                f"The optimizer steps have {found} samples, but the plan's have {expected}. Use "
+                "plan.loader(dataset) or ctx.loader(dataset), or choose another batch size in the loader. To train "
+                f"with {found}, tune with effective_batch_size={found}.",
                 EffectiveBatchWarning,
                 stacklevel=stacklevel + 1,
             )

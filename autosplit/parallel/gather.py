@@ -228,7 +228,7 @@ class Gathering:
         if isinstance(first, tuple):
             return False
         if self.cuts_lists:
-            raise self._ambiguous(f"a list of {size} items, whose tensors have {size} rows,", place, "a tuple")
+            raise self._ambiguous(f"a list of {size} items whose tensors have {size} rows", place, "a tuple")
         self._warn_of_list(first, place, "a container of tensors with the batch first")
         return False
 
@@ -242,17 +242,17 @@ class Gathering:
 
     def _ambiguous(self, what: str, place: str, container: str) -> WorkloadError:
         return WorkloadError(
-            f"the output{place} is {what} on each device, and each device has as many samples; expected to know "
-            f"whether the items are samples; return {container} if they are not, torch.stack(items) if they are, or "
-            "give the devices different numbers of samples in the first batch",
+            f"The output{place} is {what} on each device, and each device has equally many samples, so autosplit "
+            f"can't detect whether the items are samples. Return {container} if they are not, or torch.stack(items) "
+            "if they are. Or give the devices different numbers of samples in the first batch.",
             code="outputs-ambiguous",
         )
 
     def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
         warnings.warn(
-            f"the output{place} is a {type(first).__name__} of {len(first)} items on each device, and each device has "
-            f"as many samples. It was taken as {taken}. If that is wrong, return a tensor or a dict, or give the "
-            "devices different numbers of samples in the first batch",
+            f"The output{place} is a {type(first).__name__} of {len(first)} items on each device, and each device "
+            f"has equally many samples. autosplit assumed {taken}. If that is wrong, return a tensor or a dict, or "
+            "give the devices different numbers of samples in the first batch.",
             AmbiguousBatchWarning,
             stacklevel=2,
         )
@@ -311,18 +311,18 @@ class Gathering:
                 return
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise WorkloadError(
-            f"the output{place} has the shapes {shapes} on devices with {', '.join(map(str, self.shares))} samples; "
-            f"expected dimension {self.dim} to be the samples; return tensors with the batch in dimension {self.dim} "
-            f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the module "
-            "and return only the loss",
+            f"The output{place} has the shapes {shapes} on devices with {', '.join(map(str, self.shares))} samples. "
+            f"Expected the samples in dimension {self.dim}. Return tensors with the batch in dimension {self.dim} "
+            f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the "
+            "module and return only the loss.",
             code="outputs-rows",
         )
 
     def _concatenated(self, tensors: list[Tensor], dim: int, place: str = "") -> Tensor:
         if tensors[0].dim() <= dim:
             raise WorkloadError(
-                f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
-                f"{dim}, along which the batch is split; give it that dimension, or return a scalar",
+                f"An output of the replicas has the shape {tuple(tensors[0].shape)}. Expected a dimension {dim}, "
+                "along which the batch is split. Return a tensor with that dimension, or a scalar.",
                 code="outputs-dimension",
             )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
@@ -351,8 +351,8 @@ class Gathering:
         """Join the key-value caches of transformers models: objects with tensors, one entry per layer."""
         if len({id(cache) for cache in caches}) != len(caches):
             raise WorkloadError(
-                f"{len(caches)} replicas returned one and the same {type(caches[0]).__name__}; expected one from each; "
-                "pass use_cache=False, and no past_key_values, where the batch is split",
+                f"{len(caches)} replicas returned the same {type(caches[0]).__name__} object. Expected a separate "
+                "cache from each. Pass use_cache=False and no past_key_values if the batch is split.",
                 code="outputs-shared-cache",
             )
         return self._join_state(caches)
@@ -404,7 +404,7 @@ def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> st
 def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError:
     shown = " ".join(f"{values}"[:200].split())  # join the lines of arrays and texts
     return WorkloadError(
-        f"the replicas' outputs{place} have different {what}: {shown}; expected the same from each; "
-        "return per-sample tensors of one shape, or combine them inside the module",
+        f"The replicas' outputs{place} have different {what}: {shown}. Expected the same on each. Return per-sample "
+        "tensors of one shape, or combine them inside the module.",
         code="outputs-differ",
     )

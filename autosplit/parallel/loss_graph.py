@@ -63,7 +63,7 @@ def _read(node: Any, samples: int, *, is_root: bool) -> Reading:
     if name in ("Mul", "Div") and len(inner) == 1:
         if _name(inner[0]) == "Sum":
             is_mean = name == "Div" and _saved(node, "other") is not None and _equals(_saved(node, "other"), samples)
-            return _SAMPLES if is_mean else Reading("unknown", "a sum times a number")
+            return _SAMPLES if is_mean else Reading("unknown", "a sum that is multiplied by a number")
         return _read(inner[0], samples, is_root=False)
     if name in ("Add", "Sub", "Stack") or (name == "Mean" and [_name(one) for one in inner] == ["Stack"]):
         parts = [_read(one, samples, is_root=False) for one in inner]
@@ -163,7 +163,7 @@ class LabelMean:
 
     def __str__(self) -> str:
         """Describe the divisor in words."""
-        labels = f"labels that are not {self.ignored}" + ", the first of each sequence left out" * self.is_shifted
+        labels = f"labels that are not {self.ignored}" + ", without the first label of each sequence" * self.is_shifted
         return labels if self.weights is None else f"the class weights of the {labels}"
 
 

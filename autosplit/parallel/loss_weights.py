@@ -60,7 +60,7 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
         raise InputError(
-            f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None", code="reduce"
+            f"reduce is {reduce!r}. Expected {named} or a callable. Pass one of them, or None.", code="reduce"
         )
     return reduce
 
@@ -121,8 +121,8 @@ def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
     labels = kwargs.get("labels")
     if not isinstance(labels, Tensor):
         raise WorkloadError(
-            f"reduce={reduce!r} and the call has no tensor named labels among {sorted(kwargs)}; "
-            "pass labels= to the module, or a callable as reduce=",
+            f"reduce={reduce!r}, but the call has no tensor named labels. It has {sorted(kwargs)}. Pass labels= to "
+            "the module, or a callable as reduce=.",
             code="reduce-labels",
         )
     return labels[..., 1:] if reduce == "next tokens" else labels
@@ -149,9 +149,9 @@ def _by_samples_with_doubts(
         return weights
     return DoubtfulWeights(
         weights,
-        f"autosplit can't know whether {kind.__name__} leaves the labels of {IGNORED_LABEL} out of its loss, so the "
-        "replicas' losses were weighted by their samples; pass reduce='tokens' if it does ('next tokens' if it shifts "
-        "labels by one, as causal language models do), reduce='samples' if not",
+        f"autosplit does not know whether the loss of {kind.__name__} ignores the labels of {IGNORED_LABEL}, so it "
+        "weighted the replicas' losses by their samples. Pass reduce='tokens' if it does ('next tokens' if it "
+        "shifts labels by one, as causal language models do), or reduce='samples' if not.",
     )
 
 
@@ -161,5 +161,6 @@ def require_one_number(loss: object) -> None:
         return
     got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise InputError(
-        f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()", code="loss-shape"
+        f"loss is {got}. Expected a tensor with one number. Pass the mean of the micro-batch, loss.mean().",
+        code="loss-shape",
     )

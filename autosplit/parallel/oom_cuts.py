@@ -111,11 +111,11 @@ class Cuts:
         samples = self.samples_of(part)
         self.count_cut += 1
         self._failures[samples] += 1
-        said = f"a micro-batch of {samples} samples ran out of memory and was cut in two"
+        said = f"A micro-batch of {samples} samples ran out of memory and was cut in two"
         if self.count_cut == 1:
-            norms = "; its BatchNorms normalise over each part" if self.least > 1 else ""
-            advice = why or "tune again with samples as large as these, or with a larger reserve="
-            warnings.warn(f"{said}, the gradient stays the same{norms}; {advice}", CutWarning, stacklevel=4)
+            norms = "Its BatchNorms normalise over each part." if self.least > 1 else ""
+            advice = why or "Tune again with samples as large as these, or with a larger reserve="
+            warnings.warn(f"{said}. The gradient stays the same.{norms} {advice}.", CutWarning, stacklevel=4)
         else:
             _log.info("%s", said)
         half = (samples + 1) // 2
@@ -143,8 +143,8 @@ class Cuts:
         self.most_samples = min(most_samples, self.most_samples or most_samples)
         if is_first and self.note is not None:
             text = (
-                f"in training, micro-batches of {max(self._failures)} samples ran out of memory and were cut to "
-                f"{most_samples} samples; tune again with samples as large as those of the training"
+                f"In training, micro-batches of {max(self._failures)} samples ran out of memory and were cut to "
+                f"{most_samples} samples. Tune again with samples as large as those of the training."
             )
             self.note(Note("cut-in-training", text))
 
@@ -165,7 +165,8 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
     """Return the `Cuts` of a loader, the same object in every epoch. Return None if `on_oom` is "raise"."""
     if on_oom not in ("raise", "cut"):
         raise InputError(
-            f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts", code="on-oom"
+            f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', such a micro-batch runs in parts.",
+            code="on-oom",
         )
     if on_oom == "raise":
         return None
@@ -220,7 +221,7 @@ class Attempt:
     def _fail(self, error: Exception) -> None:
         samples, advice = self._cuts.samples_of(self.part), ""
         if self.has_backward:
-            advice = "the backward had run before, so that no smaller micro-batch helps"
+            advice = "the backward had run already, so a smaller micro-batch does not help"
         elif samples < 2 * self._cuts.least:
             advice = f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further"
         elif self._hides:

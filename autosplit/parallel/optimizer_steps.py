@@ -47,7 +47,7 @@ class _MicroBatch:
     """The micro-batch, or the part of it, that a step runs.
 
     Attributes:
-        part: What `attempt` has to run. None if it ran, or if micro-batches are not cut.
+        part: The part that `attempt` has to run. None if it ran, or if micro-batches are not cut.
         meets: Whether the ranks synchronise in its backward.
     """
 
@@ -127,8 +127,7 @@ class OptimizerStep:
         """
         if self._now is None:
             raise InputError(
-                f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
-                "`for batch in step:` first",
+                f"Optimizer step {self.index} has no current micro-batch. Write `for batch in step:` first.",
                 code="step-without-batch",
             )
         if not self.num_samples:
@@ -173,7 +172,7 @@ class OptimizerStep:
             InputError: `loss` is not one number, no micro-batch was drawn, or its backward has run already.
         """
         weight, now = self.weight, self._now
-        assert now is not None, "a step without a micro-batch has no weight"
+        assert now is not None, "`weight` raises outside of a micro-batch"
         if now.had_backward:
             raise InputError(
                 f"step.backward was called twice for {self._place()}. Expected one call, on the sum of the losses. "
@@ -190,8 +189,8 @@ class OptimizerStep:
                 listener.first_loss(loss, samples, weight)
         if self.cuts is not None and now.attempt is None:
             raise InputError(
-                f"step.backward was called outside of an attempt for {self._place()}, and on_oom is 'cut'. Put the "
-                "forward and step.backward(loss) under `with step.attempt():`.",
+                f"step.backward was called outside of an attempt for {self._place()}, but on_oom is 'cut'. Put the "
+                "forward and step.backward(loss) into `with step.attempt():`.",
                 code="backward-outside-attempt",
             )
         now.had_backward = True  # even if the backward fails: its gradients may be incomplete, so it cannot run again
@@ -254,8 +253,8 @@ class OptimizerStep:
         now = self._now
         if now is None or now.part is None:
             raise InputError(
-                f"an attempt began with no current micro-batch in optimizer step {self.index}; expected one; begin it "
-                "within `for batch in step:`",
+                f"An attempt began without a current micro-batch in optimizer step {self.index}. Begin it inside "
+                "`for batch in step:`.",
                 code="attempt-without-batch",
             )
         attempt = now.attempt = Attempt(now.part, self.cuts)
@@ -274,16 +273,16 @@ class OptimizerStep:
         self._check_backward()
         if self._drawn < len(self):
             raise InputError(
-                f"optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches; expected all "
-                "of them, or the gradient lacks a part; run the inner loop to its end",
+                f"Optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches. Expected "
+                "all of them, because the gradient lacks the others. Run the inner loop to its end.",
                 code="step-left-early",
             )
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn:
             raise InputError(
-                f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
-                "gone; take the next step from steps()",
+                f"Optimizer step {self.index} was iterated a second time, but its batches are gone. Take the next "
+                "step from steps().",
                 code="step-iterated-twice",
             )
         accumulation = Accumulation()
@@ -291,8 +290,9 @@ class OptimizerStep:
             batch = next(self._batches, _MISSING)
             if batch is _MISSING:
                 raise InputError(
-                    f"the loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
-                    f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler",
+                    f"The loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
+                    f"{self.index}. Expected as many as in the schedule of its sampler. Pass the loader that has "
+                    "this sampler.",
                     code="loader-too-short",
                 )
             self._drawn += 1
@@ -306,8 +306,8 @@ class OptimizerStep:
                 part_to_run = None if self.cuts is None else part
                 now = self._now = _MicroBatch(self._samples[number], part.size, part_to_run, meets)
                 apart = nullcontext() if size else self._around("uncounted", not now.samples)
-                # If micro-batches may be cut or norms are measured, reduce the gradients in every micro-step. Those
-                # that wait on other devices would be wrong after a cut, and missing in the norms.
+                # If micro-batches may be cut or norms are measured, reduce the gradients in every micro-step.
+                # Gradients that stay on other devices would be wrong after a cut, and missing in the norms.
                 gives_up = self.cuts is not None or any(listener.needs_gradients for listener in self.listeners)
                 with accumulation.running(is_last=is_last or gives_up), apart:
                     yield part.batch if self.device is None else to_device(part.batch, self.device)
@@ -325,8 +325,8 @@ class OptimizerStep:
     def _check_backward(self) -> None:
         if self._now is not None and not self._now.had_backward:
             raise InputError(
-                f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
-                "step.backward(loss) once in the loop",
+                f"{self._place()} had no backward. Expected one for each micro-batch, because the gradient lacks "
+                "the others. Call step.backward(loss) once in the loop.",
                 code="backward-missing",
             )
 
@@ -335,8 +335,8 @@ class OptimizerStep:
         change = self._watched.change() if self._watched is not None else ""
         if change:
             raise InputError(
-                f"{change} before {self._place()}, so the step's gradient would lack a part. Call optimizer.step() and "
-                "optimizer.zero_grad() once, after all micro-batches.",
+                f"{change} before {self._place()}, so the step's gradient would be incomplete. Call "
+                "optimizer.step() and optimizer.zero_grad() once, after all micro-batches.",
                 code="update-between-micro-batches",
             )
 
@@ -377,7 +377,7 @@ def steps(
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
     if count is not None and not callable(count):
         raise InputError(
-            f"count is {count!r}; expected a function of a batch; pass one, or leave it out", code="count-not-callable"
+            f"count is {count!r}. Expected a function of a batch. Pass one, or leave it out.", code="count-not-callable"
         )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
@@ -385,8 +385,8 @@ def steps(
         sampler.check_dataset(getattr(loader, "dataset", None))
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
-                f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
-                "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)",
+                f"count is given, but the loader's batch sampler is for one of {sampler.rank_slice.num_ranks} "
+                "ranks. This loop does not know the counts of the other ranks. Use ctx.steps(loader, count=...).",
                 code="count-on-one-rank",
             )
         made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
@@ -474,8 +474,8 @@ def _scheduled_steps(
     # Draw past the end, so that the loader's workers can shut down normally.
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(
-            "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
-            "that doesn't repeat or add batches",
+            "The loader returned more batches than the schedule of its sampler has. Expected one per micro-batch. "
+            "Pass a loader that does not repeat or add batches.",
             code="loader-too-long",
         )
 

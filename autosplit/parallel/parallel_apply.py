@@ -119,7 +119,7 @@ def _named_oom(
         return OutOfMemoryError(message)
     samples = shares[active.index(index)] if index in active else 0
     return OutOfMemoryError(
-        f"{devices[index]} is out of memory with {samples} samples of the batch; give it fewer. {message}",
+        f"{devices[index]} is out of memory with {samples} samples of the batch. Give it fewer. {message}",
         device=str(devices[index]),
         device_index=index,
     )

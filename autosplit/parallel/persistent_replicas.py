@@ -1,10 +1,19 @@
 """Keep replicas for a whole optimizer step, with one broadcast of parameters and one reduction of gradients.
 
-nn.DataParallel broadcasts and reduces in every micro-step, because the parameters of its replicas are outputs of one
-autograd node. Here each device has a leaf for each parameter. Every backward adds to the gradient of the leaf, and the
-last backward adds these gradients to those of the module. Buffers are copied at each forward, as nn.DataParallel does.
+Note [Kept replicas]
+~~~~~~~~~~~~~~~~~~~~
+nn.DataParallel broadcasts parameters and reduces gradients in every micro-step, because the parameters of its replicas
+are outputs of one autograd node. Here each device keeps a leaf for each parameter until the optimizer steps:
 
-Note [Gradients of kept replicas]
+                  before        micro-step 1     micro-step 2 (last)                    optimizer.step()
+    p (device 0)  copied to l   p.grad = a1      p.grad = a1 + a2, then + b1 + b2       updates p, so l is outdated
+    l (device 1)  = p           l.grad = b1      l.grad = b1 + b2, then None
+
+Between the micro-steps, p.grad lacks b1. Nothing may use it then, so these guards raise InputError instead of training
+on a part of the gradient: an optimizer step (`refuse_update`), clipping or scaling (`settle`), and a backward with
+create_graph=True, because b1 cannot keep a graph. Clearing p.grad is fine, and drops b1, too. Buffers are copied at
+each forward, as nn.DataParallel does.
+
 A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of the leaf:
 
     parameter (device 0) ──┐
@@ -115,7 +124,7 @@ def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
 
 
 class _Copy(torch.autograd.Function):
-    """Connect a parameter to its leaf on another device. See Note [Gradients of kept replicas]."""
+    """Connect a parameter to its leaf on another device. See Note [Kept replicas]."""
 
     @staticmethod
     def forward(ctx: Any, copies: Copies, device: int, parameter: Tensor, leaf: Tensor) -> Tensor:  # noqa: ARG004
@@ -131,7 +140,7 @@ class _Copy(torch.autograd.Function):
 
 
 class KeptReplicas:
-    """Keep the replicas of one module for all micro-steps of an optimizer step."""
+    """Keep the replicas of one module for all micro-steps of an optimizer step. See Note [Kept replicas]."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -272,9 +281,9 @@ class KeptReplicas:
         if places:
             names = ", ".join(self._copies.name_of(device) for device in sorted(places))
             raise InputError(
-                f"the optimizer steps while gradients of earlier micro-steps wait on {names}; expected the last "
-                "micro-step's forward and backward outside of no_sync() (within plan.steps, the step's last batch), "
-                "which brings them home; end the step there, or call synchronize() on the wrapper first",
+                f"The optimizer steps while {names} have gradients of earlier micro-steps. Run the last micro-step "
+                "outside of no_sync() (in plan.steps, this is the step's last batch), which reduces them to the "
+                "first device. Or call synchronize() on the wrapper before the optimizer steps.",
                 code="update-while-gradients-wait",
             )
 
@@ -289,7 +298,7 @@ class KeptReplicas:
         self.settle()
         for master in self._masters.values():
             if master.noted is None:
-                master.drop_gradients()  # they are from a backward that failed: a complete one would have noted them
+                master.drop_gradients()  # from a backward that failed: a complete one would have noted them
 
     def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
         """Copy the parameters whose values on a device are outdated, in as few copies as possible."""
@@ -379,9 +388,9 @@ def _weakly(method: Callable[[], None]) -> Callable[..., None]:
 
 def _changed_error() -> InputError:
     return InputError(
-        "a gradient was changed (clipped, scaled, unscaled or replaced) while others of the same parameters wait on "
-        "the other devices; expected them to be left alone until the last micro-step's backward; call synchronize() "
-        "on the wrapper first",
+        "A gradient was changed (clipped, scaled, unscaled or replaced) while other devices still have gradients "
+        "of the same parameters. Change gradients only after the last micro-step's backward, or call synchronize() "
+        "on the wrapper first.",
         code="gradient-changed-early",
     )
 
@@ -394,8 +403,8 @@ def _stamp(tensor: Tensor) -> tuple[int, int]:
 def _refuse_graph(grad: Tensor | None) -> None:
     if grad is not None and grad.requires_grad:
         raise InputError(
-            "A backward with create_graph=True ran on replicas that are kept within no_sync(). Gradients that wait on "
-            "other devices can have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
+            "A backward with create_graph=True ran on kept replicas inside no_sync(). Gradients that stay on other "
+            "devices can have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
             "create_graph, or run the step outside of no_sync().",
             code="create-graph-on-kept-replicas",
         )

@@ -30,7 +30,7 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
     for given, why in (
         ("on_oom='cut'" if on_oom == "cut" else "", "the ranks would run unequal numbers of collectives"),
         ("noise_scale" if noise_scale else "", "no rank has the mean gradient of its own samples"),
-        ("loss_reduction='sum'" if sums else "", "a loss that is divided by a number is no sum"),
+        ("loss_reduction='sum'" if sums else "", "a sum is not divided by a number of all ranks"),
     ):
         if given:
             raise InputError(
@@ -63,8 +63,8 @@ def refuse_ranks_without_samples(without: float) -> None:
     """
     if without:
         raise InputError(
-            "loss_scope is 'ranks', and some rank has no samples in a micro-batch. The sample that it runs instead "
-            "would be counted in the loss of the others. Pass drop_last=True, or tune for a larger batch.",
+            "loss_scope is 'ranks', but some rank has no samples in a micro-batch. The sample that it runs instead "
+            "would count in the loss of the others. Pass drop_last=True, or tune for a larger batch.",
             code="loss-scope-rank-without-samples",
         )
 
@@ -73,7 +73,7 @@ def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
     """Raise InputError if a step has several micro-batches and `count` is missing."""
     if micro_steps > 1 and count is None:
         raise InputError(
-            f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each must be weighted by what its loss "
-            "divides by. Pass count=, which returns that number for a batch, such as its boxes.",
+            f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each needs a weight proportional to "
+            "the divisor of its loss. Pass count=, which returns that number for a batch, such as its boxes.",
             code="loss-scope-needs-count",
         )

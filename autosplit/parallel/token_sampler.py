@@ -108,8 +108,9 @@ class TokenBatchSampler(ScheduledBatchSampler):
         """Raise InputError if the model cannot train on a single sample, because a batch may have only one."""
         if least > 1:
             raise InputError(
-                f"the plan's BatchNorms train on no fewer than {least} samples, and batches of like length may have 1; "
-                "expected a model without BatchNorms, which would count padding, too; use batch_sampler",
+                f"The plan's BatchNorms need at least {least} samples on a device, but batches of similar length "
+                "may have 1. Expected a model without BatchNorms, which would also count padding. Use "
+                "batch_sampler.",
                 code="batchnorm-with-lengths",
             )
 

@@ -171,7 +171,7 @@ class StepRunner:
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
         """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it.
 
-        Half of 3 is 2, because a single sample may use another code path.
+        Half of 3 is 2, because one sample is not on the line. See Note [A batch of one] in `runtime.affine_traces`.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)

@@ -1,4 +1,4 @@
-"""Plans that are remembered: what they hold for, where they are kept, whether they still hold.
+"""Saved plans (profiles): their keys, their files, and whether a saved plan still fits this machine.
 
 May import the root, devices, solve, workload and plan. Begin with `store`.
 """

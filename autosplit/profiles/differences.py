@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 _DIGESTS = {
     "model_tree": "the classes, code or settings of its modules",
-    "model_tensors": "its parameters' names, shapes, types or which of them are trained",
+    "model_tensors": "its parameters' names, shapes, dtypes or requires_grad",
     "model_text": "its repr",
-    "model_factory": "the function that makes it",
+    "model_factory": "the function that creates it",
 }
 _ASKED = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
 _FUNCTIONS = ("loss_fn", "compute_loss", "step", "make_batch", "evaluate")
@@ -36,9 +36,9 @@ _SAID = {
     "cuda": "tuned with CUDA {}, now {}",
     "autosplit": "tuned with autosplit {}, now {}",
     "sample_batch_size": "the sample batch had {} samples, now {}",
-    "sample_batch": "the sample batch was another: its structure, shapes or types differ",
-    "optimizer": "the optimizer or its options were others",
-    **dict.fromkeys(_FUNCTIONS, "{part} was another"),
+    "sample_batch": "the sample batch has another structure, shape or dtype",
+    "optimizer": "the optimizer or its options are different",
+    **dict.fromkeys(_FUNCTIONS, "{part} is different"),
 }
 """Texts on a part that changed. Other parts are shown with both values."""
 
@@ -76,7 +76,8 @@ def nearest_note(
     if count > MOST_TOLD:
         _log.info("the most similar profile, %s: %s", path.stem[:8], "; ".join(told))
     text = (
-        f"no profile matches; the most similar is {path.stem[:8]}: {listed(told, MOST_TOLD, separator='; ', last='; ')}"
+        f"No profile matches. The most similar is {path.stem[:8]}: "
+        f"{listed(told, MOST_TOLD, separator='; ', last='; ')}."
     )
     return Note(NEAREST_PROFILE, text)
 
@@ -124,7 +125,7 @@ def _devices_told(before: Any, now: Any) -> str:
             return f"tuned for {count} device{'s' * (count != 1)} {name}, now {count_now}"
     texts = [" + ".join(f"{count}x {name}" for count, name in runs)[:120] for runs in (stored, wanted)]
     if texts[0] == texts[1]:  # a digest tells them apart
-        return f"tuned for {texts[0]} with other figures in gpus.toml than now"
+        return f"tuned for {texts[0]} with other values in gpus.toml than now"
     return f"tuned for {texts[0]}, now {texts[1]}"
 
 
@@ -136,11 +137,11 @@ def _runs(devices: Any) -> list[tuple[int, str]] | None:
     for run in devices:
         name = _text(run.get("name"))
         if run.get("kind") == "cpu":
-            name += f" of {_text(run.get('processors'))} processors ({_text(run.get('architecture'))})"
+            name += f" with {_text(run.get('processors'))} cores ({_text(run.get('architecture'))})"
         elif run.get("kind") == "sim":
             name = f"simulated {name}"
         if run.get("memory_gib") is not None:
-            name += f" of {_text(run['memory_gib'])} GiB"
+            name += f" with {_text(run['memory_gib'])} GiB"
         if isinstance(run.get("capacity_bytes"), int):
             name += f" with {size_text(run['capacity_bytes'])}"
         count = run.get("count")
@@ -155,7 +156,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     if sizes[0] != sizes[1] and None not in sizes:
         told.append(f"the model had {_text(sizes[0])} parameters, now {_text(sizes[1])}")
     elif changed:
-        told.append(f"the model was another: {' and '.join(changed[:2])} differ")
+        told.append(f"the model is different: {' and '.join(changed[:2])} differ")
     same_size = before.get("sample_batch_size") == now.get("sample_batch_size")
     batch = "sample_batch" if same_size else "sample_batch_size"
     # Only some workloads have the last two.

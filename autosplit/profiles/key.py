@@ -1,4 +1,4 @@
-"""Describe a machine, a workload and a request, and hash them: the key that a plan is remembered by."""
+"""Describe a machine, a workload and a request, and hash the descriptions into the key of a profile."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _GIB = 2**30
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """Describe the kind of machine that a plan holds for: the same for a machine and its twins, at any time.
+    """Describe the kind of machine that a plan is for. Two machines with equal devices have equal descriptions.
 
-    Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
+    The description excludes free memory, UUIDs and drivers. They are compared when a saved plan is found.
 
     Returns:
-        Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
+        Plain JSON values: ``devices`` (runs of equal devices, with ``count``), ``torch``, ``cuda``, ``autosplit``.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -37,7 +37,7 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
     try:
         own = version("autosplit")
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # a checkout without installation
         own = "not installed"
     return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
 
@@ -45,7 +45,7 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
 def _kind_of(device: Device) -> dict[str, Any]:
     kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
     if is_accelerator(device.kind):
-        # Drivers differ by some MiB in what they say, so whole GiB.
+        # Drivers report sizes that differ by some MiB, so round to GiB.
         return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
     if device.budgeted:
         kind["capacity_bytes"] = device.capacity_bytes
@@ -57,7 +57,7 @@ def _kind_of(device: Device) -> dict[str, Any]:
 
 
 def _total_bytes(device: Device) -> int | None:
-    """Return all the memory of a GPU; None where torch does not tell."""
+    """Return the total memory of a GPU, or None if torch does not report it."""
     try:
         return int(backend(device.kind).get_device_properties(device.index).total_memory)
     except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
@@ -65,10 +65,10 @@ def _total_bytes(device: Device) -> int | None:
 
 
 def workload_of(workload: Workload) -> dict[str, Any]:
-    """Describe a workload for its plan, as plain JSON: its name and size, and digests of what it is made of.
+    """Describe a workload as plain JSON: its name and size, and digests of its parts.
 
-    Equal workloads have equal descriptions in every process. The workload is neither run nor changed; a function that
-    makes the model is not called: its code and what that refers to count.
+    Equal workloads have equal descriptions in every process. Nothing is run or changed. A function that makes the model
+    is not called. Its code and the values that the code refers to are hashed instead.
     """
     models: Any = workload.model
     parts = workload.modules or (models,)
@@ -101,7 +101,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> Any:
-    """Describe an optimizer; a live one by its options, less the learning rate, which schedulers move at no cost."""
+    """Describe an optimizer: an object by its options, without the learning rate, which does not affect speed."""
     if isinstance(optimizer, (tuple, list)):
         return [_optimizer(one) for one in optimizer]
     if isinstance(optimizer, Mapping):
@@ -131,7 +131,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """The key: 32 hexadecimal digits."""
+        """The profile's key, 32 hexadecimal digits."""
         facts = {fact: value for fact, value in self.request.items() if fact != "name"}
         return key_of(self.machine, self.workload, facts, self.request.get("name"))
 
@@ -139,7 +139,7 @@ class ProfileKey:
 def key_of(
     machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
 ) -> str:
-    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else."""
+    """Return the key of a plan, 32 hexadecimal digits. `name` distinguishes plans that are equal otherwise."""
     return digest_of(
         {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
     )

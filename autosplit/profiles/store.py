@@ -102,11 +102,11 @@ def find(
         if plan is not None:
             _refuse_foreign(plan, machine, workload, request)
     except _SpoiledError as error:
-        note = Note("profile-ignored", f"the profile {path} is ignored: {error}; {_put_aside(path)}")
+        note = Note("profile-ignored", f"The profile {path} was ignored: {error}. {_put_aside(path)}.")
         return Found(None, path, (note,))
     except ProfileError as error:
         by_system = isinstance(error.__cause__, OSError)
-        note = Note("profile-ignored", f"the profile {path} is ignored: {error}")
+        note = Note("profile-ignored", f"The profile {path} was ignored: {error}.")
         return Found(None, path, (note,), unreadable=by_system)
     return Found(plan, path)
 
@@ -118,9 +118,9 @@ class _SpoiledError(ProfileError):
 def _put_aside(path: Path) -> str:
     """Move an invalid profile aside. Return a text on the result."""
     try:
-        return f"it is moved aside as {moved_aside(path, BAD_SUFFIX).name}"
+        return f"It was renamed to {moved_aside(path, BAD_SUFFIX).name}"
     except OSError as error:
-        return f"it can't be moved aside ({error.strerror or error}): remove it"
+        return f"It can't be renamed ({error.strerror or error}), so delete it"
 
 
 def _read(path: Path) -> Plan | None:
@@ -134,10 +134,10 @@ def _read(path: Path) -> Plan | None:
     except (FileNotFoundError, NotADirectoryError):  # there is no file, or a file in the place of the folder
         return None
     except LargeFileError as error:
-        raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
+        raise _SpoiledError(f"{error}. Expected a file that autosplit wrote") from error
     except OSError as error:
         raise ProfileError(
-            f"it can't be read ({error.strerror or error}); expected a file; remove it", code="profile-unreadable"
+            f"it can't be read ({error.strerror or error}). Expected a file. Delete it", code="profile-unreadable"
         ) from error
     try:
         return Plan.from_json(content, source="it").kept_at(path)
@@ -159,13 +159,13 @@ def _refuse_foreign(
         )
         if differing:
             raise ProfileError(
-                f"it is for another {what} ({', '.join(differing)[:200]} differ); "
-                f"expected this {what}'s; remove it, or let this run replace it",
+                f"it is for another {what} ({', '.join(differing)[:200]} differ). Expected this {what}'s. "
+                "Delete it, or let this run replace it",
                 code="profile-foreign",
             )
     expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
-        raise _SpoiledError("its devices are not those of its machine; expected the same ones")
+        raise _SpoiledError("its devices differ from its machine's. Expected equal ones")
 
 
 def _same(stored: Any, given: Any) -> bool:
@@ -179,12 +179,12 @@ def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
     """Save a plan, and return its file and notes. An interrupted search does not replace a finished one."""
     there = None if plan.complete else found_for(key).plan
     if there is not None and there.complete:
-        text = "the plan is not saved: its search was interrupted, and a profile has the plan of a finished one"
+        text = "The plan is not saved, because its search was interrupted."
         return None, (Note(NOT_SAVED, text),)
     try:
         return store(key.digest, plan), ()
     except ProfileError as error:
-        return None, (Note(NOT_SAVED, f"the plan is not saved: {error}"),)
+        return None, (Note(NOT_SAVED, f"The plan is not saved: {error}"),)
 
 
 def found_for(key: ProfileKey) -> Found:
@@ -216,8 +216,8 @@ def store(key: str, plan: Plan) -> Path:
         replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except OSError as error:
         raise ProfileError(
-            f"{path} can't be written ({error.strerror or error}); expected a folder to write to; set "
-            "AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'",
+            f"{path} can't be written ({error.strerror or error}). Set AUTOSPLIT_CACHE_DIR to a folder that you may "
+            "write to, or pass profile='off'.",
             code="profile-not-written",
         ) from error
     return path
@@ -248,7 +248,8 @@ def read_profile(path: Path) -> Plan:
     plan = _read(path)
     if plan is None:
         raise ProfileError(
-            f"{path} is not there any more; expected a profile; autosplit profiles lists them", code="profile-missing"
+            f"The profile {path} does not exist any more. autosplit profiles lists all profiles.",
+            code="profile-missing",
         )
     return plan
 
@@ -259,8 +260,8 @@ def remove_profile(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise ProfileError(
-            f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "
-            "remove it by hand",
+            f"{path} can't be deleted ({error.strerror or error}). Check the permissions of its folder, and delete "
+            "it yourself.",
             code="profile-not-removed",
         ) from error
     _remove_beside(path)

@@ -91,7 +91,7 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         """The notes on the wait that a plan gets."""
         if self.gave_up is not None:
             return (Note("gave-up-waiting", self.gave_up),)
-        waited = f"waited {self.waited_s:.0f} s for another process that tuned the same workload"
+        waited = f"Waited {self.waited_s:.0f} s for another process that tuned the same workload."
         return (Note("waited", waited),) if self._told else ()
 
     @property
@@ -114,10 +114,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             now_s = time.monotonic()
             self.waited_s = now_s - self._begun_s
             if now_s >= limit_s:
-                self.gave_up = f"{_holder_text(self.path)}, which is longer than to be waited for: tuned beside it"
+                self.gave_up = (
+                    f"{_holder_text(self.path)}. The time limit of the wait has ended, so this process tuned it, too."
+                )
             elif not self._told:
                 self._told = True
-                self._tell(f"{_holder_text(self.path)}: waiting for its plan, {self.limit_s:.0f} s at most")
+                self._tell(f"{_holder_text(self.path)}. Waiting for its plan, at most {self.limit_s:.0f} s")
             elif now_s >= end_s:
                 break
         return self._is_over
@@ -131,7 +133,7 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             # A singleton for the path knows whether this thread holds the lock. Otherwise it would wait for itself.
             self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False, is_singleton=True)
             if self._lock.is_locked:
-                self.trouble = "this thread tunes the same already"
+                self.trouble = "this thread is already tuning the same workload"
                 return False
             self._lock.acquire(limit_s, poll_interval=POLL_S)
         except filelock.Timeout:
@@ -161,9 +163,9 @@ def _holder_text(path: Path) -> str:
     except OSError:
         found = None
     if found is None:
-        return "another process has been tuning the same"
+        return "Another process is tuning the same workload"
     pid, host, since = found.groups()
-    who = "another thread of this process" if pid == str(os.getpid()) else f"process {pid}"
+    who = "Another thread of this process" if pid == str(os.getpid()) else f"Process {pid}"
     if host != socket.gethostname():
-        who = f"process {pid} on {host}"
-    return f"{who} has been tuning the same since {since}"
+        who = f"Process {pid} on {host}"
+    return f"{who} has been tuning the same workload since {since}"

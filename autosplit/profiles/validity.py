@@ -83,12 +83,12 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
         capacities_bytes: Memory that training may use on each device now, without the reserve.
     """
     short = [
-        f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
+        f"{device.label} may use {size_text(capacity)}, and its {planned.share} samples need "
         f"{size_text(planned.peak_bytes)}"
         for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
         if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
     ]
-    return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
+    return f"the saved plan does not fit now ({'; '.join(short)})" if short else None
 
 
 def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     """
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
-    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
+    said = [f"tuned on other GPUs of the same model ({', '.join(others)})"] if others else []
     drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
     said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     tight = []
@@ -109,7 +109,7 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
         if is_accelerator(device.kind) and (1 - SLACK) * planned.peak_bytes > capacity - context:
             in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)
             tight += [] if in_use else [device.label]
-    said += [f"tuned with more memory free ({', '.join(tight)})"] if tight else []
+    said += [f"tuned with more free memory ({', '.join(tight)})"] if tight else []
     return tuple(said)
 
 

@@ -12,9 +12,21 @@ splits] in `op_calls`). So one trace for each variant of a step predicts every b
 * A loss over the whole batch may be quadratic in the samples. A quadratic model covers that on one device.
 
 The model is compared with a traced small step and, above the odd sizes, with the largest step that the caller requests.
-Some steps have no trace model: another kernel or branch runs at another size, or a batch of 1 skips a contiguous copy.
-Such a step is traced at each requested size. A step of real tensors is traced only twice, because it needs real memory.
+Some steps have no trace model, because another kernel or branch runs at another size. Such a step is traced at each
+requested size. A step of real tensors is traced only twice, because it needs real memory.
 If its two traces have different ops, each peak is predicted by a line through the two peaks.
+
+Note [A batch of one]
+~~~~~~~~~~~~~~~~~~~~~
+A batch of 1 may need less than the line through larger batches predicts. torch ignores the stride of a dimension of
+size 1, so a tensor of one sample is contiguous in any order of its dimensions:
+
+    x.transpose(0, 1).contiguous()     (2, 12, 64) -> copies 2 * 12 * 64 numbers
+                                       (1, 12, 64) -> returns the same memory
+
+Kernels for one row also differ from those for several. So the trace model for batches of 2 and more must be compared
+with a traced batch of 1 before it predicts one (`_predicts_one`). If it differs, steps in which a device has one sample
+get their own model. Measured lines through several batch sizes start at 2 samples for the same reason.
 """
 
 from __future__ import annotations
@@ -75,9 +87,9 @@ class AffineTraces:
         self._for_others: dict[int, AffineTraces] = {}
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
-        self._held_to: dict[bool, int] = {}
-        self._ones: dict[bool, bool] = {}
-        self._ones_timed: dict[bool, bool] = {}
+        self._compared_up_to: dict[bool, int] = {}
+        self._fits_one: dict[bool, bool] = {}
+        self._works_for_one: dict[bool, bool] = {}
 
     @property
     def given_up(self) -> bool:
@@ -106,7 +118,7 @@ class AffineTraces:
             shape: The step.
             first: For a further micro-step, the first one. Its trace model is used if it predicts this micro-step too.
         """
-        if first is None or (first != shape and 1 in shape.splits[0] and not self._times_one(shape)):
+        if first is None or (first != shape and 1 in shape.splits[0] and not self._predicts_work_of_one(shape)):
             first = shape
         if self._shared.checks:
             self._check(first)
@@ -130,37 +142,39 @@ class AffineTraces:
     def _law_for(self, shape: StepShape) -> _Law | None:
         """Return the trace model of a step, or None if it has none. A batch of 1 on a device may need its own model."""
         law = self._law_of(shape)
-        if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(shape):
+        if law is not None and self.fake and 1 in shape.splits[0] and not self._predicts_one(shape):
             law = self._law_of(shape, ones_apart=True)
         return law
 
-    def _tells_one(self, shape: StepShape) -> bool:
+    def _predicts_one(self, shape: StepShape) -> bool:
         """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
 
         A device runs a batch of 1 in a split as it does alone. If both models give the same peak and time for a batch
         of 1, no step over several devices is traced for the copies that it skips. In tests, the peak is then off by
         at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
-        law, own = self._ones_of(shape)
+        law, own = self._models_for_one(shape)
         if law is None or own is None:
             return False
         evaluates, told, followed = shape.arrangement == "eval", law.at((1,)), own.at((1,))
-        if evaluates not in self._ones:
-            self._ones[evaluates] = law.tells((1,), followed)
-        alike = len(shape.splits[0]) > 1 and told.peak_bytes == followed.peak_bytes and self._times_one(shape)
-        return self._ones[evaluates] or alike
+        if evaluates not in self._fits_one:
+            self._fits_one[evaluates] = law.tells((1,), followed)
+        alike = (
+            len(shape.splits[0]) > 1 and told.peak_bytes == followed.peak_bytes and self._predicts_work_of_one(shape)
+        )
+        return self._fits_one[evaluates] or alike
 
-    def _times_one(self, shape: StepShape) -> bool:
+    def _predicts_work_of_one(self, shape: StepShape) -> bool:
         """Return whether the trace model predicts the work of a batch of 1 to within 1%: ops, operations and bytes."""
         evaluates = shape.arrangement == "eval"
-        if evaluates not in self._ones_timed:
-            law, own = self._ones_of(shape)
-            self._ones_timed[evaluates] = (
+        if evaluates not in self._works_for_one:
+            law, own = self._models_for_one(shape)
+            self._works_for_one[evaluates] = (
                 law is None or own is None or np.allclose(_work_of(law.at((1,))), _work_of(own.at((1,))), rtol=0.01)
             )
-        return self._ones_timed[evaluates]
+        return self._works_for_one[evaluates]
 
-    def _ones_of(self, shape: StepShape) -> tuple[_Law | None, _Law | None]:
+    def _models_for_one(self, shape: StepShape) -> tuple[_Law | None, _Law | None]:
         """Return two trace models of a single-device step: for batches of 2 and more, and for a batch of 1.
 
         For real tensors there is only one model, which is returned twice.
@@ -177,7 +191,7 @@ class AffineTraces:
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
         law = self._law_of(shape) and self._law_of(lone)
-        if law is not None and lone.num_samples > self._held_to[lone.arrangement == "eval"]:
+        if law is not None and lone.num_samples > self._compared_up_to[lone.arrangement == "eval"]:
             self._hold(law, lone)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
@@ -206,10 +220,10 @@ class AffineTraces:
         odd = odd_split(unit.splits[0])
         self._follow(likes, odd, [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active])
         law, evaluates = self._laws[unit], unit.arrangement == "eval"
-        if law is not None and len(odd) == len(active) == 1 and evaluates not in self._held_to:
+        if law is not None and len(odd) == len(active) == 1 and evaluates not in self._compared_up_to:
             small = 2 if evaluates else max(2, alone.num_samples)
             self._hold(law, replace(unit, splits=((small,),)))
-            self._held_to[evaluates] = sum(odd)
+            self._compared_up_to[evaluates] = sum(odd)
         return law
 
     def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
@@ -238,7 +252,7 @@ class AffineTraces:
     def _hold(self, law: _Law, shape: StepShape) -> None:
         """Compare a trace model with a traced step. If they differ, trace every step from now on."""
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
-            self._held_to[shape.arrangement == "eval"] = shape.num_samples
+            self._compared_up_to[shape.arrangement == "eval"] = shape.num_samples
             return
         _log.info("steps of other sizes take another code path than %s: tracing each size", shape)
         self._shared.given_up = True

@@ -2,9 +2,16 @@
 
 Note [Odd splits]
 ~~~~~~~~~~~~~~~~~
-A step is traced with an odd batch size: a prime, such as 1031, that divides no other dimension of the model. Each
-dimension that 1031 divides therefore comes from the batch. For example, an activation of shape (1031 * 12, 64) has
-shape (8 * 12, 64) for a batch of 8. One trace gives the shapes and costs for every batch size.
+A step is traced once, with an odd batch size: a prime, such as 1031, that divides no dimension of the model. Each
+dimension that 1031 divides therefore comes from the batch, and each other dimension does not:
+
+    traced with 1031        rule              with a batch of 8
+    (12372, 64)             (12 * n, 64)      (96, 64)
+    (64, 12)                fixed             (64, 12)
+
+So one trace gives the shapes, bytes and work of every batch size. In a step of two devices, the sizes 1031 and 1051
+tell their samples apart, and 2082 is the whole batch (for example, the gathered outputs). With an ordinary size such
+as 32, a hidden size of 64 would look like two samples. A batch of 1 stays 1. See Note [A batch of one].
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from autosplit.solve.problem import Problem
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 
 MOST_FORWARDS = 20_000
-"""Most forwards of an optimizer step to try in the search for a step of exactly the requested samples."""
+"""Most forwards of an optimizer step to try, in the search for exactly the requested samples per step."""
 
 MOST_RANKS = 64
-"""If there are more ranks, leaving some out is not tried, because it would take seconds."""
+"""With more ranks, no ranks are left out, because trying subsets would take seconds."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def fastest_split(
     """
     batch_size = whole_number("batch_size", batch_size, minimum=0)
     if not times:
-        raise InputError("times is empty; expected one function per device; pass at least one", code="times-empty")
+        raise InputError("times is empty. Expected one function per device.", code="times-empty")
     limits = [min(cap, batch_size) for cap in limits_of("caps", caps, len(times))]
     least = [0] * len(times) if floors is None else limits_of("floors", floors, len(times))
     require_room(batch_size, limits, "caps")
@@ -59,8 +59,8 @@ def fastest_split(
     except _NotFiniteError as error:
         index = free[error.position]
         raise InputError(
-            f"times[{index}]({error.samples}) is {error.seconds}; expected finite seconds up to the cap; lower "
-            f"caps[{index}] to the largest size with a known time",
+            f"times[{index}]({error.samples}) is {error.seconds}. Expected finite seconds up to the cap. Lower "
+            f"caps[{index}] to the largest size with a known time.",
             code="times-not-finite",
         ) from None
     for index, share in zip(free, chosen, strict=True):
@@ -209,13 +209,13 @@ def _seconds(times: Times, index: int, samples: int) -> float:
 def _check_floors(batch_size: int, floors: Sequence[int], caps: Sequence[int]) -> None:
     if sum(floors) > batch_size:
         raise InputError(
-            f"batch_size is {batch_size}, but the floors {as_text(floors)} need {sum(floors)}; expected a batch of at "
-            "least that; raise the batch or lower the floors",
+            f"batch_size is {batch_size}, but the floors {as_text(floors)} need {sum(floors)}. Raise the batch or "
+            "lower the floors.",
             code="floors-above-batch",
         )
     for index, (least, most) in enumerate(zip(floors, caps, strict=True)):
         if least > most:
             raise InputError(
-                f"floors[{index}] is {least}, above the cap of {most}; expected at most the cap; lower the floor",
+                f"floors[{index}] is {least}, above the cap of {most}. Lower the floor.",
                 code="floor-above-cap",
             )

@@ -1,8 +1,8 @@
-"""Search for the fastest configuration that fits, by asking Optuna for trials and telling it their results.
+"""Search for the fastest configuration that fits. Optuna keeps the trials.
 
-The caller evaluates a configuration and proposes the next one. Nothing here runs a step or knows a model. A proposal is
-enqueued in the study. If there is none, Optuna's TPE sampler draws the trial. The study keeps every trial with the
-reason for it, so a search that was killed continues from there.
+The caller evaluates a configuration and proposes the next one. This module runs no steps and has no cost model. A
+proposal is enqueued in the study. Without a proposal, Optuna's TPE sampler chooses the trial. The study keeps every
+trial with the reason for it, so a search that was killed continues from there.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def search(
         except _StorageError as failure:
             if storage is None:
                 raise failure.error from None
-            text = f"{_unusable(storage, failure.error)}; the search went on without it"
+            text = f"{_unusable(storage, failure.error)} The search continued without it."
             on_trouble(Note("storage-failed", text))
             storage, study = None, _opened(None, study_name)
     return tuple(running.done.values())
@@ -141,14 +141,14 @@ class _Search:
         self.done, self.num_asked = _resumed(study, self.space)
         for trial in self.done.values():
             self.on_trial(trial)
-            _log_trial(trial, "of the search that was cut off")
+            _log_trial(trial, "from the interrupted search")
 
     def is_over(self) -> bool:
         """Return whether there is no trial left to make, or no time."""
         if len(self.done) >= self.n_trials or self.num_asked >= (1 + MOST_REPEATS) * self.n_trials:
-            why = f"{len(self.done)} of {self.n_trials} trials were made"
+            why = f"{len(self.done)} of {self.n_trials} trials ran"
         elif self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
-            why = "the time is over"
+            why = "the time limit ended"
         elif self.sampler is None and self._next().enough:
             why = self._next().why
         else:
@@ -175,7 +175,7 @@ class _Search:
             if not self.space.holds(configuration):
                 # No batch makes the effective batch in so many micro-steps, or a user enqueued a trial that can't fit.
                 _set_fits(asked, fits=False)
-                asked.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
+                asked.set_user_attr("failure", "not in the search space; see the bounds of its parameters")
                 study.tell(asked, state=_state("PRUNED"))
                 return
         is_new = configuration not in self.done
@@ -201,7 +201,7 @@ class _Search:
 
         if self.sampler is not None:
             study.sampler = self.sampler
-            return f"drawn by {type(self.sampler).__name__}"
+            return f"proposed by {type(self.sampler).__name__}"
         proposal, wanted = self._next(), self._next().configuration
         with _talking_to_optuna():
             is_free = not study.get_trials(deepcopy=False, states=(_state("WAITING"),))
@@ -210,7 +210,7 @@ class _Search:
             finished = len(study.get_trials(deepcopy=False, states=(_state("COMPLETE"), _state("PRUNED"))))
         seed = zlib.crc32(f"{self.seed} {finished}".encode())
         study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
-        return f"explored by TPESampler: {proposal.why}".removesuffix(": ")
+        return f"proposed by TPESampler: {proposal.why}".removesuffix(": ")
 
 
 def _state(name: str) -> Any:
@@ -237,7 +237,7 @@ def _log_trial(trial: Trial, why: str) -> None:
     if trial.samples_per_s is None:
         gave = f"failed: {trial.failure}"
     else:
-        gave = f"{rate_text(trial.samples_per_s)}, give or take {100 * trial.error_share:.1f} %"
+        gave = f"{rate_text(trial.samples_per_s)}, +/- {100 * trial.error_share:.1f}%"
     split, steps = trial.split, trial.accumulation_steps
     _log.info("trial %d, split %s x %d (%s): %s", trial.number, split, steps, why, gave)
 
@@ -285,8 +285,8 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
     shown = without_passwords(str(storage))
     reason = without_passwords(reason.replace(str(storage), shown))
     return InputError(
-        f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
-        "'sqlite:///study.db'; correct it, or leave it out",
+        f"storage is {shown!r} ({reason[:200]}). Expected a URL that Optuna can open and write to, such as "
+        "'sqlite:///study.db'.",
         code="storage-unusable",
     )
 

@@ -129,8 +129,8 @@ class LengthPlan:
         """Interpolate a value between the points. Below the shortest length, return the value of the shortest."""
         if length > self.points[0].length:
             raise InputError(
-                f"a sample has length {length}, and the longest of the plan has {self.points[0].length}; expected none "
-                "above that, or it may run out of memory; tune with the lengths of all samples, or cut the sample",
+                f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "
+                "longer sample may run out of memory. Tune with the lengths of all samples, or cut the sample.",
                 code="length-above-plan",
             )
         before = self.points[0]
@@ -157,7 +157,7 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
         InputError: The lengths are empty, or one is not a whole number from 1 to 2^24.
     """
     try:
-        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # these have no item for each sample
+        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # an iterator and a text have no length for each sample
             raise TypeError
         listed = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         numbers = [operator.index(one) for one in listed if not isinstance(one, bool)]
@@ -165,26 +165,26 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
         numbers, listed = [], [None]
     if len(numbers) < len(listed):
         raise InputError(
-            f"{name} is {shown(lengths)}; expected a whole number for each sample; pass "
-            "[len(sample) for sample in dataset], or the like",
+            f"{name} is {shown(lengths)}. Expected a whole number for each sample, such as [len(sample) for sample "
+            "in dataset].",
             code="lengths-type",
         )
     if numbers and max(numbers) > MOST_TOKENS:
         raise InputError(
-            f"{name} hold {max(numbers)}; expected at most {MOST_TOKENS} each; pass the tokens of each sample",
+            f"{name} contain {max(numbers)}. Expected at most {MOST_TOKENS} each. Pass the tokens of each sample.",
             code="lengths-too-large",
         )
     if not numbers or min(numbers) < 1:
-        found = "are empty" if not numbers else f"hold {min(numbers)} at position {numbers.index(min(numbers))}"
+        found = "are empty" if not numbers else f"contain {min(numbers)} at position {numbers.index(min(numbers))}"
         raise InputError(
-            f"{name} {found}; expected a length of 1 or more for each sample; leave samples without tokens out",
+            f"{name} {found}. Expected a length of at least 1 for each sample. Leave samples without tokens out.",
             code="lengths-value",
         )
     return numbers
 
 
 def lengths_to_tune(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths to measure: the greatest, and its halves down to the shortest sample."""
+    """Return the lengths to measure: the greatest one, halved repeatedly down to the shortest sample."""
     longest, shortest = max(lengths), min(lengths)
     halves = (longest >> power for power in range(MOST_POINTS))
     return tuple(length for length in halves if length >= shortest)

@@ -22,7 +22,7 @@ PATIENCE = 8
 """Trials in a row without a gain beyond noise, after which the search ends if the model is inaccurate."""
 
 LEAST_GAIN = 0.001
-"""Least gain that justifies a trial, as a fraction."""
+"""Least gain, as a fraction, for which a trial is worth its time."""
 
 BESIDE_SHARE = 0.005
 """Step, as a fraction of the samples on device 0, for trials next to the best one.
@@ -72,27 +72,29 @@ class Proposer:
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
-                return Proposal(configuration, why="the solver's answer, and what is beside it")
+                return Proposal(configuration, why="the solver's best configuration and its neighbours")
         solver = self.solver.refitted(trials)
         best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
         if best is None:  # all failed, but a smaller one may run
             enough = len(trials) > len(self.first) + self.patience
-            return Proposal(self._smaller(trials, tried), enough, "none has run so far: a smaller one may")
+            return Proposal(self._smaller(trials, tried), enough, "no trial has run so far, but a smaller one may")
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
         noise = max(LEAST_GAIN, top.error_share)
         promised = self._promised(solver, trials, tried, best, top, noise)
         if promised is not None:
-            return Proposal(promised, why="the model, fitted to the trials, promises more")
+            return Proposal(promised, why="the model that is fitted to the trials predicts more")
         error = error_of(solver, trials)
         if error <= noise:
-            return Proposal(enough=True, why="the model meets every trial, and promises nothing more")
+            return Proposal(enough=True, why="the model matches every trial and predicts no improvement")
         beside = self._beside(solver, tried, best, noise)
         rates = [trial.samples_per_s or 0.0 for trial in trials]
         before, last = rates[: -self.patience], rates[-self.patience :]
         stale = bool(before) and max(last) <= max(before) * (1 + noise)
         if beside is None and (stale or error <= LEAST_MODEL_ERROR):
-            return Proposal(enough=True, why="the last trials brought nothing" if stale else "the model is hardly off")
-        return Proposal(beside, why="the model is off: next to the best")
+            return Proposal(
+                enough=True, why="the last trials brought no improvement" if stale else "the model is accurate"
+            )
+        return Proposal(beside, why="the model is inaccurate, so try neighbours of the best")
 
     def _promised(
         self,

@@ -2,8 +2,20 @@
 
 The solver tries a range of accumulation steps and batch sizes. It computes the fastest split of each in closed form.
 
-A *team* is the set of devices that get samples. The solver describes it by the ceilings of devices 1, 2, ... with a
-ceiling of 0 for each device that it leaves out.
+Note [Teams]
+~~~~~~~~~~~~
+A *team* is the set of devices that get samples. A device that gets none saves its copies and its part of the gather, so
+a smaller team may be faster. A team is written as the ceilings of devices 1, 2, ..., with 0 for each device that it
+leaves out. Identical devices are interchangeable, so only their number matters. For example, devices 1 and 2 are L4s
+with a ceiling of 8, and device 3 is a T4 with a ceiling of 4:
+
+    2 L4s, T4     (8, 8, 4)         2 L4s     (8, 8, 0)
+    1 L4,  T4     (0, 8, 4)         1 L4      (0, 8, 0)
+    T4            (0, 0, 4)         none      (0, 0, 0)
+
+These are 6 teams instead of 2 ** 3. Seven identical devices have 8 teams instead of 128. The fastest split of each team
+is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. If there are more than `MOST_TEAMS`
+teams, devices are only left out in the order of their cost per sample, which gives one team more than devices.
 """
 
 from __future__ import annotations
@@ -96,7 +108,11 @@ class Solver:
                 splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
         solver = Solver(self.space, self.step_time.refitted(measured), tells_apart=self.tells_apart)
-        solver._unfitted, solver._splits, solver._rests = self._unfitted, self._splits, self._rests  # the same class
+        solver._unfitted, solver._splits, solver._rests = (
+            self._unfitted,
+            self._splits,
+            self._rests,
+        )  # accessing private attributes of the same class
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
@@ -131,11 +147,7 @@ class Solver:
         return self.space.region_of(steps).replica_ceilings
 
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the teams that may differ in speed.
-
-        Among identical devices, the first ones are left out first. If there would be more than `MOST_TEAMS` teams,
-        devices are left out in the order of their cost per sample, the most expensive first.
-        """
+        """Return the teams that may differ in speed, the largest first. See Note [Teams]."""
         if ceilings not in self._teams:
             self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
         return self._teams[ceilings]
@@ -237,7 +249,7 @@ class Solver:
     ) -> Configuration | None:
         """Return the fastest configuration of a batch for this team, with or without device 0."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
-        assert shares is not None, "it was asked before"
+        assert shares is not None, "`best` requires it"
         if not with_first and (shares[0] or not self._unfitted.host_s):
             return None  # without host time, device 0 takes part at no cost
         split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
@@ -352,7 +364,7 @@ class Solver:
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
     def _without_first(self, best: Configuration) -> list[Configuration]:
-        """Return the fastest configuration without samples on device 0, which then only gathers.
+        """Return the fastest configuration in which device 0 has no samples and only gathers.
 
         The time that device 0 loses by computing and gathering at once does not show in its own compute times.
         """

@@ -63,14 +63,14 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     weights = _wholes("split", split)
     if batch_size and not any(weights):
         raise InputError(
-            f"split is {as_text(weights)}, which gives no device a share of {batch_size} samples; expected at least "
-            "one share above 0; pass the samples per device",
+            f"split is {as_text(weights)}, which gives no device samples of a batch of {batch_size}. Expected at "
+            "least one number above 0. Pass the samples per device.",
             code="split-empty",
         )
     if ceilings is None:
         return tuple(_largest_remainder(batch_size, weights))
     limits = limits_of("ceilings", ceilings, len(weights))
-    require_room(batch_size, limits, "ceilings", "; evaluate under torch.no_grad(), where none holds")
+    require_room(batch_size, limits, "ceilings", ", or evaluate under torch.no_grad(), where no ceiling applies")
     return _fill(batch_size, weights, limits)
 
 
@@ -145,15 +145,15 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     Raises:
         InputError: `value` is not a whole number, or is below `minimum`.
     """
-    expected = f"expected a whole number, {minimum} or more"
+    expected = f"Expected a whole number of at least {minimum}."
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise InputError(f"{name} is {value!r}; {expected}; pass an int", code="whole-number-type")
+        raise InputError(f"{name} is {value!r}. {expected}", code="whole-number-type")
     if number < minimum:
-        raise InputError(f"{name} is {number}; {expected}; raise it to at least {minimum}", code="whole-number-range")
+        raise InputError(f"{name} is {number}. {expected}", code="whole-number-range")
     return number
 
 
@@ -199,16 +199,14 @@ def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[in
 def _wholes(name: str, values: Sequence[int]) -> list[int]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise InputError(
-            f"{name} is {values!r}; expected one whole number per device; pass a list of ints",
+            f"{name} is {values!r}. Expected one whole number per device, as a list of ints.",
             code="whole-numbers-type",
         )
     numbers = list(values)
     if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a fast path, because a search makes thousands of splits
         numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
-        raise InputError(
-            f"{name} is empty; expected one whole number per device; pass at least one", code="whole-numbers-empty"
-        )
+        raise InputError(f"{name} is empty. Expected one whole number per device.", code="whole-numbers-empty")
     return numbers
 
 
@@ -217,8 +215,7 @@ def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = 
     limits = _wholes(name, values)
     if len(limits) != num_devices:
         raise InputError(
-            f"{name} is {tuple(limits)}; expected one whole number per device, of which there are {num_devices}; pass "
-            f"{advice}",
+            f"{name} is {tuple(limits)}. Expected one whole number for each of {num_devices} devices. Pass {advice}.",
             code="limits-count",
         )
     return limits
@@ -229,8 +226,8 @@ def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str 
     room = sum(limits)
     if room < batch_size:
         raise InputError(
-            f"batch_size is {batch_size}, but the {name} {as_text(limits)} have room for {room}; expected a batch of "
-            f"at most {room}; lower the batch or raise the {name}{advice}",
+            f"batch_size is {batch_size}, but the {name} {as_text(limits)} allow at most {room}. Lower the batch or "
+            f"raise the {name}{advice}.",
             code="batch-above-limits",
         )
 

@@ -1,4 +1,4 @@
-"""Make a plan from measurements and results. Pure: nothing is run here."""
+"""Make a plan from measurements and results. This module runs no steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autosplit.workload.workload import Workload
 
 DDP_NOTE = Note(
     "ddp-predicted",
-    "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone; the ranks ran no step "
-    "together; the split lists the ranks' batch sizes, and autosplit.ddp.setup() loads them",
+    "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone, and the ranks ran "
+    "no step together. The split lists the ranks' batch sizes. Use them with autosplit.ddp.setup().",
 )
 
 
@@ -203,12 +203,16 @@ def _why_unsolved(request: Request, ranks: Sequence[Ceiling], least_batch: int, 
     held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
     if not may_accumulate and held < request.least_effective:
         return (
-            f"the ranks hold {held} samples together, fewer than the {request.least_effective} of a step that can't be "
-            "accumulated"
+            f"the ranks have {held} samples together, fewer than the {request.least_effective} of a step that can't "
+            "be accumulated"
         )
-    also = f", and in the shorter last forward each none or {least_batch} (BatchNorm)" if least_batch > 1 else ""
+    also = (
+        f", and each rank none or at least {least_batch} in the shorter last forward (BatchNorm)"
+        if least_batch > 1
+        else ""
+    )
     return (
-        f"{len(ranks)} ranks need a batch of at least {needed} samples{also}; ask for more by effective_batch_size or "
+        f"{len(ranks)} ranks need a batch of at least {needed} samples{also}. Raise effective_batch_size or "
         "max_batch_size"
     )
 
@@ -236,12 +240,12 @@ def why_no_ranks(request: Request, workload: Workload, ranks: tuple[Ceiling, ...
     """Return the reason why a workload can't be trained by these ranks, or None if it can."""
     if workload.loss_scope == "batch" and len(request.devices) > 1:
         return (
-            "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
-            "the loss, and give the ranks' batches yourself"
+            "loss_scope='batch' needs the whole batch, but a DDP rank has only its own samples. Gather the ranks' "
+            "embeddings in the loss, and choose the ranks' batch sizes yourself"
         )
     small = [rank.device for rank in ranks if rank.batch_size < least_batch]
     if small:
-        return f"{', '.join(small)} can't hold a DDP rank: parameters, gradients and optimizer state"
+        return f"parameters, gradients and optimizer state of a DDP rank do not fit on {', '.join(small)}"
     return None
 
 

@@ -60,7 +60,7 @@ class JointSession(Session):
         self._open_storage()
         why_not = why_no_ranks(self.request, self.workload, (), 1)
         if why_not is not None:
-            raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
+            raise WorkloadError(f"DDP can't train this workload: {why_not}.", code="no-ddp-plan")
 
     def _found(self) -> Plan:
         self.ranks = tuple(self._measured_alone())
@@ -68,7 +68,8 @@ class JointSession(Session):
         why_not = why_no_ranks(self.request, self.workload, small, self._least_batch())
         if why_not is not None:
             raise DoesNotFitError(
-                f"DDP has no answer: {why_not}; expected a rank on each device; use a smaller model or larger devices",
+                f"DDP can't train this workload: {why_not}. Expected a rank on each device. Use a smaller model or "
+                "larger devices.",
                 code="no-ddp-plan",
             )
         self.workers.ask(Worker.begin_steps, self._options())
@@ -80,7 +81,7 @@ class JointSession(Session):
             plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
         except KeyboardInterrupt:
             best_so_far = self._best_so_far() if self.worker.peers.stopped else None
-            if best_so_far is None:  # or a second Ctrl-C, at which the other ranks are not at the same place
+            if best_so_far is None:  # or it is a second Ctrl-C, and the ranks may be at different places
                 raise
             return best_so_far
         self._say("done", "done", 1.0)
@@ -114,8 +115,8 @@ class JointSession(Session):
         needed, asked = len(self.ranks) * self._least_batch(), self.request.largest_batch
         if asked < needed:
             raise DoesNotFitError(
-                f"{len(self.ranks)} ranks need a batch of at least {needed} samples, and at most {asked} were "
-                "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices",
+                f"{len(self.ranks)} ranks need a batch of at least {needed} samples, but at most {asked} are "
+                "allowed. Raise effective_batch_size or max_batch_size, or name fewer devices.",
                 code="batch-below-ranks",
             )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
@@ -125,8 +126,8 @@ class JointSession(Session):
             return Space(region, sizes, most_steps(sizes, region.largest_batch))
         if self.request.least_effective > region.largest_batch:
             raise DoesNotFitError(
-                f"the ranks hold {region.largest_batch} samples together, and a step that can't be accumulated has "
-                f"{self.request.least_effective}; expected all of them to fit; ask for fewer by effective_batch_size",
+                f"The ranks have {region.largest_batch} samples together, but a step that can't be accumulated has "
+                f"{self.request.least_effective}. Lower effective_batch_size.",
                 code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
@@ -182,8 +183,8 @@ class JointSession(Session):
 
     def _assembled(self, answer: Answer, *notes: Note) -> Plan:
         count, steps = len(self.ranks), self.worker.steps
-        assert steps is not None, "all ranks have begun steps"
-        text = f"strategy 'ddp': every throughput is of steps that {count} ranks ran together"
+        assert steps is not None, "`begin_steps` sets it on all ranks"
+        text = f"strategy 'ddp': every throughput was measured in steps that {count} ranks ran together."
         plan = super()._assembled(answer, *notes, Note("ddp-measured", text))
         plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
         return replace(
@@ -239,5 +240,5 @@ def _measured(
 
 
 def _all_reduce_seconds(worker: Worker) -> float:
-    assert worker.steps is not None, "begin_steps comes first"
+    assert worker.steps is not None, "`begin_steps` sets it"
     return worker.steps.all_reduce_seconds(bucket_bytes(worker.prober.tracer.trainee))

@@ -79,15 +79,18 @@ class LoneSession(Session):
         reason = why_single(self.workload)
         if most is not None and most < least and reason is not None:
             raise WorkloadError(
-                f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}; "
-                f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples",
+                f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}. One forward "
+                f"must run all samples. Raise max_batch_size to {least}, or lower effective_batch_size.",
                 code="forward-too-small",
             )
         if self.request.strategy != "ddp":
             self._open_storage()
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
-            text = f"batches above {self.prober.max_batch_size} were not tried: real tensors would fill this machine"
+            text = (
+                f"Batches above {self.prober.max_batch_size} were not tried, because real tensors would fill the "
+                "memory of this machine."
+            )
             self.notes.append(Note("larger-batches-not-tried", text))
 
     def _found(self) -> Plan:
@@ -142,8 +145,9 @@ class LoneSession(Session):
         ddp, step_time = self._solved_ranks(ranks, step_time)
         if not ddp.ranks:
             raise DoesNotFitError(
-                f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
-                "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices",
+                f"DDP can't train this workload on {', '.join(device.label for device in self.request.devices)}: "
+                f"{ddp.reason}. Expected a rank on each device. Leave strategy='ddp' out, or use a smaller model or "
+                "larger devices.",
                 code="no-ddp-plan",
             )
         answer = rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time)))
@@ -155,18 +159,18 @@ class LoneSession(Session):
         if self.runtime.simulated:
             times = compiled_times_note(self.workload.modules)
             return Note(
-                "compiled", f"torch.compile is not simulated: memory and time are those of eager steps. {times}"
+                "compiled", f"torch.compile is not simulated, so memory and time are those of eager steps. {times}"
             )
-        said = "the model is compiled, but memory and time are those of the uncompiled model"
+        said = "The model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
         except OutOfMemoryError as error:
-            return Note("compiled", f"{said}; compiled, {samples} samples do not fit: {error}")
+            return Note("compiled", f"{said}. {samples} samples do not fit a compiled step: {error}")
         except Exception as error:  # noqa: BLE001  # the compiler may raise anything
-            return Note("compiled", f"{said}; compiled, no step could be run ({one_line(error)})")
-        held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
-        text = f"{said}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
+            return Note("compiled", f"{said}. No compiled step ran ({one_line(error)}).")
+        held = f", and needs {peaks[0]} bytes." if peaks else ". Its memory can't be tracked on a CPU."
+        text = f"{said}. A compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
         return Note("compiled", text)
 
     # Times
@@ -203,10 +207,10 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                text = f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices"
+                text = f"{label} fits too few samples to be timed alone, so its time comes from steps of all devices."
                 self.notes.append(Note("not-timed-alone", text))
             return timed
-        self.notes.append(Note("not-timed", f"{label} could not be timed, and is assumed to be slow: {why}"))
+        self.notes.append(Note("not-timed", f"{label} could not be timed, so autosplit assumes that it is slow: {why}"))
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
@@ -252,7 +256,7 @@ class LoneSession(Session):
         most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
         while most > least and region.primary_most(2 * most) < most:
             most //= 2
-        few = max(least, 2) if most > 2 else least  # a step of one sample is not on the line through larger steps
+        few = max(least, 2) if most > 2 else least  # see Note [A batch of one] in affine_traces
 
         def both(share: int) -> tuple[int, ...]:
             return tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
@@ -287,9 +291,9 @@ class LoneSession(Session):
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             text = (
-                f"the measured times contradict each other by {100 * off:.0f}%, probably because the machine is "
-                "busy; tune again later with profile='refresh' (--profile refresh); if others share the CPU, set "
-                "OMP_NUM_THREADS=1 in the environment"
+                f"The measured times contradict each other by {100 * off:.0f}%, probably because the machine is "
+                "busy. Tune again later with profile='refresh' (--profile refresh). If other processes share the "
+                "CPU, set OMP_NUM_THREADS=1 in the environment."
             )
             self.notes.append(Note(TIMES_DISAGREE, text))
 
@@ -298,7 +302,7 @@ class LoneSession(Session):
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
         """Solve DDP's batch sizes, and time each rank at its own batch size. Return both.
 
-        Without these times, a curve is interpolated there, and the samples/s would not be those of a step.
+        Otherwise the curves would be interpolated at these batch sizes, and the predicted samples/s would be inexact.
         """
         for _ in range(MOST_SOLVED):
             ddp = solved_ranks(

@@ -37,10 +37,10 @@ from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload
 
 PREDICTED_TEXT = (
-    "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
-    "run"
+    "strategy 'ddp' in one process: the time is computed from each device's own time, and no step of all ranks ran "
+    "together"
 )
-ON_EVERY_RANK = "; call it on every rank (torchrun, or the command autosplit measure) to run them"
+ON_EVERY_RANK = ". To run these steps, call it on every rank (with torchrun or the command autosplit measure)."
 
 
 @ends_tracebacks
@@ -209,14 +209,14 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     if steps > MOST_FORWARDS:
         raise InputError(
-            f"accumulation_steps is {steps}; expected at most {MOST_FORWARDS}; ask for fewer",
+            f"accumulation_steps is {steps}. Expected at most {MOST_FORWARDS}.",
             code="accumulation-too-many",
         )
     checked_request(devices=devices, max_batch_size=sum(shares))
     reason = why_single(workload)
     if steps > 1 and reason is not None:
         raise WorkloadError(
-            f"accumulation_steps is {steps}, and {reason}; expected 1; leave it out",
+            f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave it out.",
             code="accumulation-not-possible",
         )
     if job.request.strategy == "ddp":
@@ -227,11 +227,11 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
 def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workload) -> None:
     why_not = why_no_ranks(request, workload, (), 1)
     if why_not is not None:
-        raise WorkloadError(f"DDP has no answer: {why_not}", code="no-ddp-plan")
+        raise WorkloadError(f"DDP can't train this workload: {why_not}.", code="no-ddp-plan")
     if 0 in split:
         raise InputError(
-            f"split is {split} with strategy 'ddp'; expected at least one sample for each rank, which all take part; "
-            "leave the device out",
+            f"split is {split} with strategy 'ddp'. Expected at least one sample for each rank, because all ranks "
+            "take part in a step. Leave the device out.",
             code="split-without-rank-samples",
         )
 
@@ -240,14 +240,15 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
     least = prober.least_batch()
     if any(0 < share < least for share in asked.split):
         raise InputError(
-            f"split is {asked.split}, and BatchNorm trains on no fewer than {least} samples; expected that or 0 for "
-            "each device; move samples, or add some",
+            f"split is {asked.split}, but the model's BatchNorms need at least {least} samples. Expected 0 or at "
+            f"least {least} for each device.",
             code="batchnorm-least-samples",
         )
     if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
         raise InputError(
-            f"split is {asked.split}, and the model can only be followed with real tensors, of which this machine "
-            f"holds those of {prober.largest_traced} samples; expected shares of no more; measure a smaller split",
+            f"split is {asked.split}, but the model can only be traced with real tensors, and this machine's memory "
+            f"fits {prober.largest_traced} samples. Measure a split with at most {prober.largest_traced} samples on "
+            "a device.",
             code="split-above-traced",
         )
 
@@ -422,9 +423,9 @@ def _misfit(
     needed = prober.traced(shape)[index] if prober.has_traces else error.live_bytes + error.requested_bytes
     more = f"{needed} bytes ({size_text(needed)})" if needed > capacity_bytes else "more than that"
     return DoesNotFitError(
-        f"split {split} does not fit {device.label} ({device.name}): its share of {share} needs {more} and it may hold "
-        f"{capacity_bytes} bytes ({size_text(capacity_bytes)}); expected a step within it; give it fewer samples, in "
-        "more accumulation steps if the optimizer step is to stay as large",
+        f"split {split} does not fit {device.label} ({device.name}). Its {share} samples need {more}, and "
+        f"{capacity_bytes} bytes ({size_text(capacity_bytes)}) are allowed. Give it fewer samples, and use more "
+        "accumulation steps to keep the effective batch size.",
         device=device.label,
         device_index=index,
         requested_bytes=needed,

@@ -127,7 +127,7 @@ class MemoryBounds:
 
     @property
     def _measured_primary(self) -> Ceiling:
-        assert self.primary is not None, "it is measured first"
+        assert self.primary is not None, "`primary` is measured first"
         return self.primary
 
     def _kept_ceiling(self, alone: int) -> int:
@@ -149,7 +149,10 @@ class MemoryBounds:
         if self._waits and (single is None or single.largest_batch < self._most_effective):
             several = self._region_of_several()
             if several.largest_batch == 0:
-                several, why_single = None, "the gradients that wait for a second micro-step leave no room for a sample"
+                several, why_single = (
+                    None,
+                    "the accumulated gradients leave no memory for a sample in a second micro-step",
+                )
         region = several or single or self._region()
         if max(region.largest_batch, 0 if single is None else single.largest_batch) == 0:
             raise does_not_fit(self.prober, 0)
@@ -158,9 +161,9 @@ class MemoryBounds:
             return Space(region if single is None else single, sizes, most, several)
         if least > region.largest_batch:
             raise DoesNotFitError(
-                f"{region.largest_batch} samples fit one forward and effective_batch_size is at least {least}, and "
-                f"{why_single}; expected all of them to fit; ask for at most {region.largest_batch}, or use a smaller "
-                "model or larger devices",
+                f"{region.largest_batch} samples fit one forward, but effective_batch_size is at least {least}, and "
+                f"{why_single}. Lower effective_batch_size to at most {region.largest_batch}, or use a smaller "
+                "model or larger devices.",
                 code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)

@@ -1,8 +1,8 @@
-"""Let ranks agree: if one rank fails, no rank goes on.
+"""Let the ranks agree after each step. If one rank fails, all ranks raise.
 
-each rank   runs its part | sends its result or its failure to all | all go on, or all raise
+each rank   runs its part | sends its result or its failure to all | all continue, or all raise
 
-The messages have their own process group, so a step that hangs or breaks off does not disturb them.
+The messages have their own process group, so a step that hangs or fails does not disturb them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAME_KEYPRESS_S = 1.0
 """torchrun forwards a Ctrl-C that its processes have received already. Two signals this close are one keypress."""
 
 CUT_S = 10.0
-"""Longest wait for a collective to break off. After it, the process is ended anyway."""
+"""Longest wait for a collective to be aborted. After that, the process is killed."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
 """torch's messages if the other end of a collective is gone (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
@@ -77,7 +77,7 @@ class _Told(Generic[T]):
 
 
 class Interrupts:
-    """Notes Ctrl-C until the next order of rank 0 tells all ranks, because no rank may leave alone."""
+    """Records Ctrl-C until rank 0's next order reports it to all ranks, because all ranks must stop together."""
 
     def __init__(self) -> None:
         self.came = False
@@ -85,7 +85,7 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note Ctrl-C in this context. A second one, after more than `SAME_KEYPRESS_S`, raises KeyboardInterrupt."""
+        """Record Ctrl-C in this context. A second one, more than `SAME_KEYPRESS_S` later, raises KeyboardInterrupt."""
         ours = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if ours else None
         if not callable(before):  # another thread, or Ctrl-C is ignored in this process
@@ -105,10 +105,11 @@ class Interrupts:
 
 
 class _Attempts:
-    """Numbers the joint attempts of the ranks. A rank that fails breaks off the attempt on all ranks.
+    """Numbers the steps that all ranks run together. If one rank fails, the step is aborted on all ranks.
 
-    A rank that waits in a NCCL collective does not return until NCCL's watchdog ends its process. The watch tells it of
-    another rank's failure. Without a watch, each rank waits for the timeout of its back end.
+    A rank that waits in an NCCL collective does not return until NCCL's watchdog kills its process. The watch notifies
+    it of another rank's failure. Without a watch, each rank waits for the group's timeout. See Note [How ranks wait]
+    in `ddp.failure`.
     """
 
     def __init__(self, watch: Watch | None) -> None:
@@ -124,14 +125,14 @@ class _Attempts:
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
-        """Run one attempt. `cut` breaks off its collectives in another thread."""
+        """Run one attempt. `cut` aborts its collectives in another thread."""
         with self._lock:
             self._number += 1
             self._cut, self._cutting = cut, None
             self.was_cut = cut is not None and str(self._number) in self._missing
         try:
             if self.was_cut:
-                raise RuntimeError("another rank does not come")
+                raise RuntimeError("another rank did not call it")
             yield
         except BaseException:
             with self._lock:
@@ -162,9 +163,9 @@ class Peers:
     """The ranks of a job, as one rank sees them. They exchange messages in a gloo group.
 
     Attributes:
-        parted: Whether every rank has read the last message, so that each may leave.
-        stopped: Whether an order has told all ranks of Ctrl-C.
-        orders: Number of orders so far, which is equal on all ranks.
+        parted: Whether every rank has read the last message, so each rank may leave.
+        stopped: Whether an order has reported Ctrl-C to all ranks.
+        orders: Number of orders so far, equal on all ranks.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Peers:
         return told[0][0]
 
     def take_interrupt(self) -> bool:
-        """Return whether the last order told of Ctrl-C. The ranks stop for it once."""
+        """Return whether the last order reported Ctrl-C. Return True only once."""
         if self._came and not self.stopped:
             self.stopped = True
             return True
@@ -205,7 +206,7 @@ class Peers:
     def is_cut_off(self, error: BaseException) -> bool:
         """Return whether an error keeps this rank from sending another message to the others."""
         if isinstance(error, KeyboardInterrupt):
-            return not self.stopped  # a second Ctrl-C is raised at once, also amid a message
+            return not self.stopped  # a second Ctrl-C raises at once, even during a message
         return not isinstance(error, AutosplitError) and has_waited(error)
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
@@ -230,10 +231,10 @@ class Peers:
         return [one.value for one in told]  # type: ignore[misc]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something that may lack memory on every rank.
+        """Run something that may run out of memory on every rank.
 
-        Return each rank's result, or the first failure for lack of memory. It is the same on all ranks. For other
-        reasons it raises, as `answers` does.
+        Return each rank's result, or the first out-of-memory failure, which is the same on all ranks. Other failures
+        raise, as in `answers`.
         """
         if self.world_size == 1:
             try:

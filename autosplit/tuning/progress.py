@@ -82,7 +82,7 @@ def searched_share(num_trials: int, most_trials: int) -> float:
 
 
 def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """Return a function that reports progress with a fraction that never falls."""
+    """Return a function that reports progress whose fraction never falls."""
     furthest = 0.0
 
     def tell(part: Progress) -> None:
@@ -108,7 +108,7 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
     """Yield the progress function: the given one, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
-            f"progress is {progress!r}; expected what is called with a Progress; pass it, or leave it out",
+            f"progress is {progress!r}. Expected a function that is called with a Progress. Pass one, or leave it out.",
             code="progress",
         )
     heard = progress or notebook_bar()

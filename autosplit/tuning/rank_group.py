@@ -1,4 +1,4 @@
-"""Join the ranks of a job: each rank brings its device, and all have the same request.
+"""Connect the ranks of a job: each rank contributes its device, and all get the same request.
 
 each rank   its device of its machine | all devices in the order of the ranks | one request, one machine, one key
 """
@@ -27,9 +27,9 @@ from autosplit.tuning.worker import Job, refuse_differing, torch_device
 
 
 def own_part(devices: Any) -> Any:
-    """Return the part of this machine's device spec that this process computes on: the others' cards are not asked.
+    """Return this rank's part of its machine's device spec, so it does not initialise the GPUs of other ranks.
 
-    What can't be shared out is returned as it is, for `joined` to refuse on all ranks.
+    A spec that cannot be divided is returned unchanged. `joined` then raises on all ranks.
     """
     place = place_here()
     if place.world_size == 1:
@@ -44,30 +44,30 @@ def own_part(devices: Any) -> Any:
 
 
 def in_a_job() -> bool:
-    """Tell whether torchrun, Slurm or a process group says that this process is one of several."""
+    """Return whether this process is one of several ranks."""
     return place_here().world_size > 1
 
 
 @contextmanager
 def joined(request: Request) -> Iterator[Job]:
-    """Connect to the other ranks of this job, and exchange devices. The request has all devices of this machine.
+    """Connect to the other ranks of this job, and exchange devices. The job's request has the devices of all ranks.
 
     Raises:
-        DeviceError: A machine has not one device for each of its ranks, or has simulated ones.
-        InputError: The ranks were not asked for the same, do not run the same versions, or not all of them came.
+        DeviceError: The number of devices of a machine is not the number of its ranks, or the devices are simulated.
+        InputError: The ranks' arguments or versions differ, or a rank is missing.
     """
     place = place_here()
     with peers_here() as peers:
-        peers.all_run(lambda: _own_device(request.devices, place))  # an error on one machine ends all ranks
+        peers.all_run(lambda: _own_device(request.devices, place))  # if this fails on one machine, all ranks raise
         yield _job(request, place, peers)
 
 
 @contextmanager
 def peers_here() -> Iterator[Peers]:
-    """Connect to the other ranks of this job, which all call this, too. Call `Peers.part` at the end.
+    """Connect to the other ranks of this job. All ranks call this. Call `Peers.part` at the end.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came, and no order told the ranks of it.
+        KeyboardInterrupt: Ctrl-C was pressed after the last order, so the other ranks do not know of it.
     """
     with _talking(place_here()) as peers, peers.interrupts.noted():
         yield peers
@@ -97,39 +97,39 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
 
 
 def _own_device(devices: Sequence[Device], place: Place) -> int:
-    """Return which of the machine's devices is this rank's."""
+    """Return the index of this rank's device among the machine's devices."""
     kind, count = devices[0].kind, len(devices)
     if kind == "sim":
         raise DeviceError(
-            f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
-            "on; leave torchrun out: one process simulates them all",
+            f"The devices are simulated, but {place.world_size} ranks were started. One process simulates all "
+            "devices. Start the script without torchrun.",
             code="ranks-simulated",
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
     if count == 1 and is_accelerator(kind) and here > 1:
-        return 0  # its own part, or all that the process was given
+        return 0  # the spec is this rank's part already, or the process sees one GPU
     if count != here or local >= count:
         raise DeviceError(
-            f"there are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of "
-            "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
-            f"--nproc-per-node {count}",
+            f"There are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of this "
+            "machine. Expected one device per rank. Name equally many devices (--devices cpu:2GiB,cpu:1GiB), or "
+            f"start torchrun with --nproc-per-node {count}.",
             code="ranks-device-count",
         )
     return local
 
 
 def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that were not asked for the same, or run other versions."""
+    """Raise InputError if the ranks' arguments or versions differ."""
     for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
         refuse_differing(name, [getattr(request, name) for request in requests])
     for name in ("torch", "cuda", "autosplit"):
         refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
-    refuse_differing("the kind of device", [request.kind for request in requests])
+    refuse_differing("the device type", [request.kind for request in requests])
 
 
 def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
-    """Describe the devices of all ranks as those of one machine; of several, say how many each has."""
+    """Describe the devices of all ranks as one machine. Add the ranks per machine if there are several."""
     kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
     runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
     counts: list[int] = []
@@ -143,7 +143,7 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
 
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
-    """Make a gloo group for plain values, and end it; where there is a process group already, it stays."""
+    """Make a gloo group for messages, and destroy it at the end. An existing process group is kept."""
     adopted = dist.is_initialized()
     before = open_sockets()
     group = dist.new_group(backend="gloo") if adopted else _met(place)
@@ -158,25 +158,27 @@ def _talking(place: Place) -> Iterator[Peers]:
             except BaseException as error:
                 if not peers.parted:
                     raise
-                agreed = error  # which all ranks raise: there is nothing left to tell
+                agreed = error  # all ranks raise it, so there is nothing to report to them
         if agreed is not None:
             raise agreed
     finally:
-        with suppress(RuntimeError) if watch.failed else nullcontext():  # what failed is what has to be heard of
+        with (
+            suppress(RuntimeError) if watch.failed else nullcontext()
+        ):  # a failed destroy must not hide the rank's failure
             dist.destroy_process_group(group if adopted else None)
         watch.end()
 
 
 def _met(place: Place) -> Any:
-    """Wait until every rank is here, and make the process group."""
+    """Wait until every rank has joined, and make the process group."""
     try:
         store = meeting_place(place)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     except RuntimeError as error:
         explain_loopback(error, place)
         raise InputError(
-            f"rank {place.rank} of {place.world_size} does not meet the others ({one_line(error)}); expected all of "
-            "them to call autosplit.tune; call it on every rank, with the same arguments",
+            f"Rank {place.rank} of {place.world_size} can't connect to the others ({one_line(error)}). Expected all "
+            "of them to call autosplit.tune. Call it on every rank, with the same arguments.",
             code="rendezvous-failed",
         ) from error
     return dist.group.WORLD
@@ -184,13 +186,13 @@ def _met(place: Place) -> Any:
 
 @contextmanager
 def _broken_off_named(place: Place) -> Iterator[None]:
-    """Say what it means that a collective broke off, where nobody has heard of a rank that failed."""
+    """Explain a broken collective if no rank has reported a failure."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, AutosplitError) or not has_waited(error):
             raise
         raise RankFailedError(
-            f"rank {place.rank} stops: another rank ended without an error message ({one_line(error)}); expected all "
-            f"{place.world_size} until the end; see what that rank printed, or whether the system ended it"
+            f"Rank {place.rank} stops: another rank ended without an error message ({one_line(error)}). Expected "
+            f"all {place.world_size} until the end. Check that rank's output, and whether the system killed it."
         ) from error

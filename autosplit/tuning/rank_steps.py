@@ -3,7 +3,7 @@
 dry pass   forward, backward, update; nothing is sent | every rank reports whether the step fits
 timed      blocks of whole steps; the last backward of each step all-reduces the gradients
 
-If a rank fails while the others wait for its gradients, it breaks off the all-reduce on all ranks.
+If a rank fails while the others wait for its gradients, it aborts the all-reduce on all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WARMUPS = 3
 LEAST_TIMEOUT_S = 15.0
 """Least timeout of a collective. It is `TIMEOUT_STEPS` dry passes if these take longer.
 
-After it, gloo raises an error. With another back end, the process of a rank that must stop is ended.
+After it, gloo raises an error. Other backends kill the process.
 """
 
 TIMEOUT_STEPS = 10
@@ -198,8 +198,8 @@ class RankSteps:
     def _run(
         self, sizes: tuple[int, ...], mark: Callable[[str], None] = lambda _phase: None, *, meets: bool = True
     ) -> None:
-        assert self._trainee is not None, "it is prepared"
-        assert self._models is not None, "they are wrapped then"
+        assert self._trainee is not None, "`prepare` sets it"
+        assert self._models is not None, "`prepare` wraps the models"
         # Move the batch here, because a `loss_fn` does not move its targets.
         here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
         there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
@@ -234,10 +234,10 @@ class RankSteps:
             self._trainee = training_copy(self.workload, device=self.device)
 
         def wrap() -> None:
-            assert self._trainee is not None, "it is copied before"
+            assert self._trainee is not None, "`prepare` copies it"
             self._models = self._trainee.wrapped(self._wrapped)
 
-        copied = self._try(copy)  # alone: no other rank waits for a rank that lacks memory here
+        copied = self._try(copy)  # alone: other ranks must not wait for a rank that runs out of memory here
         if isinstance(copied, Failure):
             return copied
         self._meet()
@@ -257,9 +257,9 @@ class RankSteps:
         return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
 
     def _break_off(self) -> None:
-        """Break off the collective in which this rank waits for a failed rank. Called in a thread."""
+        """Abort the collective in which this rank waits for a failed rank. Called in a thread."""
         if self.backend != "gloo":
-            why = f"another rank failed, and {self.backend} does not let rank {self.peers.rank} go"
+            why = f"another rank failed, and rank {self.peers.rank} can't leave a collective of {self.backend}"
             self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
             self._last_resort.daemon = True
             self._last_resort.start()
@@ -302,7 +302,7 @@ class RankSteps:
             message = str(error).splitlines()[0]
         # Raise outside of the except block, because its traceback refers to tensors.
         label = self.runtime.devices[0].label
-        raise OutOfMemoryError(f"{label} is out of memory; give it fewer samples. {message}", device=label)
+        raise OutOfMemoryError(f"{label} is out of memory. Give it fewer samples. {message}", device=label)
 
     def close(self) -> None:
         """Free the copies and the process group."""

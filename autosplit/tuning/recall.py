@@ -22,7 +22,7 @@ from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.worker import Worker, Workers
 
-REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
+REFRESH_HINT = "--profile refresh (profile='refresh') tunes again."
 
 MOST_LOOKED_AT = 200
 """Most profiles, newest first, that are compared to find the most similar one."""
@@ -69,8 +69,8 @@ class Recalled:
     @property
     def origin(self) -> str:
         """Name the profile."""
-        assert self.path is not None, "it is remembered"
-        return f"from the profile {self.path.stem[: profiles.KEY_DIGITS]}"
+        assert self.path is not None, "a saved plan has a path"
+        return f"From the profile {self.path.stem[: profiles.KEY_DIGITS]}"
 
 
 def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
@@ -88,10 +88,10 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
         return Recalled(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:
         return Recalled(
-            notes=(Note("tuned-again", "the search of the saved plan was interrupted, so it was tuned again"),)
+            notes=(Note("tuned-again", "The search of the saved plan was interrupted, so it was tuned again."),)
         )
     if measured and not found.plan.ddp.measured:
-        text = "the DDP settings of the saved plan were predicted by one process, so they were tuned again"
+        text = "The DDP settings of the saved plan were predicted by one process, so they were tuned again."
         return Recalled(notes=(Note("tuned-again", text),))
     short = memory_shortfall(found.plan, request.devices, request.capacities_bytes)
     differing = differing_facts(found.plan, request.devices, request.capacities_bytes)
@@ -109,7 +109,7 @@ def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Wor
     request.deadline.extend(turn.waited_s)
     # Look again also without a wait: another process may have ended between the first look and the lock.
     again = recalled(key, request, measured=several)
-    if again.plan is None and not again.notes:  # the first look may have moved a spoiled profile aside
+    if again.plan is None and not again.notes:  # the first look may have moved an invalid profile aside
         again = replace(again, notes=found.notes, unreadable=found.unreadable)
     return replace(again, wait_notes=turn.notes, trouble=turn.trouble)
 
@@ -117,7 +117,7 @@ def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Wor
 def nothing_run(found: Recalled, request: Request) -> Note:
     """Return the note of a plan that comes from a profile."""
     unused = "" if request.storage is None else ", and the storage was not opened"
-    return Note("from-profile", f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}")
+    return Note("from-profile", f"{found.origin}. Nothing was run{unused}. {REFRESH_HINT}")
 
 
 def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> Turn:
@@ -151,14 +151,14 @@ def kept(
     said: tuple[Note, ...],
     always: tuple[Note, ...],
 ) -> Plan:
-    """Save a plan as a profile on each machine, and return it with the notes of this run, which no profile holds.
+    """Save a plan as a profile on each machine. Return it with the notes of this run, which are not saved.
 
     Args:
         plan: The plan.
         key: The key of the profile.
         found: The result of the look for a saved plan.
         workers: All workers.
-        said: Notes on the cache. They are left out if the plan could not be saved either: one note is enough.
+        said: Notes on the cache. If saving fails, its note replaces them.
         always: The other notes of this run.
     """
     failed: tuple[Note, ...] = ()
@@ -196,12 +196,12 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
         nbytes, least = workers.ask(_bucket_bytes_and_least)[0]
         plan = solved_again(plan, Lack(request.capacities_bytes, nbytes, least))
         if plan is None:
-            return None, _given_up(found, "no split fits that by its measurements")
+            return None, _given_up(found, "no split fits according to its measurements")
     answers = workers.ask(_run, plan, found.short is not None)
     failed = next(((rank, one) for rank, one in enumerate(answers) if isinstance(one, str)), None)
     if failed is not None:
         who = f"rank {failed[0]}: " if workers.job.several else ""
-        return None, _given_up(found, f"one step of it ran out of memory ({who}{failed[1]})")
+        return None, _given_up(found, f"one step ran out of memory ({who}{failed[1]})")
     ran = answers[0]
     assert isinstance(ran, Plan)
     if found.short is not None:
@@ -257,7 +257,7 @@ def _given_up(found: Recalled, why: str) -> Recalled:
         plan=None,
         short=None,
         differing=(),
-        notes=(*found.notes, Note("tuned-again", f"{changed}, and {why}, so it was tuned again")),
+        notes=(*found.notes, Note("tuned-again", f"The saved plan was tuned again: {changed}, and {why}.")),
     )
 
 
@@ -267,13 +267,15 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
     plan = with_facts(found.plan, request).kept_at(found.path)
     if request.profile != "off":
         workers.ask(Worker.store, key, plan)  # if it fails, the next run makes the step again
-    confirmed = Note("confirmed-by-one-step", f"{'; '.join(found.differing)}: confirmed by one step")
+    confirmed = Note(
+        "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
+    )
     return replace(found, plan=plan).told(confirmed, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
 
 
 def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
     """Return a plan for as long as memory is short. The saved plan stays as it is."""
-    text = f"{found.short}: a smaller plan was computed from its measurements, confirmed by one step, and not saved"
+    text = f"{found.short}, so a smaller plan was computed from its measurements, confirmed by one step, and not saved"
     if again.region is None:
         text += "; its samples/s are predicted"
     here = zip(again.devices, request.devices, strict=True)

@@ -40,7 +40,7 @@ TRIAL_BUDGET_S = 1.0
 MOST_FORWARDS = 2**16
 """Most forwards of one optimizer step. A larger effective batch is probably the size of a dataset."""
 
-INTERRUPTED_NOTE = Note("interrupted", "the search was interrupted: this is the best plan so far")
+INTERRUPTED_NOTE = Note("interrupted", "The search was interrupted. This is the best plan so far.")
 
 USUAL_SIZES = 8
 """Number of sizes at which a device is timed, for most workloads."""
@@ -158,13 +158,13 @@ class Session(ABC):
         self._tell_trial()
         if self.prober.out_of_time:
             text = (
-                "the time limit ended before the search began: ceilings are the largest batches that had run until "
-                "then, few sizes were timed, and one configuration was tried; a larger time_limit_s may find a faster "
-                "one"
+                "The time limit ended before the search began. The ceilings are the largest batches that had run "
+                "until then, few sizes were timed, and one configuration was tried. A larger time_limit_s may find "
+                "a faster one."
             )
             self.notes.append(Note("time-limit", text))
         most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
-        _log.info("the search is of up to %d samples per forward and up to %d forwards per step", most, steps)
+        _log.info("searching up to %d samples per forward and up to %d forwards per step", most, steps)
         search(
             self.solver.space,
             self._evaluate,
@@ -180,16 +180,16 @@ class Session(ABC):
         )
         kept = len(self.trials) - self.evaluated
         if kept:
-            text = f"{kept} of {len(self.trials)} trials come from the storage of an interrupted search"
+            text = f"{kept} of {len(self.trials)} trials come from the storage of an interrupted search."
             self.notes.append(Note("trials-from-storage", text))
         if self.recalled:
-            text = f"{self.recalled} ceilings come from the storage of an interrupted search"
+            text = f"{self.recalled} ceilings come from the storage of an interrupted search."
             self.notes.append(Note("ceilings-from-storage", text))
         best = self._best_trial()
         if best is None:
             self._end_search()  # more memory may be free in the next run
             raise self._nothing_fits()
-        _log.info("the answer is trial %d", best.number)
+        _log.info("trial %d is the fastest", best.number)
         return best
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
@@ -201,7 +201,7 @@ class Session(ABC):
         )
         if not self._can_train(splits):
             least = self._least_share
-            why = "DDP's ranks all take part" if least == 1 else f"BatchNorm needs {least} samples to train on"
+            why = "every DDP rank needs a sample" if least == 1 else f"BatchNorm needs {least} samples in training"
             return replace(trial, failure=f"a device would get fewer than {least} samples: {why}")
         try:
             measured = self._measured(splits)
@@ -255,15 +255,14 @@ class Session(ABC):
         refused = not any(self._can_train(self.solver.splits_of(configuration_of(trial))) for trial in self.trials)
         if least > 1 and self.trials and refused:
             return DoesNotFitError(
-                f"an optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
-                f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that "
-                "can, because BatchNorm does not train on fewer; ask for another effective_batch_size, or raise "
-                "max_batch_size",
+                f"An optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
+                f"most {self.prober.max_batch_size} that give each device 0 or at least {least}, which BatchNorm "
+                "needs. Pass another effective_batch_size, or raise max_batch_size.",
                 code="split-not-possible",
             )
         return DoesNotFitError(
-            f"none of {len(self.trials)} configurations could be run; the last: {failure}; expected at least one; ask "
-            "for another effective_batch_size, or use a smaller model, a lower precision or larger devices"
+            f"None of {len(self.trials)} configurations ran. The last failure: {failure}. Pass another "
+            "effective_batch_size, or use a smaller model, a lower precision or larger devices."
         )
 
     def _effective_of(self, trial: Trial) -> int:
@@ -366,8 +365,8 @@ def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
     fewest = accumulation_steps(least, largest_batch)
     if fewest > MOST_FORWARDS:
         raise InputError(
-            f"effective_batch_size is at least {least}, which takes {fewest} forwards of what fits; expected at most "
-            f"{MOST_FORWARDS}; ask for fewer samples",
+            f"effective_batch_size is at least {least}, which needs {fewest} forwards of the largest batch that "
+            f"fits. Expected at most {MOST_FORWARDS}. Lower effective_batch_size.",
             code="accumulation-too-many",
         )
     most = max(fewest, accumulation_steps(most_samples, largest_batch))

@@ -40,15 +40,17 @@ from autosplit.workload.precision import native_ones, precision_list, without_bf
 
 _log = logging.getLogger(__name__)
 
-INTERRUPTED_NOTE = Note("interrupted", "tuning was interrupted before all variants were tuned: this is the best so far")
+INTERRUPTED_NOTE = Note(
+    "interrupted", "Tuning was interrupted before all variants were tuned. This is the best plan so far."
+)
 
 LENGTHS_INTERRUPTED_NOTE = Note(
-    "interrupted", "tuning was interrupted before shorter samples were measured; tune again to measure them"
+    "interrupted", "Tuning was interrupted before shorter samples were measured. Tune again to measure them."
 )
 
 NO_GPU_NOTE = Note(
     "no-gpu",
-    "no GPU is visible, so the plan is for the CPU; devices='sim:2xRTX3090' (--devices) plans for other GPUs",
+    "No GPU is visible, so the plan is for the CPU. devices='sim:2xRTX3090' (--devices) plans for other GPUs.",
 )
 
 
@@ -237,7 +239,7 @@ def _warned(plan: Plan) -> Plan:
             warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
     found = changed(plan.checks)
     if found:
-        others = f"; {len(found) - 1} more in plan.checks" if len(found) > 1 else ""
+        others = f"There are {len(found) - 1} more in plan.checks." if len(found) > 1 else ""
         warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=4)
     return plan
 
@@ -266,7 +268,7 @@ class _Tuning:
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, by the user's progress function or else by a warning."""
         if self.heard is None:
-            warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
+            warnings.warn(f"{message}. profile='off' does not wait.", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
 
 
@@ -329,8 +331,8 @@ def _tuned_by_length(
         plan, variant = _fastest_of(variants, replace(tuning, progress=longest), notes, more=1)
     except UserCodeError as error:
         raise UserCodeError(
-            f"{error}; its samples had the longest of the lengths, {max(lengths)}: cut them where the model takes none "
-            "so long, and where another dimension was taken for the length pass make_batch(n, length=...)",
+            f"{error}; its samples had the longest of the lengths, {max(lengths)}. If the model takes no samples of "
+            "this length, cut them. If another dimension was used as the length, pass make_batch(n, length=...)",
             error.frames,
         ) from error
     try:
@@ -382,7 +384,7 @@ def _names_of(variants: Sequence[Variant], checkpointings: Sequence[Checkpointin
     for variant in variants:
         parts = [f"precision {variant.precision}"] if precise else []
         if len(checkpointings) > 1:
-            parts.append(str(checkpointings[variant.checkpointing] or "no layer checkpointed"))
+            parts.append(str(checkpointings[variant.checkpointing] or "no checkpointed layer"))
         names.append(", ".join(parts))
     return names
 

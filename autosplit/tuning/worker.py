@@ -97,7 +97,7 @@ class Variant:
 
 
 def alone(request: Request, machine: dict[str, Any]) -> Job:
-    """Return the job of a process that tunes all devices by itself."""
+    """Return the job of a process that tunes all devices alone."""
     peers = Peers(0, 1, None, Interrupts())
     return Job(None, peers, request.devices, request.capacities_bytes, request, machine)
 
@@ -143,7 +143,7 @@ class Worker(AbstractContextManager["Worker"]):
         """Whether the device is a CPU without a memory budget, so that time limits its batch."""
         return self.job.request.kind == "cpu" and not self.job.devices[0].budgeted
 
-    # Asked by the driver, in this order
+    # Called by the driver, in this order
 
     def prepare(self, variants: Sequence[Variant]) -> None:
         """Make the sources of all variants, so that an invalid variant raises before any is tuned."""
@@ -213,7 +213,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def step(self, splits: Sequence[Sequence[int]], budget_s: float) -> tuple[list[int], Measurement] | Failure:
         """Run this rank's part of a step of all ranks."""
-        assert self.steps is not None, "begin_steps comes first"
+        assert self.steps is not None, "`begin_steps` sets it"
         return self.steps.measured([split[self.peers.rank] for split in splits], budget_s=budget_s)
 
     def losses(self) -> tuple[Note, ...]:
@@ -230,7 +230,7 @@ class Worker(AbstractContextManager["Worker"]):
             profiles.amend(plan.path.stem, plan, changes)
 
     def idle(self) -> None:
-        """Do nothing. Ranks that wait hear of Ctrl-C, and their collectives do not time out."""
+        """Do nothing. The message keeps collectives of waiting ranks from timing out, and reports Ctrl-C."""
 
     @property
     def _is_first_of_machine(self) -> bool:
@@ -299,7 +299,7 @@ class Workers:
         return replace(plan, **changes).kept_at(plan.path)
 
     def end_for(self, error: BaseException) -> _End:
-        """Return the end of the tuning for the other ranks if it raised on rank 0."""
+        """Return the message that ends the tuning on the other ranks if rank 0 raised an error."""
         order = next((order for raised, order in self._raised if raised is error), None)
         if order is not None:
             return _End(order=order)
@@ -331,7 +331,7 @@ def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
     try:
         value = run(workers)
     except (Exception, KeyboardInterrupt) as error:
-        # A Ctrl-C that was not taken from a message, and a lost rank: the others do not wait for a message.
+        # Ctrl-C between two messages, or a lost rank: the other ranks are not waiting for a message.
         if worker.job.several and not peers.is_cut_off(error):
             _leave(peers, workers.end_for(error))
         raise
@@ -346,7 +346,7 @@ def _leave(peers: Peers, end: _End) -> None:
 
 
 def _serve(worker: Worker) -> Any:
-    """Do what rank 0 asks until it ends the tuning."""
+    """Serve rank 0's orders until it ends the tuning."""
     peers = worker.peers
     raised: dict[int, BaseException] = {}
     while True:
@@ -359,7 +359,7 @@ def _serve(worker: Worker) -> Any:
                 raise decoded(*order.error)
             return order.value
         if peers.take_interrupt():
-            continue  # rank 0 raises KeyboardInterrupt, and decides what comes next
+            continue  # rank 0 raises KeyboardInterrupt for all ranks
         function, args = order
         try:
             peers.answers(partial(function, worker, *args))
@@ -388,9 +388,9 @@ def refuse_waiting(workload: Workload) -> None:
     for part in (part for one in workload.modules for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
-                f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "
-                "measures its device by itself; expected a plain model; tune that, and convert or shard it in training "
-                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model))",
+                f"The model has a {type(part).__name__}, whose forward waits for all ranks, but each rank measures "
+                "its device alone. Tune a plain model, and convert or shard it in training (ctx.wrap(model, "
+                "sync_batchnorm=True), ctx.shard(model)).",
                 code="model-synchronises",
             )
 
@@ -405,7 +405,7 @@ def refuse_differing(name: str, values: Sequence[Any]) -> None:
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
         raise InputError(
-            f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}; expected the same on all; start "
-            "all ranks with one command line and one installation",
+            f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}. Expected the same on all "
+            "ranks. Start all ranks with the same command line and the same installation.",
             code="ranks-disagree",
         )

@@ -510,7 +510,7 @@ USER_ERRORS = {
 def test_the_users_own_frames_are_shown(script, fails, text, devices):
     line, frames = fails("tune", script(text), "--devices", devices, code=5)
     assert " raised " in line
-    assert line.endswith("mend it and run again")
+    assert line.endswith("fix it and run again")
     assert frames
     assert all("train.py:" in frame for frame in frames)
 

@@ -201,7 +201,7 @@ def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):
     assert main(["profiles", "remove", "--all", "--yes"]) == 2
     out, err = capsys.readouterr()
     assert f"removed {link}\n" in out
-    assert "can't be removed" in err or "is not called as a profile is" in err
+    assert "can't be deleted" in err or "is not called as a profile is" in err
     assert set(profile_paths()) == {folder}
     assert other.read_text() == "mine"
     assert outside.read_text() == "mine"

@@ -61,15 +61,15 @@ def scoped(ctx: ddp.Context) -> Any:
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[ddp.Context], Any], str]] = {
-    "seed": (lambda ctx: of_sampler(ctx, shuffle=True, seed=7 + ctx.rank), "seed is 7 on rank 0, 8 on rank 1;"),
-    "shuffle": (lambda ctx: of_sampler(ctx, shuffle=not ctx.rank), "shuffle is True on rank 0, False on rank 1;"),
-    "drop_last": (lambda ctx: of_sampler(ctx, drop_last=not ctx.rank), "drop_last is True on rank 0, False on rank 1;"),
-    "num_samples": (lambda ctx: of_sampler(ctx, 44 + ctx.rank), "num_samples is 44 on rank 0, 45 on rank 1;"),
-    "epoch": (of_epoch, "epoch is 3 on rank 0, 4 on rank 1;"),
-    "position": (resumed, "samples_consumed is 0 on rank 0, 16 on rank 1;"),
-    "kind of loader": (of_own_loader, "a loader without ctx.batch_sampler' on rank 1;"),
-    "count": (counting, "count= is False on rank 0, True on rank 1;"),
-    "loss_scope": (scoped, "loss_scope= is 'sample' on rank 0, 'ranks' on rank 1;"),
+    "seed": (lambda ctx: of_sampler(ctx, shuffle=True, seed=7 + ctx.rank), "seed is 7 on rank 0, 8 on rank 1."),
+    "shuffle": (lambda ctx: of_sampler(ctx, shuffle=not ctx.rank), "shuffle is True on rank 0, False on rank 1."),
+    "drop_last": (lambda ctx: of_sampler(ctx, drop_last=not ctx.rank), "drop_last is True on rank 0, False on rank 1."),
+    "num_samples": (lambda ctx: of_sampler(ctx, 44 + ctx.rank), "num_samples is 44 on rank 0, 45 on rank 1"),
+    "epoch": (of_epoch, "epoch is 3 on rank 0, 4 on rank 1."),
+    "position": (resumed, "samples_consumed is 0 on rank 0, 16 on rank 1"),
+    "kind of loader": (of_own_loader, "a loader without ctx.batch_sampler' on rank 1"),
+    "count": (counting, "count= is False on rank 0, True on rank 1."),
+    "loss_scope": (scoped, "loss_scope= is 'sample' on rank 0, 'ranks' on rank 1."),
 }
 
 
@@ -190,7 +190,7 @@ def test_a_disagreement_is_named_on_all_ranks_before_the_first_step(ranks, name)
     """With a seed per rank, a job trained on 43 of 64 samples, some of them twice, and exited with 0."""
     _, expected = DISAGREEMENTS[name]
     for (text,) in found_by(ranks, name):
-        assert "the ranks disagree on the samples of an epoch" in text
+        assert "The ranks' settings of a loop differ" in text
         assert expected in text
     assert len({text for (text,) in found_by(ranks, name)}) == 1
 
@@ -212,10 +212,10 @@ def test_only_the_first_step_of_a_loop_exchanges_settings(ranks):
 def test_ranks_that_read_different_checkpoints_load_neither(ranks):
     """On machines with disks of their own, one rank loaded older weights: the ranks trained different models."""
     for (text,) in found_by(ranks, "checkpoint older"):
-        assert "the ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
-        assert text.endswith("nothing was changed on any rank")
+        assert "The ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
+        assert text.endswith("Nothing was changed on any rank.")
     for (text,) in found_by(ranks, "sharded"):
-        assert "the folder of rank 1 holds another checkpoint than rank 0's" in text
+        assert "Rank 1 sees another checkpoint in the folder than rank 0" in text
 
 
 def test_a_rank_may_keep_values_of_its_own_with_the_same_model(ranks):

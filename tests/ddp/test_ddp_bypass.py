@@ -120,4 +120,4 @@ def test_loaders_of_another_batch_size_are_reported(ranks, name):
     samples = 2 * LOADERS[name][0]
     for found in found_by(ranks, name):
         assert len(found) == (samples != 8)
-        assert all(f"have {samples} samples, and the plan's have 8" in text for text in found)
+        assert all(f"have {samples} samples, but the plan's have 8" in text for text in found)

@@ -61,7 +61,7 @@ class TestPlainValues:
         ctx.save_checkpoint(tmp_path / "last.pt", model=nn.Linear(5, 7))
         model = nn.Linear(5, 7)
         before = weights(model)
-        with pytest.raises(CheckpointError, match="expected 'epoch' as well"):
+        with pytest.raises(CheckpointError, match="Expected 'epoch', too"):
             ctx.load_checkpoint(tmp_path / "last.pt", model=model, epoch=0)
         assert torch.equal(weights(model), before)
 
@@ -95,7 +95,9 @@ class TestPartsThatRefuse:
         model, a, b = nn.Sequential(*make_model()), Counter(1), Counter(2, limit=5)
         nn.init.zeros_(next(model.parameters()))
         before = weights(model)
-        with pytest.raises(CheckpointError, match=r"'b' does not take its state \(ValueError: 7 is above 5\)"):
+        with pytest.raises(
+            CheckpointError, match=r"The load_state_dict\(\) of 'b' failed \(ValueError: 7 is above 5\)"
+        ):
             ctx.load_checkpoint(tmp_path / "last.pt", model=model, a=a, b=b)
         assert (a.count, b.count) == (1, 2)
         assert torch.equal(weights(model), before)
@@ -123,7 +125,9 @@ class TestOtherOptimizers:
         ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
         model, optimizer = stepped(own, **options)
         before, state = weights(model), copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(CheckpointError, match=f"'optimizer' is of another optimizer: its group 0 {match}"):
+        with pytest.raises(
+            CheckpointError, match=f"'optimizer' is the state of another optimizer. Its group 0 {match}"
+        ):
             ctx.load_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
         assert torch.equal(weights(model), before)
         assert str(state) == str(optimizer.state_dict())
@@ -133,7 +137,9 @@ class TestOtherOptimizers:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
         ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer, scheduler=scheduler)
         model, optimizer = stepped(torch.optim.AdamW)
-        with pytest.raises(CheckpointError, match="'scheduler' is of another scheduler: it lacks T_max, eta_min"):
+        with pytest.raises(
+            CheckpointError, match="'scheduler' is the state of another scheduler: it lacks T_max, eta_min"
+        ):
             ctx.load_checkpoint(
                 tmp_path / "last.pt", scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
             )
@@ -152,11 +158,11 @@ class TestDamage:
         for place in (content.index(tensor.numpy().tobytes()) for tensor in model.state_dict().values()):
             path.write_bytes(content)
             flip(path, place + 3)
-            with pytest.raises(CheckpointError, match=r"its record 'data/[0-9]+' does not match its ch"):
+            with pytest.raises(CheckpointError, match=r"Its record 'data/[0-9]+' does not match its ch"):
                 ctx.load_checkpoint(path, model=make_model())
         path.write_bytes(content)
         flip(path, content.index(b"model"))
-        with pytest.raises(CheckpointError, match=r"its record 'data.pkl' does not match its checksum"):
+        with pytest.raises(CheckpointError, match=r"Its record 'data.pkl' does not match its checksum"):
             ctx.load_checkpoint(path, model=make_model())
 
     def test_no_flipped_bit_changes_a_weight(self, ctx, tmp_path):
@@ -238,9 +244,9 @@ class TestFullDisk:
     @pytest.mark.parametrize(
         ("number", "expected"),
         [
-            (errno.ENOSPC, r"was not written: the disk is full: '.*' has .* free .* the tensors take"),
-            (errno.EDQUOT, "was not written: the disk quota is used up"),
-            (errno.EIO, r"was not written: OSError: \[Errno 5\]"),
+            (errno.ENOSPC, r"was not written. The disk is full: '.*' has .* free .* the tensors take"),
+            (errno.EDQUOT, "was not written. The disk quota is used up"),
+            (errno.EIO, r"was not written. OSError: \[Errno 5\]"),
         ],
     )
     def test_the_disk_is_named(self, ctx, tmp_path, monkeypatch, number, expected):

@@ -67,7 +67,7 @@ def stopped() -> None:
     if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
         failing()
         os.kill(os.getpid(), signal.SIGSTOP)
-        until(lambda: "is back" in told_in(Path(os.environ["FAULT_FOLDER"])))  # a rank that ends cannot be "back"
+        until(lambda: "sends again" in told_in(Path(os.environ["FAULT_FOLDER"])))  # a rank that ends cannot be "back"
 
 
 def told_in(folder: Path) -> str:
@@ -233,9 +233,9 @@ ERRORS: dict[str, Callable[[], None]] = {
 SAYS = {
     "raises": "failed: ValueError: the reason (",
     "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
-    "is interrupted": "was interrupted (Ctrl-C);",
+    "is interrupted": "was interrupted (Ctrl-C).",
     "exits": "failed: SystemExit: 3 (",
-    "is killed": "is gone: it ended without an error message (perhaps killed, or its machine ran out of memory);",
+    "is killed": "is gone: it ended without an error message (perhaps killed, or its machine ran out of memory).",
 }
 
 
@@ -334,7 +334,7 @@ def assert_others_ended(found: list[Ended], victim: int, how: str, *, within_s: 
         assert ended.after_s < within_s, ended
         assert ended.code == 1, ended.said
         assert expected in ended.said, ended.said
-        assert f"this rank {rank} stops" in ended.said, ended.said
+        assert f"This rank {rank} stops" in ended.said, ended.said
 
 
 class TestRaising:
@@ -377,7 +377,7 @@ class TestRaising:
         found = job(tmp_path, scenario, 3, 1, how)
         assert_others_ended(found, 1, how)
         for rank in (0, 2):
-            assert f"rank {rank} did not leave autosplit.ddp.setup within 1 s, so its process" in found[rank].said
+            assert f"Rank {rank} did not leave autosplit.ddp.setup within 1 s, so its process" in found[rank].said
 
 
 class TestKilled:
@@ -410,22 +410,22 @@ class TestWaiting:
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
         """They said nothing for half an hour."""
-        told = f"rank {victim} has given no sign for 3 s: its process is stopped"
+        told = f"rank {victim} has sent nothing for 3 s. Its process is stopped"
         found = job(tmp_path, in_a_step_beside_the_impatient, 2, victim, "is stopped", until_said=told, goes_on=True)
         assert told in found[1 - victim].said
         assert [ended.code for ended in found] == [0, 0], found
-        assert f"rank {victim} is back" in found[1 - victim].said
+        assert f"rank {victim} sends again" in found[1 - victim].said
 
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
         """Without torchrun nobody ends the others."""
-        told = f"rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have come"
+        told = f"Rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have joined"
         found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
         assert told in found[1 - victim].said
 
     @pytest.mark.slow
     def test_for_the_others_in_what_all_have_to_call(self, tmp_path: Path) -> None:
-        told = "rank 0 has waited 15 s for the other ranks in load_checkpoint; expected every rank to call it"
+        told = "Rank 0 has waited 15 s for the other ranks in load_checkpoint. Expected every rank to call it"
         assert told in job(tmp_path, loads_on_rank_0_only, 2, 0, "raises", until_said=told)[0].said
 
 
@@ -488,7 +488,7 @@ class TestUnderTorchrun:
         if how == "raises":
             assert time.time() - float((tmp_path / "failed").read_text()) < SOON_S
         assert done.returncode != 0
-        heard = [rank for rank in range(3) if f"this rank {rank} stops" in done.stderr]
+        heard = [rank for rank in range(3) if f"This rank {rank} stops" in done.stderr]
         assert heard == [rank for rank in range(3) if rank != victim], done.stderr
         assert f"rank {victim} {SAYS[how]}" in done.stderr
 
@@ -649,7 +649,7 @@ class TestWatch:
             raise autosplit.OutOfMemoryError("this one, too")
         with pytest.raises(KeyboardInterrupt), watch.telling():
             raise KeyboardInterrupt
-        expected = "rank 0 failed: ValueError: the reason; this rank 1 stops"
+        expected = "rank 0 failed: ValueError: the reason. This rank 1 stops"
         with pytest.raises(RankFailedError, match=expected) as told, watch.telling():
             raise LookupError("what the end of the other led to")
         assert isinstance(told.value.__cause__, LookupError)
@@ -658,5 +658,5 @@ class TestWatch:
     def test_a_loop_that_swallowed_it_is_no_success(self) -> None:
         watch = faults.Watch(1, 2)
         watch._failed = Word("lost", 0, "it ended")
-        with pytest.raises(RankFailedError, match="rank 0 is gone: it ended; this rank 1 stops"), watch.telling():
+        with pytest.raises(RankFailedError, match=r"rank 0 is gone: it ended. This rank 1 stops"), watch.telling():
             pass

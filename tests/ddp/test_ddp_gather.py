@@ -184,10 +184,10 @@ def test_outside_of_steps_every_row_is_gathered(ranks):
 def test_what_can_not_be_gathered_is_refused_on_all_ranks(ranks):
     for found in found_by(ranks, "refusals"):
         shapes, gradients, scalar, cut, *by_torch, padded, module = found
-        assert "unequal kinds: (3,) of torch.float32 on rank 0, (4,) of torch.float32 on rank 1" in shapes
+        assert "different kinds of rows: (3,) of torch.float32 on rank 0, (4,) of torch.float32 on rank 1" in shapes
         assert "(3,) of torch.float32 with gradients on rank 0, (3,) of torch.float32 on rank 1" in gradients
         assert "received a tensor ()" in scalar
-        assert "under on_oom='cut'" in cut
+        assert "with on_oom='cut'" in cut
         assert [text.split()[0] for text in by_torch] == ["all_gather"] * 2 + ["all_reduce", "all_gather_into_tensor"]
         for text in by_torch:
             assert "unequal sizes: 6 on rank 0, 18 on rank 1 (elements)" in text

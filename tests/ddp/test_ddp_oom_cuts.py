@@ -162,4 +162,4 @@ def test_models_whose_ranks_meet_elsewhere_are_refused(ranks):
     for said in found_by(ranks, "refused"):
         static, sharded = said
         assert "static_graph=True; expected none" in static
-        assert "the model is shared out (ctx.shard), so that the ranks meet in its forward" in sharded
+        assert "the model is sharded (ctx.shard), so its forward runs collectives" in sharded

@@ -178,7 +178,7 @@ class TestRounds:
             port = taken.getsockname()[1]
             where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             set_all(monkeypatch, where)
-            told = f"rank 0 can't listen at 127.0.0.1:{port}, where another program"
+            told = f"Rank 0 can't listen at 127.0.0.1:{port}, because another program"
             with pytest.raises(InputError, match=told), ddp.setup(make_plan((2, 6), 24)):
                 pytest.fail("it came to be")
 
@@ -201,7 +201,7 @@ class TestLoopback:
         with raises(InputError, "rendezvous-loopback", "this-one") as caught:
             explain_loopback(error, Place(0, 4, 0, 2))
         assert caught.value.__cause__ is error
-        assert f"at {address}, where" in str(caught.value)
+        assert f"received {address} as the address" in str(caught.value)
 
     @pytest.mark.parametrize(
         ("address", "place"),
@@ -319,7 +319,9 @@ class TestBackends:
         """Each sees one card and takes it; that it is the same one, only all of them together can tell."""
         plan = plan_for("cuda:0", "cuda:1", "cuda:2")
         for said in chosen(monkeypatch, plan, ["GPU-0", "GPU-1", "GPU-0"]):
-            assert said.startswith("ranks 0 and 2 have one card, the only one that each of them sees; expected a card")
+            assert said.startswith(
+                "Ranks 0 and 2 use the same GPU, the only one that each of them sees. Expected one GPU"
+            )
 
     def test_gloo_where_torch_was_built_without_nccl(self, monkeypatch):
         monkeypatch.setattr(dist, "is_backend_available", lambda _name: False)

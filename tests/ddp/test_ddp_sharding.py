@@ -679,12 +679,12 @@ class TestCheckpoints:
     def test_what_fails_on_one_rank_fails_on_all(self, two):
         for found in found_by(two, "failures"):
             assert (
-                "was not written: rank 1 can't write its part: OSError: [Errno 28] No space left on device"
+                "was not written. Rank 1 can't write its part: OSError: [Errno 28] No space left on device"
                 in found["unwritten"]
             )
-            assert "was not written: 'model' has no state (ZeroDivisionError)" in found["no state"]
-            assert "was not written: ZeroDivisionError" in found["no whole state"]
-            assert "was not loaded by rank 1: 'model' is of another model" in found["unloaded"]
+            assert "was not written. 'model' returned no state (ZeroDivisionError)" in found["no state"]
+            assert "was not written. ZeroDivisionError" in found["no whole state"]
+            assert "was not loaded on rank 1. 'model' is the state of another model" in found["unloaded"]
             assert found["unchanged"] == "True"
 
 
@@ -710,17 +710,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("model", "options", "message"),
         [
-            (make_model, {"not_an_option": 1}, r"not_an_option is given; expected options .*: mesh, .*mp_policy"),
-            (make_model, {"module": 1}, "module is given"),
+            (make_model, {"not_an_option": 1}, r"has no option not_an_option. Expected one of: mesh, .*mp_policy"),
+            (make_model, {"module": 1}, "has no option module"),
             (
                 make_model,
                 {"layers": nn.Conv2d},
-                r"Conv2d'> is given|no module of the model is meant by it.* Block, Linea",
+                r"Conv2d'> selects no module of the model.* Block, Linea",
             ),
-            (make_model, {"layers": lambda _: False}, "no module of the model is meant by it"),
+            (make_model, {"layers": lambda _: False}, "selects no module of the model"),
             (lambda: nn.Sequential(Tied()), {"layers": Block}, "second.inner.weight is the same parameter as 0.first"),
             (lambda: DistributedDataParallel(make_model()), {}, "is wrapped in DistributedDataParallel at itself"),
-            (lambda: nn.ParameterList([torch.ones(())]), {}, "has parameters without a dimension, .*: 0; expected"),
+            (lambda: nn.ParameterList([torch.ones(())]), {}, r"has parameters without a dimension, .*: 0\. Expected"),
         ],
         ids=["option", "module", "class", "function", "tied", "wrapped", "scalar"],
     )
@@ -773,9 +773,14 @@ def refused(ctx: ddp.Context, path: Path, parts: dict[str, Any], match: str) -> 
 class TestBadFolders:
     def test_missing(self, ctx, tmp_path, checkpoint):
         path, parts = checkpoint
-        refused(ctx, tmp_path / "none", parts, "no folder with a .metadata; expected one that save_sharded wrote")
-        refused(ctx, path / ".metadata", parts, "it is a file; expected a folder .* load_checkpoint")
-        with pytest.raises(CheckpointError, match="is no file"):
+        refused(
+            ctx,
+            tmp_path / "none",
+            parts,
+            "not a folder with a .metadata file. Expected a folder that save_sharded wrote",
+        )
+        refused(ctx, path / ".metadata", parts, "It is a file. Expected a folder .* load_checkpoint")
+        with pytest.raises(CheckpointError, match="is not a file"):
             ctx.load_checkpoint(path, **parts)
 
     @pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.7, 0.99])
@@ -787,26 +792,31 @@ class TestBadFolders:
             (path / name).unlink()
         else:
             (path / name).write_bytes(content[: int(share * len(content))])
-        refused(ctx, path, parts, "expected (what|one that) save_sharded wrote")
+        refused(ctx, path, parts, "Expected a (checkpoint|folder) that save_sharded wrote")
 
     def test_something_else_in_its_place(self, ctx, checkpoint):
         path, parts = checkpoint
         file = path / "__0_0.distcp"
         file.write_bytes(b"x" * file.stat().st_size)
-        refused(ctx, path, parts, "was not loaded: rank 0 can't read its part: UnpicklingError; expected what")
+        refused(ctx, path, parts, "was not loaded. Rank 0 can't read its part: UnpicklingError. Expected a")
 
     def test_somebody_elses_checkpoint(self, ctx, checkpoint, tmp_path):
         _, parts = checkpoint
         save({"model": torch.ones(3)}, checkpoint_id=tmp_path / "theirs")
-        refused(ctx, tmp_path / "theirs", parts, "Missing key in checkpoint .* expected what save_sharded wrote")
+        refused(
+            ctx,
+            tmp_path / "theirs",
+            parts,
+            "Missing key in checkpoint .* Expected a checkpoint that save_sharded wrote",
+        )
 
     def test_of_other_parts(self, ctx, checkpoint):
         path, parts = checkpoint
-        refused(ctx, path, {"model": nn.Linear(2, 2)}, "'model' is of another model: it lacks weight, bias")
-        refused(ctx, path, {"optimizer": adamw(nn.Linear(2, 2))}, "'optimizer' is of another optimizer")
-        refused(ctx, path, {"scaler": torch.amp.GradScaler("cpu")}, "expected 'scaler' as well")
+        refused(ctx, path, {"model": nn.Linear(2, 2)}, "'model' is the state of another model. It lacks weight, bias")
+        refused(ctx, path, {"optimizer": adamw(nn.Linear(2, 2))}, "'optimizer' is the state of another optimizer")
+        refused(ctx, path, {"scaler": torch.amp.GradScaler("cpu")}, "Expected 'scaler', too")
         parts["sampler"].seed = 8
-        refused(ctx, path, parts, "another order of samples: seed 7 for 8")
+        refused(ctx, path, parts, "another order of samples: seed 7 instead of 8")
 
 
 class TestWriting:
@@ -828,7 +838,7 @@ class TestWriting:
     def test_one_that_ended_between_two_renames_says_where_the_earlier_one_is(self, ctx, checkpoint):
         path, parts = checkpoint
         path.rename(path.with_name(".last.old"))
-        refused(ctx, path, parts, r"it is missing, and the one before it is '\S+\.last\.old'; rename that")
+        refused(ctx, path, parts, r"does not exist, but the checkpoint before it does. Rename '\S+\.last\.old'")
         path.with_name(".last.old").rename(path)
         ctx.load_sharded(path, **parts)
 
@@ -844,7 +854,9 @@ class TestWriting:
     def test_a_folder_with_other_files_is_left_alone(self, ctx, checkpoint):
         path, parts = checkpoint
         (path / "notes.txt").write_text("mine")
-        with pytest.raises(CheckpointError, match=r"was not written: it holds 'notes.txt', which would be lost"):
+        with pytest.raises(
+            CheckpointError, match=r"was not written. The folder contains 'notes.txt', which would be lost"
+        ):
             ctx.save_sharded(path, **parts)
         assert (path / "notes.txt").read_text() == "mine"
         ctx.load_sharded(path, **parts)
@@ -860,9 +872,9 @@ class TestWriting:
 
     def test_what_can_not_be_kept_replaces_nothing(self, ctx, checkpoint):
         path, parts = checkpoint
-        with pytest.raises(CheckpointError, match=r"was not written: rank 0 can't write its part: \w+: .*pickle"):
+        with pytest.raises(CheckpointError, match=r"was not written. Rank 0 can't write its part: \w+: .*pickle"):
             ctx.save_sharded(path, step=lambda: 1)
-        with pytest.raises(CheckpointError, match=r"two tensors are called 'a.b.c'"):
+        with pytest.raises(CheckpointError, match=r"Two tensors have the name 'a.b.c'"):
             ctx.save_sharded(path, a={"b": {"c": torch.ones(1)}, "b.c": torch.ones(1)})
         assert ctx.load_sharded(path, **parts) == {"step": 1}
 
@@ -872,7 +884,7 @@ class TestWriting:
 
     def test_a_path_that_is_a_file(self, ctx, tmp_path):
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(CheckpointError, match=r"was not written: NotADirectoryError"):
+        with pytest.raises(CheckpointError, match=r"was not written. NotADirectoryError"):
             ctx.save_sharded(tmp_path / "file", step=1)
         assert (tmp_path / "file").read_text() == "mine"
 
@@ -885,6 +897,6 @@ class TestWriting:
                 return self.model.state_dict()
 
         keeper = Keeper(sharded(ctx))
-        with pytest.raises(CheckpointError, match=r"'keeper' keeps a part of a tensor .* write it with save_sharded"):
+        with pytest.raises(CheckpointError, match=r"'keeper' has a sharded tensor.* Save it with save_sharded"):
             ctx.save_checkpoint(tmp_path / "last.pt", keeper=keeper)
         ctx.save_sharded(tmp_path / "last", keeper=keeper)

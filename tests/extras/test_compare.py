@@ -84,22 +84,22 @@ def test_a_processor_has_a_price_too():
 @pytest.mark.parametrize(
     ("prices", "said"),
     [
-        ({"2xL4": -1}, "price -1 for '2xL4': expected money for an hour, a number from 0 to 1e+15"),
-        ({"2xL4": float("nan")}, "price nan for '2xL4': expected"),
-        ({"2xL4": float("inf")}, "price inf"),
-        ({"2xL4": 10**400}, "expected money for an hour"),
-        ({"2xL4": True}, "price True"),
-        ({"2xL4": "1.2"}, "price '1.2'"),
-        ({"2xL4": None}, "price None"),
+        ({"2xL4": -1}, "The price for '2xL4' is -1. Expected money per hour, a number from 0 to 1e+15"),
+        ({"2xL4": float("nan")}, "The price for '2xL4' is nan. Expected"),
+        ({"2xL4": float("inf")}, "is inf."),
+        ({"2xL4": 10**400}, "Expected money per hour"),
+        ({"2xL4": True}, "is True."),
+        ({"2xL4": "1.2"}, "is '1.2'."),
+        ({"2xL4": None}, "is None."),
         (
             {"2xL40S": 1.2},
-            "price for '2xL40S': no such machine is compared; expected one of 'sim:2xL4', 'cpu:1GiB'; name",
+            "price for '2xL40S', but this machine is not compared. Expected one of 'sim:2xL4', 'cpu:1GiB'. Name",
         ),
-        ({"L4": 1.2}, "price for 'L4': no such machine"),
+        ({"L4": 1.2}, "price for 'L4', but this machine"),
         ({"2xNothing": 1.2}, "price for '2xNothing'"),
         ({"": 1.2}, "price for ''"),
         ({7: 1.2}, "price for 7"),
-        ({"2xL4": 1.2, "sim:2xL4": 1.5}, "prices 1.2 and 1.5 are both for sim:2xL4; expected one; leave one out"),
+        ({"2xL4": 1.2, "sim:2xL4": 1.5}, "prices 1.2 and 1.5 are both for sim:2xL4. Expected one price. Leave one out"),
     ],
 )
 def test_bad_prices_name_what_was_given(prices, said):
@@ -112,10 +112,14 @@ def test_bad_prices_name_what_was_given(prices, said):
 @pytest.mark.parametrize(
     ("devices", "error", "said"),
     [
-        ([], InputError, "no devices to compare; expected a spec for each machine; name them"),
-        ("sim:2xL4", InputError, "devices is 'sim:2xL4'; expected a list"),
-        (7, InputError, "devices is 7; expected a list"),
-        (["sim:2xL4", "sim:L4+L4"], InputError, "'sim:L4+L4' and 'sim:2xL4' are the same machine; expected each once"),
+        ([], InputError, "no devices to compare. Expected a spec for each machine, as in"),
+        ("sim:2xL4", InputError, "devices is 'sim:2xL4'. Expected a list"),
+        (7, InputError, "devices is 7. Expected a list"),
+        (
+            ["sim:2xL4", "sim:L4+L4"],
+            InputError,
+            "'sim:L4+L4' and 'sim:2xL4' are the same machine. Expected each machine once",
+        ),
         (["sim:2xL4", "sim:2xL3"], DeviceError, "L3"),
         (["sim:2xL4", "cpu:1GiB,sim:L4"], DeviceError, "mixes"),
     ],
@@ -228,7 +232,7 @@ def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
     found = raised.value.comparison
     assert (found.not_compared, found.complete) == (("sim:T4",), False)
     assert found.to_dict()["machines"][0]["complete"] is False
-    assert any("the search for sim:2xL4 was interrupted" in note for note in found.notes)
+    assert any("The search for sim:2xL4 was interrupted" in note for note in found.notes)
 
 
 def test_an_interrupt_at_once_has_nothing_to_show():
@@ -353,7 +357,7 @@ def test_without_prices_the_table_says_that_the_fastest_comes_first():
     assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
     assert "\nsorted by samples/s, as each plan trains\n" in printed(found, 100)
     assert any(
-        note.startswith("DDP would be faster (predicted): ") and "the table does not count it" in note
+        note.startswith("DDP would be faster (predicted): ") and "The table does not include it" in note
         for note in found.notes
     )
 
@@ -507,14 +511,14 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
         ([*BOTH, "--price", "=1.2"], "--price '=1.2': expected"),
         ([*BOTH, "--price", "2xL4=$1.2"], "--price '2xL4=$1.2': expected"),
         ([*BOTH, "--price", "2xL4="], "--price '2xL4=': expected"),
-        ([*BOTH, "--price", "2xL4=nan"], "price nan for '2xL4': expected"),
-        ([*BOTH, "--price", "2xL4=-1"], "price -1.0 for '2xL4': expected"),
-        ([*BOTH, "--price", "2xL4=1e999"], "price inf for '2xL4': expected"),
+        ([*BOTH, "--price", "2xL4=nan"], "The price for '2xL4' is nan. Expected"),
+        ([*BOTH, "--price", "2xL4=-1"], "The price for '2xL4' is -1.0. Expected"),
+        ([*BOTH, "--price", "2xL4=1e999"], "The price for '2xL4' is inf. Expected"),
         (
             [*BOTH, "--price", "3xL4=1"],
-            "price for '3xL4': no such machine is compared; expected one of 'sim:2xL4', 'sim:T4'",
+            "price for '3xL4', but this machine is not compared. Expected one of 'sim:2xL4', 'sim:T4'",
         ),
-        ([*BOTH, "--price", "2xL4=1", "--price", "sim:2xL4=1"], "are both for sim:2xL4; expected one"),
+        ([*BOTH, "--price", "2xL4=1", "--price", "sim:2xL4=1"], "are both for sim:2xL4. Expected one"),
         ([*BOTH, "--reserve", "some"], "'some'"),
         ([*BOTH, "--n-trials", "0"], "n_trials"),
         ([*BOTH, "--time-limit-s", "nan"], "time_limit_s is nan"),

@@ -70,7 +70,7 @@ class TestProblems:
     def test_who_else_holds_memory_is_said_with_a_cure(self):
         assert doctor._problems_of(reported()) == []
         (found,) = doctor._problems_of(reported(used_by_others_bytes=4 * GIB))
-        assert found.problem == "cuda:0: other processes hold 4 GiB of 24 GiB"
+        assert found.problem == "cuda:0: other processes use 4 GiB of 24 GiB"
         assert "end them" in found.cure
 
     def test_a_note_with_a_cure_is_a_problem(self):

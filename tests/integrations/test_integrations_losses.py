@@ -323,7 +323,7 @@ def test_two_unequal_ranks_train_as_one_process(ranks, name):
 @pytest.mark.parametrize("name", REFUSED_RUNS)
 def test_what_is_weighted_wrongly_is_refused_on_every_rank(ranks, name):
     for found in found_by(ranks, f"refused: {name}"):
-        assert REFUSED_RUNS[name][-1] in found or "In another process the loss is no mean over samples" in found
+        assert REFUSED_RUNS[name][-1] in found or "In another process the loss is not a mean over samples" in found
 
 
 @pytest.mark.parametrize("name", WARNED_RUNS)

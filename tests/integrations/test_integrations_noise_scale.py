@@ -177,7 +177,7 @@ def test_it_is_what_a_loop_of_ones_own_finds(ranks, name):
 @pytest.mark.parametrize("way", [by_accelerate, by_transformers])
 def test_a_sum_is_refused(way):
     plan = shared.shares_plan((16,), 32)
-    with pytest.raises(InputError, match=r"noise_scale is given, and the loss is a sum; .* leave noise_scale out"):
+    with pytest.raises(InputError, match=r"noise_scale is given, but the loss is a sum. .* leave noise_scale out"):
         way(type(plan).from_json(plan.to_json().replace('"loss_reduction": "mean"', '"loss_reduction": "sum"')))
 
 

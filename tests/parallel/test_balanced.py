@@ -602,13 +602,13 @@ class TestShares:
     @pytest.mark.parametrize("bad", [(1, 2), (1, -2, 3), (1.5, 2, 3), (True, 2, 3), (0, 0, 0)])
     def test_a_bad_split_changes_nothing(self, bad):
         wrapped = wrap(Echo(), 4, 6, 6)
-        with pytest.raises(InputError, match="expected"):
+        with pytest.raises(InputError, match="Expected"):
             wrapped.split = bad
         assert wrapped.split == (4, 6, 6)
 
     @pytest.mark.parametrize("bad", [-1, 1.0, True, "4"])
     def test_a_bad_gpu0_bsz(self, bad):
-        with pytest.raises(InputError, match=r"gpu0_bsz is .*expected a whole number, 0 or more"):
+        with pytest.raises(InputError, match=r"gpu0_bsz is .*Expected a whole number of at least 0"):
             BalancedDataParallel(bad, Echo(), ["cpu", "cpu"])
 
     def test_a_contradiction(self):

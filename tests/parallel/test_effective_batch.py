@@ -31,7 +31,7 @@ def warned_of(sizes: tuple[int, ...], effective: int = 64) -> list[str]:
 )
 def test_both_numbers_are_in_one_warning(sizes: tuple[int, ...], found: int) -> None:
     (text,) = warned_of(sizes)
-    assert f"The optimizer steps have {found} samples, and the plan's have 64" in text
+    assert f"The optimizer steps have {found} samples, but the plan's have 64" in text
 
 
 @pytest.mark.parametrize("sizes", [(32, 32, 32, 32), (64, 64), (16,) * 8, (32, 32, 32, 7), (20,), (64, 3), ()])

@@ -85,7 +85,7 @@ def test_what_a_cross_entropy_divides_by_is_counted_in_any_batch(ignored, weight
 
 def test_a_label_mean_is_told_in_words():
     assert str(LabelMean(1, False, -100, WEIGHTS)) == "the class weights of the labels that are not -100"
-    assert str(LabelMean(1, True, 7, None)) == "labels that are not 7, the first of each sequence left out"
+    assert str(LabelMean(1, True, 7, None)) == "labels that are not 7, without the first label of each sequence"
 
 
 def epoch(loss_of: Any, **options: Any) -> list[str]:

@@ -83,7 +83,7 @@ class TestTheSameTraining:
         assert cuts.most_samples in (2, 3)
         assert cuts.count_cut < 20
         assert len(noted) == 1
-        assert noted[0].text.startswith("in training, micro-batches of 6 samples ran out of memory and were cut to ")
+        assert noted[0].text.startswith("In training, micro-batches of 6 samples ran out of memory and were cut to ")
 
 
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
@@ -156,7 +156,7 @@ class TestErrors:
 
         with pytest.raises(torch.OutOfMemoryError) as caught:
             run()
-        assert caught.value.autosplit_advice == "the backward had run before, so that no smaller micro-batch helps"
+        assert caught.value.autosplit_advice == "the backward had run already, so a smaller micro-batch does not help"
 
     def test_one_sample_can_not_be_cut(self):
         with pytest.warns(CutWarning), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
@@ -214,8 +214,8 @@ class TestPlan:
         assert (first, second) == (10 * 2 + 3, 10 * 2)
         assert len(told) == 1
         assert told[0] == (
-            "a micro-batch of 6 samples ran out of memory and was cut in two, the gradient stays the same; tune again "
-            "with samples as large as these, or with a larger reserve="
+            "A micro-batch of 6 samples ran out of memory and was cut in two. The gradient stays the same. Tune again "
+            "with samples as large as these, or with a larger reserve=."
         )
         assert not silent
         (note,) = Plan.load(tmp_path / "plan.json").notes

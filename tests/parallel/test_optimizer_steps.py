@@ -392,7 +392,7 @@ class TestMistakes:
         """Who moved zero_grad() of an ordinary loop into the inner one trained on the last micro-batch alone."""
         module = make_model()
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
-        with raises(InputError, "update-between-micro-batches", "gradients were thrown away"):
+        with raises(InputError, "update-between-micro-batches", "gradients were discarded"):
             for step in self.make():
                 for _, inputs, targets in step:
                     if when == "before the forward":
@@ -450,7 +450,7 @@ class TestMistakes:
         """Too many ended in an IndexError of the loader's; too few left samples out without a word."""
         sampler = ScheduledBatchSampler(samples, 4, 10)
         loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler)
-        said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}; .* pass batch_sampler\\(len"
+        said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}.* Pass batch_sampler\\(len"
         with pytest.warns(LeftOutWarning, match=said) if samples < 23 else pytest.raises(InputError, match=said):
             steps(loader, batch_size=4, effective_batch_size=10)
 

@@ -192,7 +192,7 @@ class TestOutputs:
     def test_one_scalar_for_each_image(self, run):
         """Four images gave two results."""
         images = [torch.full((3, 2 + index, 2), float(index)) for index in range(4)]
-        with run(), pytest.warns(AmbiguousBatchWarning, match="taken as samples"):
+        with run(), pytest.warns(AmbiguousBatchWarning, match="assumed samples"):
             found = wrap(Returns(lambda images: [image.mean() for image in images]), 2, 2)(images)
         assert [float(one) for one in found] == [0.0, 1.0, 2.0, 3.0]
 
@@ -208,9 +208,9 @@ class TestOutputs:
     @pytest.mark.parametrize(
         ("output", "place"),
         [
-            (lambda x: x.new_zeros(6, len(x), 5), "the output"),
-            (lambda x: (x, x.new_zeros(3, len(x), 5)), "the output[1]"),
-            (lambda x: {"x": x, "state": x.new_zeros(3, len(x), 5)}, "the output['state']"),
+            (lambda x: x.new_zeros(6, len(x), 5), "The output"),
+            (lambda x: (x, x.new_zeros(3, len(x), 5)), "The output[1]"),
+            (lambda x: {"x": x, "state": x.new_zeros(3, len(x), 5)}, "The output['state']"),
         ],
         ids=["CTC", "states", "dict"],
     )
@@ -248,17 +248,17 @@ class TestOutputs:
         assert [float(one) for one in losses] == [1.5, 3.5]
 
     def test_counts_are_added_up(self):
-        with pytest.warns(AmbiguousBatchWarning, match="a tuple of 2 items.*taken as values of the whole batch"):
+        with pytest.warns(AmbiguousBatchWarning, match="a tuple of 2 items.*assumed values of the whole batch"):
             assert joined(lambda x: (int(x.sum()), len(x)), 2, 2) == (6, 4)
 
     def test_equal_texts_are_one_for_each_sample(self):
-        with pytest.warns(AmbiguousBatchWarning, match="a list of 2 items.*taken as samples"):
+        with pytest.warns(AmbiguousBatchWarning, match="a list of 2 items.*assumed samples"):
             assert joined(lambda x: ["cat"] * len(x), 2, 2) == ["cat"] * 4
         assert joined(lambda x: ["cat"] * len(x), 1, 3) == ["cat"] * 4
 
     def test_a_list_of_outputs_is_joined_item_by_item(self):
         """As in nn.DataParallel. The same lengths as the devices' samples are an accident, which is warned of."""
-        with pytest.warns(AmbiguousBatchWarning, match="a container of tensors with the batch first"):
+        with pytest.warns(AmbiguousBatchWarning, match="assumed a container of tensors with the batch first"):
             assert [part.shape for part in joined(lambda x: [x, x], 2, 2)] == [(4, 1), (4, 1)]
         assert [part.shape for part in joined(lambda x: [x, x], 1, 2)] == [(3, 1), (3, 1)]
 

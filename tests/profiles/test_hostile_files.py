@@ -246,11 +246,11 @@ def each(case: bytes, ground: Path, *, shows: bool = True) -> None:
     found = profiles.find(KEY, machine=MACHINE, workload=WORKLOAD)
     if found.plan is None:
         (note,) = found.notes
-        assert str(note).startswith(f"the profile {path} is ignored: it")
+        assert str(note).startswith(f"The profile {path} was ignored: it")
         assert "\n" not in note.text
         bad = path.with_suffix(".bad")
         assert os.path.lexists(bad) != os.path.lexists(path)
-        assert os.path.lexists(bad) == str(note).endswith(f"; it is moved aside as {KEY}.bad")
+        assert os.path.lexists(bad) == str(note).endswith(f" It was renamed to {KEY}.bad.")
         assert os.path.lexists(bad) or "it is for another" in note.text
         assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan is None
     else:
@@ -320,9 +320,9 @@ def test_a_spoiled_profile_is_tuned_for_again():
     again = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
     (note,) = (note for note in again.notes if note.kind == "profile-ignored")
     assert "it is not a plan" in note.text
-    assert str(note).endswith(f"it is moved aside as {path.stem}.bad")
+    assert str(note).endswith(f"It was renamed to {path.stem}.bad.")
     assert replace(again, notes=first.notes) == first
     assert os.path.lexists(path.with_suffix(".bad"))
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
     third = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
-    assert str(third.notes[0]).startswith(f"from the profile {path.stem[:12]}")
+    assert str(third.notes[0]).startswith(f"From the profile {path.stem[:12]}")

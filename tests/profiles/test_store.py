@@ -95,7 +95,7 @@ def ignored(path: Path, **options) -> str:
     assert found.path == path
     (note,) = found.notes
     assert note.kind == "profile-ignored"
-    assert note.text.startswith(f"the profile {path} is ignored: ")
+    assert note.text.startswith(f"The profile {path} was ignored: ")
     assert "expected" in note.text.lower()
     assert "\n" not in note.text
     return note.text
@@ -469,7 +469,7 @@ class TestHostileFiles:
         assert profiles.profiles() == ((path, None),)
         note = ignored(path)
         assert reason in note
-        assert str(note).endswith(f"it is moved aside as {KEY}.bad")
+        assert str(note).endswith(f"It was renamed to {KEY}.bad.")
         bad = path.with_suffix(".bad")
         assert bad.read_bytes() == (content if isinstance(content, bytes) else content.encode())
         assert search_for() == profiles.Found(None, path, ())
@@ -487,7 +487,7 @@ class TestHostileFiles:
 
         path = put("{")
         monkeypatch.setattr(profiles, "moved_aside", denied)
-        assert ignored(path).endswith("it can't be moved aside (Permission denied): remove it")
+        assert ignored(path).endswith("It can't be renamed (Permission denied), so delete it.")
         assert path.read_text() == "{"
 
     def test_a_deep_machine_is_ignored(self):
@@ -499,7 +499,7 @@ class TestHostileFiles:
         path.mkdir(parents=True)
         (path / "own.txt").write_text("mine")
         assert profiles.profiles() == ((path, None),)
-        assert "it can't be read (Is a directory); expected a file; remove it" in ignored(path)
+        assert "it can't be read (Is a directory). Expected a file. Delete it" in ignored(path)
         assert (path / "own.txt").read_text() == "mine"
 
     def test_files_are_their_owners_alone(self, tmp_path, monkeypatch):
@@ -519,7 +519,7 @@ class TestHostileFiles:
         found = search_for()
         if found.plan is None:
             (note,) = found.notes
-            assert str(note).endswith(".bad") or "schema_version" in note.text or "another" in note.text
+            assert str(note).endswith(".bad.") or "schema_version" in note.text or "another" in note.text
         else:
             assert found.plan.machine == MACHINE
 
@@ -535,13 +535,13 @@ class TestForeignPlans:
     def test_whose_devices_are_not_its_machines(self):
         machine = {**MACHINE, "devices": [{"kind": "cpu", "name": "cpu", "count": 3}]}
         path = store(KEY, replace(PLAN, machine=machine))
-        assert "its devices are not those of its machine" in ignored(path, machine=machine)
+        assert "its devices differ from its machine's" in ignored(path, machine=machine)
 
     @pytest.mark.parametrize("plan", [PLAN, replace(simulated_plan(), machine=MACHINE, workload=WORKLOAD)])
     def test_from_simulated_cards_for_real_ones_and_the_other_way_round(self, plan):
         real, simulated = MACHINE, {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13"}
         asked, stored = (real, plan) if plan.simulated else (simulated, replace(plan, machine=simulated))
-        assert "its devices are not those of its machine" in ignored(store(KEY, stored), machine=asked)
+        assert "its devices differ from its machine's" in ignored(store(KEY, stored), machine=asked)
 
 
 class TestWhatHasChanged:
@@ -552,15 +552,15 @@ class TestWhatHasChanged:
 
     def test_memory_that_is_short_names_the_device(self):
         said = memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 30 * MIB))
-        assert "cpu:1 may hold 30 MiB, its share of 4 needs 40 MiB" in said
+        assert "cpu:1 may use 30 MiB, and its 4 samples need 40 MiB" in said
         assert "cpu:0" not in said
 
     def test_a_little_less_memory_on_a_card_is_the_reserves(self):
         """A plan at its bound was solved again at any MiB less."""
         cards = tuple(Device("cuda", i, "A100", 64 * MIB) for i in (0, 1))
         assert memory_shortfall(PLAN, cards, (40 * MIB, int(39.7 * MIB))) is None
-        assert "cuda:1 may hold 39 MiB" in memory_shortfall(PLAN, cards, (40 * MIB, 39 * MIB))
-        assert "cpu:1 may hold" in memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB - 1))
+        assert "cuda:1 may use 39 MiB" in memory_shortfall(PLAN, cards, (40 * MIB, 39 * MIB))
+        assert "cpu:1 may use" in memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB - 1))
 
     def test_other_cards_and_another_driver_are_said_once(self):
         def gpus(uuid: str, driver: str) -> tuple[Device, ...]:
@@ -573,7 +573,7 @@ class TestWhatHasChanged:
         plan = replace(PLAN, devices=planned)
         assert differing_facts(plan, gpus("GPU-a", "570"), (70 * MIB,) * 2) == ()
         assert differing_facts(plan, gpus("GPU-b", "580"), (70 * MIB,) * 2) == (
-            "tuned on other cards of this kind (cuda:0, cuda:1)",
+            "tuned on other GPUs of the same model (cuda:0, cuda:1)",
             "tuned with driver 570, now 580",
         )
 
@@ -584,7 +584,7 @@ class TestWhatHasChanged:
         ceiling = replace(PLAN.devices[0].ceiling, capacity_bytes=58 * MIB)  # of 64 MiB, 6 of them for the context
         planned = tuple(replace(one, kind="cuda", ceiling=ceiling, peak_bytes=58 * MIB) for one in PLAN.devices)
         plan, gpus = replace(PLAN, devices=planned), tuple(Device("cuda", i, "A100", GIB) for i in (0, 1))
-        said = ("tuned with more memory free (cuda:1)",) if tight else ()
+        said = ("tuned with more free memory (cuda:1)",) if tight else ()
         assert differing_facts(plan, gpus, (64 * MIB, free_mib * MIB)) == said
 
 

@@ -70,8 +70,8 @@ def test_it_comes_when_the_holder_goes_however_that_is(lock, how):
         assert not own.wait(for_s=0.3)
         assert not own.held
         (said,) = told
-        assert said.startswith(f"process {holder.pid} has been tuning the same since ")
-        assert said.endswith(": waiting for its plan, 30 s at most")
+        assert said.startswith(f"Process {holder.pid} has been tuning the same workload since ")
+        assert said.endswith(". Waiting for its plan, at most 30 s")
         getattr(holder, how)()
         assert own.wait()
         assert own.held
@@ -87,7 +87,7 @@ def test_after_the_limit_nobody_waits_any_longer(lock):
         assert not own.held
         assert own.gave_up is not None
         assert f"process {holder.pid} " in own.gave_up
-        assert own.gave_up.endswith("which is longer than to be waited for: tuned beside it")
+        assert own.gave_up.endswith("The time limit of the wait has ended, so this process tuned it, too.")
         assert own.notes == (Note("gave-up-waiting", own.gave_up),)
     holder.end()
 
@@ -122,7 +122,7 @@ def test_threads_of_one_process_take_turns_and_one_does_not_wait_for_itself(lock
             assert own.held
             with turn(lock) as inner:
                 assert inner.wait()
-                assert inner.trouble == "this thread tunes the same already"
+                assert inner.trouble == "this thread is already tuning the same workload"
             at_once += 1
             most = max(most, at_once)
             held.set()
@@ -139,7 +139,7 @@ def test_threads_of_one_process_take_turns_and_one_does_not_wait_for_itself(lock
         thread.join()
     assert most == 1
     assert told
-    assert all("another thread of this process" in said for said in told)
+    assert all("Another thread of this process" in said for said in told)
 
 
 def test_without_a_folder_to_write_to_nobody_waits(tmp_path):
@@ -183,7 +183,7 @@ def test_what_the_file_says_of_its_holder_is_not_believed(lock, content):
         own.wait(for_s=0.25)
     holder.kill()
     assert told[0].isprintable()
-    assert "has been tuning the same" in told[0]
+    assert "tuning the same workload" in told[0]
 
 
 def test_the_limit_follows_the_time_limit():

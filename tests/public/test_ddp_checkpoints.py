@@ -166,23 +166,23 @@ class TestBadFiles:
         assert parts["sampler"].samples_consumed == 0
 
     def test_missing(self, ctx, tmp_path):
-        self.refused(ctx, tmp_path / "none.pt", "is no file")
-        self.refused(ctx, tmp_path, "is no file")
+        self.refused(ctx, tmp_path / "none.pt", "is not a file")
+        self.refused(ctx, tmp_path, "is not a file")
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
     def test_cut_short(self, ctx, tmp_path, share):
         path = tmp_path / "last.pt"
         content = whole_file(ctx, path)
         path.write_bytes(content[: int(share * len(content))])
-        self.refused(ctx, path, "cut short or no checkpoint at all")
+        self.refused(ctx, path, "incomplete or not a checkpoint")
 
     def test_something_else(self, ctx, tmp_path):
         for number, text in enumerate(("not a checkpoint\n" * 100, "epoch 3\n", "\x80", "{}", "cos\nsystem\n")):
             path = tmp_path / f"{number}.pt"
             path.write_text(text)
-            self.refused(ctx, path, "it is cut short or no checkpoint at all|more than tensors")
+            self.refused(ctx, path, "It is incomplete or not a checkpoint|more than tensors")
         torch.save([1, 2], tmp_path / "list.pt")
-        self.refused(ctx, tmp_path / "list.pt", "it holds a list")
+        self.refused(ctx, tmp_path / "list.pt", "It contains a list")
 
     def test_nothing_in_it_is_executed(self, ctx, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -197,17 +197,17 @@ class TestBadFiles:
         deeper = nn.Sequential(*make_model(), nn.Linear(1, 1)).double()
         self.refused(ctx, path, "another shape 0.weight", model=wider)
         self.refused(ctx, path, "lacks 3.weight", model=deeper)
-        self.refused(ctx, path, "has in addition 2.weight", model=make_model()[:2])
+        self.refused(ctx, path, "has unknown 2.weight", model=make_model()[:2])
 
     def test_of_another_optimizer_or_order(self, ctx, tmp_path):
         path = tmp_path / "last.pt"
         whole_file(ctx, path)
         self.refused(ctx, path, "another optimizer", optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-        self.refused(ctx, path, "expected 'scaler' as well", scaler=torch.amp.GradScaler("cpu"))
+        self.refused(ctx, path, "Expected 'scaler', too", scaler=torch.amp.GradScaler("cpu"))
         self.refused(
             ctx,
             path,
-            "another order of samples: seed 7 for 8",
+            "another order of samples: seed 7 instead of 8",
             sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
         )
 
@@ -231,16 +231,19 @@ def group(state: dict[str, Any]) -> dict[str, Any]:
 
 
 BAD_PARTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "weight None": (lambda s: s["model"].update({"0.weight": None}), "no such tensor at module.0.weight"),
-    "weight a number": (lambda s: s["model"].update({"2.bias": 5}), "no such tensor at module.2.bias"),
+    "weight None": (
+        lambda s: s["model"].update({"0.weight": None}),
+        "something other than a tensor at module.0.weight",
+    ),
+    "weight a number": (lambda s: s["model"].update({"2.bias": 5}), "something other than a tensor at module.2.bias"),
     "weight meta": (lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to("meta")}), "on the meta device"),
     "no state": (lambda s: s["optimizer"].pop("state"), "KeyError: 'state'"),
     "state a list": (lambda s: s["optimizer"].update(state=[1]), "AttributeError: 'list' object"),
     "shape": (lambda s: moments(s).update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 has the shape \(2, 2\)"),
-    "no lr": (lambda s: group(s).pop("lr"), "its group 0 lacks lr"),
-    "no betas": (lambda s: group(s).pop("betas"), "its group 0 lacks betas"),
+    "no lr": (lambda s: group(s).pop("lr"), "Its group 0 lacks lr"),
+    "no betas": (lambda s: group(s).pop("betas"), "Its group 0 lacks betas"),
     "group a number": (lambda s: s["optimizer"].update(param_groups=[5]), "TypeError: 'int' object"),
-    "not a dict": (lambda s: s.update(optimizer=3), "its groups hold None"),
+    "not a dict": (lambda s: s.update(optimizer=3), "Its groups have None"),
 }
 
 OPTIMIZERS = [
@@ -263,7 +266,7 @@ class TestBadParts:
         before = copy.deepcopy([part.state_dict() for part in parts.values()])
         with pytest.raises(CheckpointError, match=match) as caught:
             ctx.load_checkpoint(tmp_path / "last.pt", **parts)
-        assert "nothing was changed on any rank" in str(caught.value)
+        assert "Nothing was changed on any rank" in str(caught.value)
         assert str(before) == str([part.state_dict() for part in parts.values()])
         train(ctx, parts, loader, most=1)
 
@@ -276,7 +279,7 @@ class TestBadParts:
         torch.save({"model": parts["model"].state_dict(), "scaler": bad}, tmp_path / "last.pt")
         parts, _ = begun(ctx)
         before = weights(parts["model"])
-        with pytest.raises(CheckpointError, match="'scaler' is of no enabled GradScaler: it lacks"):
+        with pytest.raises(CheckpointError, match=r"'scaler' is not the state of an enabled GradScaler. It lacks"):
             ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=enabled)
         assert torch.equal(weights(parts["model"]), before)
         ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=disabled)
@@ -345,12 +348,12 @@ class TestWriting:
         content = whole_file(ctx, path)
         for bad in (argparse.Namespace(lr=0.1), lambda: 0, [{"deep": object()}]):
             with pytest.raises(
-                CheckpointError, match=r"was not written: 'arguments' can't be kept \(.*leave arguments="
+                CheckpointError, match=r"was not written. 'arguments' can't be saved \(.*Leave arguments="
             ) as e:
                 ctx.save_checkpoint(path, model=make_model(), arguments=bad, step=1)
             assert "\n" not in str(e.value)
         # Torch begins with how such a file can be loaded all the same, in bold.
-        with pytest.raises(CheckpointError, match=r"'arguments' can't be kept \(numpy.*scalar\); expected numbers"):
+        with pytest.raises(CheckpointError, match=r"'arguments' can't be saved \(numpy.*scalar\)\. Expected numbers"):
             ctx.save_checkpoint(path, model=make_model(), arguments=np.float64(3.0))
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
@@ -370,5 +373,5 @@ class TestWriting:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_a_folder_that_is_not_there(self, ctx, tmp_path):
-        with pytest.raises(CheckpointError, match="was not written: FileNotFoundError"):
+        with pytest.raises(CheckpointError, match=r"was not written. FileNotFoundError"):
             ctx.save_checkpoint(tmp_path / "none" / "last.pt", step=1)

@@ -67,7 +67,7 @@ def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
 @pytest.mark.slow
 def test_errors_arrive_as_what_they_are(start, capfd):
     runtime = start(partial(deadly, "raise", 100))
-    with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; mend it") as raised:
+    with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; fix it") as raised:
         runtime.peaks(rank(100))
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert [frame.rpartition(": ")[2] for frame in raised.value.frames] == [
@@ -547,6 +547,6 @@ def test_hanging_steps_end_with_the_time_limit():
         assert "process-lost" in kinds(plan.notes)
         assert 0 < plan.batch_size <= plan.ceilings[0] <= 39
         told = "found" if plan.ceilings == (39,) else " ".join(map(str, plan.notes))
-    ways = ("found", "3 steps have hung", "the time limit ended before the search began")
+    ways = ("found", "3 steps have hung", "The time limit ended before the search began")
     assert any(way in told for way in ways), told
     assert time.monotonic() - began < 40

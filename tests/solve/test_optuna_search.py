@@ -217,8 +217,8 @@ def test_every_trial_of_the_study_says_why_it_was_made(tmp_path):
     study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
     assert [trial.user_attrs["why"] for trial in study.trials] == [
         "the model promises it",
-        "explored by TPESampler",
-        "explored by TPESampler",
+        "proposed by TPESampler",
+        "proposed by TPESampler",
     ]
 
 
@@ -230,7 +230,7 @@ def test_a_sampler_of_ones_own_draws_every_trial_in_the_models_place(tmp_path):
     trials = search(SPACE, Evaluation(), propose, n_trials=6, seed=0, sampler=sampler, storage=url_of(tmp_path))
     assert len(trials) == 6
     study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
-    assert {trial.user_attrs["why"] for trial in study.trials} == {"drawn by RandomSampler"}
+    assert {trial.user_attrs["why"] for trial in study.trials} == {"proposed by RandomSampler"}
 
 
 @pytest.mark.slow

@@ -121,16 +121,16 @@ def test_a_longer_sample_than_the_plan_knows_is_refused():
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ([], "lengths are empty; expected a length of 1 or more"),
-        ([3, 0], "lengths hold 0 at position 1; expected"),
-        ([3, True], r"lengths is \[3, True\]; expected a whole number for each sample"),
-        ([1.5], r"lengths is \[1\.5\]; expected a whole number"),
-        ("long", "lengths is 'long'; expected a whole number"),
-        ({1: 5}, r"lengths is \{1: 5\}; expected a whole number for each"),
-        ({3, 4}, r"lengths is \{3, 4\}; expected"),
-        (b"ab", "lengths is b'ab'; expected"),
-        ([4, 10**30], f"lengths hold {10**30}; expected at most 16777216 each"),
-        (7, "lengths is 7; expected a whole number for each sample; pass"),
+        ([], "lengths are empty. Expected a length of at least 1"),
+        ([3, 0], "lengths contain 0 at position 1. Expected"),
+        ([3, True], r"lengths is \[3, True\]. Expected a whole number for each sample"),
+        ([1.5], r"lengths is \[1\.5\]. Expected a whole number"),
+        ("long", "lengths is 'long'. Expected a whole number"),
+        ({1: 5}, r"lengths is \{1: 5\}. Expected a whole number for each"),
+        ({3, 4}, r"lengths is \{3, 4\}. Expected"),
+        (b"ab", "lengths is b'ab'. Expected"),
+        ([4, 10**30], f"lengths contain {10**30}. Expected at most 16777216 each"),
+        (7, "lengths is 7. Expected a whole number for each sample, such as"),
     ],
 )
 def test_lengths_that_are_none_are_refused(lengths, said):

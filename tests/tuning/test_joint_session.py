@@ -641,7 +641,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spring", "code", "said"),
     [
-        ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; mend it"),
+        ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; fix it"),
         ("os.kill(os.getpid(), 9)", 1, "error: rank 1 "),  # by torchrun or by rank 0: whoever sees it first
         ("os._exit(0)", 1, "error: rank "),
     ],

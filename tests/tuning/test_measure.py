@@ -75,7 +75,7 @@ class TestSimulated:
 
     def test_one_that_does_not_fit_names_the_device_with_its_bytes(self):
         with pytest.raises(
-            DoesNotFitError, match=r"split \(16, 800\) does not fit sim:1 \(RTX3090\): its share of 800"
+            DoesNotFitError, match=r"split \(16, 800\) does not fit sim:1 \(RTX3090\)\. Its 800 samples"
         ):
             measure(devices="sim:2xRTX3090@2MiB", split=(16, 800))
 
@@ -126,9 +126,9 @@ class TestReal:
 WRONG = {
     "length": (
         {"split": (4, 4, 4)},
-        r"split is \(4, 4, 4\); expected one whole number per device, .* as many, or name other devices than ",
+        r"split is \(4, 4, 4\)\. Expected one whole number for each of .* as many, or name other devices than ",
     ),
-    "one for two": ({"split": 8}, r"split is \(8,\); expected one whole number per device"),
+    "one for two": ({"split": 8}, r"split is \(8,\)\. Expected one whole number for each"),
     "nothing": ({"split": (0, 0)}, "has no samples"),
     "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
     "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
@@ -224,7 +224,7 @@ class TestCommand:
         assert (answer["strategy"], answer["predicted"], answer["effective_batch_size"]) == ("ddp", False, 24)
         assert min(answer["peak_bytes"]) > 2**20
         assert main([*words, "--split", "8,4000"]) == 3
-        assert "rank 1: split (8, 4000) does not fit cpu:1 (cpu): its share of 4000 needs" in capfd.readouterr().err
+        assert "rank 1: split (8, 4000) does not fit cpu:1 (cpu). Its 4000 samples need" in capfd.readouterr().err
 
 
 @pytest.mark.gpu

@@ -168,7 +168,10 @@ def test_a_plan_serves_the_twins_of_its_machine_after_one_step(twins, no_search)
     ran = twins(2, "590")
     twin = tune(wide(), devices="cuda", **OPTIONS)
     assert [splits[0] for splits in ran] == [first.split]
-    said = "tuned on other cards of this kind (cuda:0, cuda:1); tuned with driver 580, now 590: confirmed by one step"
+    said = (
+        "The saved plan was confirmed by one step: tuned on other GPUs of the same model (cuda:0, cuda:1); tuned with "
+        "driver 580, now 590."
+    )
     assert twin.notes[0] == Note("confirmed-by-one-step", said)
     assert (twin.split, twin.samples_per_s, twin.trials) == (first.split, first.samples_per_s, first.trials)
     assert {device.driver for device in twin.devices} == {"590"}
@@ -237,7 +240,7 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
     no_search()
     monkeypatch.setattr(specs, "available_host_bytes", lambda: peak)
     second = tune(wide(), **options)
-    assert "cpu may hold" in str(second.notes[0])
+    assert "cpu may use" in str(second.notes[0])
     assert second.notes[0].kind == "less-memory"
     assert second.batch_size < first.batch_size
     assert second.effective_batch_size == 64
@@ -261,7 +264,7 @@ def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch)
     replace(first, fit=None, notes=()).save(path)
     anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
     assert anew.notes[0].kind == "tuned-again"
-    assert "no split fits that by its measurements" in anew.notes[0].text
+    assert "no split fits according to its measurements" in anew.notes[0].text
     assert anew.batch_size < first.batch_size
     assert kept_plan().batch_size == anew.batch_size
 
@@ -356,7 +359,7 @@ def test_a_miss_names_the_nearest_plan_and_is_not_remembered(monkeypatch):
     real = machine_of
     monkeypatch.setattr(tuning, "machine_of", lambda found: {**real(found), "torch": "99.0"})
     newer = tune(bias(), **SIM)
-    assert str(newer.notes[0]).endswith(f"tuned with torch {torch.__version__}, now 99.0")
+    assert str(newer.notes[0]).endswith(f"tuned with torch {torch.__version__}, now 99.0.")
     assert "nearest-profile" not in kinds(tune(bias(), **SIM, profile="refresh").notes)
     assert "nearest-profile" not in kinds(tune(bias(), **SIM, profile="off").notes)
 
@@ -420,7 +423,7 @@ def test_whoever_hears_of_no_progress_is_warned_of_a_wait(cache_dir, monkeypatch
             end.set()
 
     monkeypatch.setattr(tuning, "WaitingWarning", Ends)
-    with pytest.warns(WaitingWarning, match="has been tuning the same since .*; profile='off' waits for nobody"):
+    with pytest.warns(WaitingWarning, match="has been tuning the same workload since .*. profile='off' does not wait."):
         plan = tune(bias(), **SIM, time_limit_s=60)
     holder.join()
     assert plan.notes[0].kind == "waited"
@@ -590,4 +593,4 @@ def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_rememb
     model, batch = torch.nn.Linear(4, 4), torch.zeros(4, 4)
     for named in (None, "cpu", None):
         plan = tune(model, batch, compute_loss=lambda model, batch: model(batch).sum(), devices=named, **options)
-        assert sum("no GPU is visible" in str(note) for note in plan.notes) == (named is None)
+        assert sum("No GPU is visible" in str(note) for note in plan.notes) == (named is None)

@@ -204,7 +204,7 @@ class TestGradientsThatWait:
 
     @pytest.mark.slow
     def test_leave_no_room_at_all(self):
-        with pytest.raises(DoesNotFitError, match="the gradients that wait for a second micro-step leave no room"):
+        with pytest.raises(DoesNotFitError, match="the accumulated gradients leave no memory"):
             quick(wide(), self.machine(512, 700), effective_batch_size=2000)
 
     def test_leave_one_micro_step_where_that_will_do(self):

@@ -22,7 +22,7 @@ from autosplit.workload.workload import Workload
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
 WIDTH, DEPTH, LENGTH = 16, 4, 8
-NO_LAYER, SECOND, EVERY = "no layer checkpointed", "every second Block checkpointed", "every Block checkpointed"
+NO_LAYER, SECOND, EVERY = "no checkpointed layer", "every second Block checkpointed", "every Block checkpointed"
 
 
 class Block(nn.Module):

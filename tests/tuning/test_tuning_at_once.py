@@ -190,7 +190,7 @@ def interrupted_while_waiting(folder: Path) -> Any:
     holder = forked(lambda: os._exit(main([*arguments, "--json"])))
     until((folder / "searching").exists)
     waiting = forked(waiter)
-    until(lambda: said.exists() and "waiting for its plan" in said.read_text())
+    until(lambda: said.exists() and "Waiting for its plan" in said.read_text())
     os.kill(waiting, signal.SIGINT)
     code = ended(waiting)
     go_on.touch()
@@ -347,7 +347,7 @@ def test_one_of_eight_searches_and_all_have_its_plan(tmp_path):
     assert "waiting" not in heard.pop(searcher)
     others = [text for text in heard.values() if text]
     assert all(text.count("waiting: ") == 1 for text in others)
-    assert any(f"waiting: process {searcher} has been tuning the same since " in text for text in others)
+    assert any(f"waiting: process {searcher} has been tuning the same workload since " in text for text in others)
     assert sum(plan.notes[0].kind == "from-profile" for plan in plans) == COUNT - 1
 
 
@@ -373,7 +373,7 @@ def test_ctrl_c_while_waiting_is_exit_code_4_and_the_holder_goes_on(scenarios):
     found = found_in("interrupted_while_waiting", scenarios)
     assert (found["waiter"], found["holder"]) == (4, 0)
     notice, *rest = found["said"].splitlines()
-    assert notice.startswith(f"process {found['holder_pid']} has been tuning the same since ")
+    assert notice.startswith(f"process {found['holder_pid']} has been tuning the same workload since ")
     assert notice.endswith("; --profile off waits for nobody")
     assert rest == ["error: interrupted before there was any plan; run it again"]
 
@@ -389,8 +389,8 @@ def test_threads_of_one_process_share_a_search(scenarios):
 def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
     assert found["auto"] == "from-profile"  # a plan that holds is not waited for
-    assert found["refresh"].startswith(f"process {found['holder']} has been tuning the same since ")
-    assert found["refresh"].endswith("which is longer than to be waited for: tuned beside it")
+    assert found["refresh"].startswith(f"process {found['holder']} has been tuning the same workload since ")
+    assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too")
     assert found["replaced"]
 
 
