@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from autosplit.cli.json_types import ANSWERS
+from autosplit.cli.json_types import ANSWERS, FILES
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION
 
@@ -50,6 +50,7 @@ def page() -> str:
     """Return docs/json.md."""
     parts = [INTRODUCTION, "## By command\n", "| command | prints |", "| --- | --- |"]
     parts += [f"| `autosplit {command}` | {_type_text(answer)} |" for command, answer in ANSWERS.items()]
+    parts += [f"| the file of `autosplit {command}` | {_type_text(answer)} |" for command, answer in FILES.items()]
     for one in _classes():
         parts.append(f"\n## {one.__name__}\n\n{_first_sentence(one)}\n")
         parts += ["| key | type | what it is |", "| --- | --- | --- |"]
@@ -63,7 +64,7 @@ def page() -> str:
 
 def schema() -> dict[str, Any]:
     """Return docs/json-schema.json: a schema for each command, with definitions in common."""
-    roots = list(dict.fromkeys(ANSWERS.values()))
+    roots = list(dict.fromkeys((*ANSWERS.values(), *FILES.values())))
     schemas, definitions = msgspec.json.schema_components(roots, ref_template="#/$defs/{name}")
     by_type = dict(zip(roots, schemas, strict=True))
     for one in _classes():
@@ -74,7 +75,7 @@ def schema() -> dict[str, Any]:
     made = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "What autosplit's commands print with --json",
-        "commands": {command: by_type[answer] for command, answer in ANSWERS.items()},
+        "commands": {command: by_type[answer] for command, answer in {**ANSWERS, **FILES}.items()},
         "$defs": definitions,
     }
     plain: dict[str, Any] = json.loads(json.dumps(made))  # as it is read again
@@ -105,7 +106,7 @@ def _classes() -> list[type]:
         for part in parts:
             add(part)
 
-    for answer in ANSWERS.values():
+    for answer in (*ANSWERS.values(), *FILES.values()):
         add(answer)
     return found
 

@@ -11,6 +11,7 @@ import msgspec
 from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
+from autosplit.devices.shared_result import SharedResult
 from autosplit.extras.compare import Misfit
 from autosplit.extras.written_workload import StartingWorkload
 from autosplit.plan.measured_step import MeasuredStep
@@ -245,3 +246,6 @@ ANSWERS: Mapping[str, type] = {
     "launch": LaunchCommand,
 }
 """The type of each command's answer."""
+
+FILES: Mapping[str, type] = {"doctor --share": SharedResult}
+"""The type of a file that a command writes."""

@@ -46,7 +46,10 @@ COMMANDS: Mapping[str, Command] = {
         "autosplit doctor --json",
         {
             "Devices": {"--devices SPEC": "Default: every GPU, or cpu:256MiB if there is none."},
-            "Output": {"--save FILE": "Save the measured rates of the GPUs, for AUTOSPLIT_GPUS and sim: devices."},
+            "Output": {
+                "--save FILE": "Save the measured rates of the GPUs, for AUTOSPLIT_GPUS and sim: devices.",
+                "--share FILE": "Save the results without anything private, to contribute them to docs/results.",
+            },
         },
     ),
     "init": Command(

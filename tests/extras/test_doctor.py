@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
+from folders import DOCS
 from gpus import COUNT, KIND, card
 from handmade import CARD, examined
 from raised import raises
@@ -18,6 +21,7 @@ from autosplit.devices import peer_copy_check
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card
 from autosplit.devices.examination import Copy, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
+from autosplit.devices.shared_result import SharedResult
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError
 from autosplit.extras import collective_check, doctor, measured_rates
@@ -126,6 +130,40 @@ class TestCards:
     def test_a_machine_without_cards_has_none_to_keep(self):
         with raises(DeviceError, "no-accelerator"):
             cards_toml(replace(examined(CARD), kind="cpu"))
+
+
+class TestSharedResults:
+    def test_what_is_shared_has_the_rates_and_nothing_private(self, monkeypatch, capsys, tmp_path):
+        found = replace(
+            examined(replace(CARD, free_bytes=5, used_by_others_bytes=7)),
+            notes=("process 4711 of anna",),
+            collective=Meeting("nccl", 2, 3.5, "/home/anna/x.py failed", "mend it"),
+        )
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: found)
+        path = tmp_path / "shared.json"
+        assert main(["doctor", "--share", str(path)]) == 0
+        text = path.read_text()
+        read = msgspec.json.decode(text, type=SharedResult)
+        assert read.cards[0].tflops == CARD.tflops
+        assert (read.torch, read.collective.gb_per_s, read.schema_version) == (found.torch, 3.5, 1)
+        assert not [private for private in ("anna", "4711", "/home", "GPU-") if private in text]
+        assert (read.cards[0].free_bytes, read.cards[0].used_by_others_bytes) == (None, None)
+        assert "docs/results" in capsys.readouterr().err
+
+    def test_the_table_is_that_of_the_contributed_files(self):
+        made = runpy.run_path(str(DOCS / "results.py"))
+        assert (DOCS / "results.md").read_text(encoding="utf-8") == made["page"](), "run python docs/results.py"
+        assert len([*(DOCS / "results").glob("*.json")]) >= 1
+
+    def test_a_file_with_other_keys_is_refused(self, tmp_path):
+        made = runpy.run_path(str(DOCS / "results.py"))
+        content = json.loads(next((DOCS / "results").glob("*.json")).read_text())
+        (tmp_path / "one.json").write_text(json.dumps({**content, "user": "anna"}))
+        with pytest.raises(ValueError, match="unknown keys: user"):
+            made["read"](tmp_path / "one.json")
+        (tmp_path / "one.json").write_text(json.dumps({**content, "cards": 3}))
+        with pytest.raises(msgspec.ValidationError):
+            made["read"](tmp_path / "one.json")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autosplit.cli.output import Manner, note, print_answer
+from autosplit.cli.output import Manner, json_text, note, print_answer
 from autosplit.cli.tables import (
     add_row,
     pairs_table,
@@ -25,8 +25,11 @@ from autosplit.plan.exported import write
 from autosplit.text import rate_text, size_text
 
 
-def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None) -> int:
-    """Diagnose this machine, and print the results. If `save` is a file, write the speed of its GPUs to it."""
+def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None, share: str | None = None) -> int:
+    """Diagnose this machine, and print the results.
+
+    If `save` is a file, write the speed of the GPUs to it. If `share` is a file, write the results for docs/results.
+    """
     from autosplit.devices.examination import cards_toml
     from autosplit.extras.doctor import examine
 
@@ -35,7 +38,12 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
     print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
         write(Path(save), cards_toml(found), f"--save {shown(save)}")
-        note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
+        note(f"wrote the rates of the GPUs. With {GPUS_VARIABLE}={save}, sim: devices use them.", manner)
+    if share is not None:
+        from autosplit.devices.shared_result import shared_result
+
+        write(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
+        note(f"wrote {share}. It has nothing that identifies you. Add it to docs/results in a pull request.", manner)
     return 0
 
 
