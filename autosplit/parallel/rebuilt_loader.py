@@ -205,7 +205,7 @@ def loader_around(
     if isinstance(data, DataLoader):
         parts = parts_of(data, seed)
     settings = {**parts.settings, **found}
-    if "num_workers" in options:  # torch refuses settings of workers if there are none
+    if options.get("num_workers") == 0:  # torch refuses settings of workers if there are none
         settings = {name: settings[name] for name in settings if name not in ("prefetch_factor", "persistent_workers")}
     sampler = make_sampler(parts.dataset, seed=seed, **parts.order_options(shuffle, drop_last))
     return DataLoader(parts.dataset, batch_sampler=sampler, **{**settings, **options})

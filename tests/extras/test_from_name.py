@@ -459,7 +459,7 @@ def test_options_of_a_model_do_not_go_with_a_file():
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch, capsys):
+def test_the_command_shows_the_loop_of_a_model_with_its_own_loss(save, tmp_path, monkeypatch, capsys):
     save()
     monkeypatch.chdir(tmp_path)
     flags = ["--seq-len", "8", "--task", "causal-lm", "--devices", "cpu:1GiB", "--max-batch-size", "4"]
@@ -474,8 +474,7 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     (source,) = called
     assert source.keywords == {"seq_len": 8, "task": "causal-lm"}
     assert "\nbatch_size " in out
-    model = 'lambda: autosplit.workload_from_name("hf:model", seq_len=8, task="causal-lm")'
-    assert f'plan = autosplit.tune({model}, devices="cpu:1GiB", profile="off", max_batch_size=4)\n' in out
+    assert "step.backward(model(**batch).loss)\n" in out
 
 
 @pytest.mark.slow

@@ -485,7 +485,7 @@ class TestOneProcess:
                     optimizer.zero_grad()
             return shared.weights_of(model)
 
-        with pytest.warns(NoPlanWarning, match="so it runs as it would without autosplit") as caught:
+        with pytest.warns(NoPlanWarning, match="so this training has equal batches") as caught:
             ours = weights(make_accelerator(gradient_accumulation_steps=2))
         assert len(caught) == 1
         assert torch.equal(ours, weights(make_accelerator(accelerate.Accelerator, gradient_accumulation_steps=2)))
