@@ -74,13 +74,7 @@ class Recalled:
 
 
 def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
-    """Look for a saved plan, and compare it with the devices.
-
-    Args:
-        key: The key of the profile.
-        request: The request.
-        measured: Whether a plan with a predicted DDP answer is not enough.
-    """
+    """Look for a saved plan, and compare it with the devices. `measured`: skip a plan with a predicted DDP answer."""
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
     found = profiles.found_for(key)
@@ -154,10 +148,6 @@ def kept(
     """Save a plan as a profile on each machine. Return it with the notes of this run, which are not saved.
 
     Args:
-        plan: The plan.
-        key: The key of the profile.
-        found: The result of the search for a saved plan.
-        workers: All workers.
         said: Notes on the cache. If saving fails, its note replaces them.
         always: The other notes of this run.
     """
