@@ -16,7 +16,7 @@ HIGHEST, LOWEST = 1 - 2**-24, 0.0
 """The largest and smallest numbers that `torch.rand` draws in float32."""
 
 MOST_DRAWS = 1000
-"""Draws of a step before random numbers are used again. A loop may redraw until it gets a number that it accepts."""
+"""Extreme draws of a step, after which draws are random again: a loop may redraw until it accepts a number."""
 
 
 class ExtremeDraws:

@@ -89,7 +89,7 @@ def built_accelerator() -> torch.device | None:
 
 
 def accelerator_index(index: int) -> AbstractContextManager[Any]:
-    """Make an accelerator the current one within a context. torch < 2.8 has it for each back end alone."""
+    """Make an accelerator the current one within a context. In torch < 2.8 only the module of each back end has it."""
     if hasattr(torch.accelerator, "device_index"):
         return torch.accelerator.device_index(index)
     there = available_accelerator()
@@ -124,8 +124,8 @@ def knows_nodes_to_run() -> bool:
 def will_run(node: Any) -> bool:
     """Return whether the running backward will run a node that adds to the gradient of a leaf.
 
-    `torch.autograd.grad` runs no such node. torch raises RuntimeError if the leaf is one of its inputs. A torch without
-    the function gets True. Only traces keep replicas then, and a step that is traced runs a backward.
+    `torch.autograd.grad` runs no such node. torch raises RuntimeError if the leaf is one of its inputs. Without
+    torch's function, return True. Only traces keep replicas then, and their steps run a backward.
     """
     if _WILL_RUN is None:
         return True

@@ -61,13 +61,13 @@ TOLD_AFTER_S = 15.0
 """A rank that has waited this long for others prints which call they have to make."""
 
 _SIGN_EVERY_S = 3.0
-"""A rank sends this often that it is alive."""
+"""A rank sends a sign of life this often."""
 
 _SILENT_S = 12.0
 """A rank that sends nothing for this long is probably stopped. It may continue, so no process is ended."""
 
 _BROKEN_OFF = re.compile(
-    # Messages of gloo's RuntimeErrors and of NCCL's DistBackendErrors. An aborted NCCL group raises the last message.
+    # Messages of gloo's plain RuntimeErrors, and of an aborted NCCL group (the last). Others are DistErrors.
     r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
 )
 

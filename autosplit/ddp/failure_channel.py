@@ -76,7 +76,7 @@ class Address:
 class Line:
     """A rank's end of the connections.
 
-    One thread listens (`words`, `send`, `close`). Any other thread may `say` something to the listening thread.
+    One thread listens (`words`, `send`, `close`). Other threads pass messages to it with `say`.
     """
 
     def __init__(self, rank: int) -> None:

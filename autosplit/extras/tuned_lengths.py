@@ -1,6 +1,6 @@
 """Measure how many shorter samples fit in place of the longest samples, and their throughput, at a few lengths.
 
-For each length, traces give the largest batch whose step holds no more than the plan's own step holds at the longest
+For each length, traces give the largest batch whose step needs no more memory than the plan's own step at the longest
 length. On real devices a step of that size then runs.
 """
 
@@ -217,7 +217,7 @@ def _out_of_time(worker: Worker) -> bool:
 
 
 def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
-    """Return the most samples with which no step holds more than `full`, or `least` without traces."""
+    """Return the most samples with which no step needs more memory than `full`, or `least` without traces."""
     prober = worker.prober
     if not prober.has_traces:
         return least

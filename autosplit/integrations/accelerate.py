@@ -405,8 +405,8 @@ class Accelerator(accelerate.Accelerator):
         """Gather tensors from all processes, which may have different numbers of samples.
 
         Raises:
-            InputError: The tensors differ in other sizes. All processes raise it. Or `on_oom` is "cut", and this is
-                called within an optimizer step.
+            InputError: The tensors differ in sizes other than the number of rows. All processes raise it. Or `on_oom`
+                is "cut", and this is called within an optimizer step.
         """
         if self.share is None or self.num_processes == 1:
             return super().gather(tensor)

@@ -45,7 +45,7 @@ CUTS_UNTIL_LOWERED = 3
 
 SHARE_UNTIL_LOWERED = 0.25
 """The fraction of runs of that size that must have failed, too. A failed run costs up to a whole run, and two halves
-cost some tenths more than one."""
+cost a few tenths more than one."""
 
 
 class CutWarning(UserWarning):
@@ -113,7 +113,7 @@ class Cuts:
         self._failures[samples] += 1
         said = f"A micro-batch of {samples} samples ran out of memory and was cut in two"
         if self.count_cut == 1:
-            norms = "Its BatchNorms normalise over each part." if self.least > 1 else ""
+            norms = " Its BatchNorms normalise over each part." if self.least > 1 else ""
             advice = why or "Tune again with samples as large as these, or with a larger reserve="
             warnings.warn(f"{said}. The gradient stays the same.{norms} {advice}.", CutWarning, stacklevel=4)
         else:

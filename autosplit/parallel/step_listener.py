@@ -60,7 +60,7 @@ class LossReader(StepListener):
     """Warn if the graph of a step's first loss shows that it is not a mean over samples."""
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
-        """Read the graph."""
+        """Examine the loss's autograd graph."""
         warn_of_reading(read_loss(loss, samples), stacklevel=4)
 
 

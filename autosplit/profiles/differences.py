@@ -51,7 +51,7 @@ def nearest_note(
     request: Mapping[str, Any],
     ignoring: Sequence[str] = (),
 ) -> Note | None:
-    """Return a note that names the most similar profile and its differences. None: no profile has this model's name.
+    """Return a note on the most similar profile and its differences, or None if no profile has this model's name.
 
     Args:
         remembered: The profiles, the newest first. Those that cannot be read are skipped.

@@ -59,7 +59,7 @@ class Found:
         plan: The plan, or None.
         path: The profile's file, which may not exist.
         notes: The reason why a file was not used.
-        unreadable: Whether the system did not let the file be read.
+        unreadable: Whether the system refused to read the file.
     """
 
     plan: Plan | None
@@ -216,8 +216,8 @@ def store(key: str, plan: Plan) -> Path:
         replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except OSError as error:
         raise ProfileError(
-            f"{path} can't be written ({error.strerror or error}). Set AUTOSPLIT_CACHE_DIR to a folder that you may "
-            "write to, or pass profile='off'.",
+            f"{path} can't be written ({error.strerror or error}). Expected a writable folder. Set AUTOSPLIT_CACHE_DIR "
+            "to one, or pass profile='off'.",
             code="profile-not-written",
         ) from error
     return path
@@ -304,7 +304,7 @@ def profiles(most: int | None = None) -> tuple[tuple[Path, Plan | None], ...]:
 def _written_ns(path: Path) -> int:
     try:
         return path.lstat().st_mtime_ns
-    except OSError:  # it went away meanwhile
+    except OSError:  # another process has removed it
         return 0
 
 

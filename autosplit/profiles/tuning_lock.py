@@ -156,7 +156,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _holder_text(path: Path) -> str:
-    """Return a text on the holder of a lock, as far as the file names it."""
+    """Describe the holder of a lock, if the file names it."""
     try:
         with path.open("rb") as file:
             found = _HOLDER.fullmatch(file.read(512).decode("ascii", "replace"))

@@ -77,10 +77,7 @@ any missing MiB.
 def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
     """Name the devices whose free memory is less than the plan's peaks. Return None if the plan fits.
 
-    Args:
-        plan: The plan.
-        devices: The present devices, in the plan's order.
-        capacities_bytes: Memory that training may use on each device now, without the reserve.
+    `capacities_bytes` is the memory that training may use on each device now, without the reserve.
     """
     short = [
         f"{device.label} may use {size_text(capacity)}, and its {planned.share} samples need "

@@ -144,7 +144,7 @@ class _Search:
             _log_trial(trial, "from the interrupted search")
 
     def is_over(self) -> bool:
-        """Return whether there is no trial left to make, or no time."""
+        """Return whether all trials were made, or the time limit has ended."""
         if len(self.done) >= self.n_trials or self.num_asked >= (1 + MOST_REPEATS) * self.n_trials:
             why = f"{len(self.done)} of {self.n_trials} trials ran"
         elif self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:

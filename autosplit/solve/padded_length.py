@@ -145,7 +145,7 @@ class LengthPlan:
 def scaled(shares: Sequence[int], times: float) -> tuple[int, ...]:
     """Return `shares` times a factor, rounded down.
 
-    The small term corrects quotients that are exact but for rounding.
+    The small term corrects quotients that would be whole without rounding errors.
     """
     return tuple(int(times * share + 1e-6) for share in shares)
 
@@ -157,7 +157,7 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
         InputError: The lengths are empty, or one is not a whole number from 1 to 2^24.
     """
     try:
-        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # an iterator and a text have no length for each sample
+        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # they have no length for each sample, or no order
             raise TypeError
         listed = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         numbers = [operator.index(one) for one in listed if not isinstance(one, bool)]

@@ -39,7 +39,7 @@ class TimeCurve:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
-        """Make a curve of measured points.
+        """Make a curve from measured points.
 
         Raise a point that is faster than a smaller batch to the smaller batch's time.
         """

@@ -323,7 +323,7 @@ class LoneSession(Session):
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
         """Return the ranks' curves with the times at these batch sizes. A rank that cannot be timed keeps its curve."""
         if self.runtime.shares_processor or self.worker.on_plain_cpu:
-            return curves  # one curve for all, of sizes that really ran
+            return curves  # all ranks share one curve, and its sizes were measured
         timed = list(curves)
         for index, share in enumerate(shares):
             if any(samples == share for samples, _ in curves[index].points):

@@ -274,7 +274,7 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
 
 
 def _copies_s(session: LoneSession, asked: _Configuration) -> float:
-    """Return the seconds of copies in a real step of many forwards, from the difference of a step of one and of two."""
+    """Compute the seconds of copies in a step of many forwards, from a real step of one forward and one of two."""
     runtime = session.runtime
     if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
         return 0.0

@@ -27,7 +27,7 @@ class MemoryBounds:
     Args:
         request: The request.
         worker: The worker whose devices are measured.
-        store: Keeps ceilings, so that a search that was killed can go on.
+        store: Keeps ceilings, so that a search that was killed can resume.
 
     Attributes:
         primary: Device 0's ceiling if the other devices have no samples.

@@ -63,7 +63,6 @@ class RankSteps:
     """Runs and measures steps of all ranks together. Every rank makes the same calls in the same order.
 
     Args:
-        workload: The workload.
         runtime: The runtime of this rank's device. On a CPU it runs the dry pass, and the tracker counts the memory.
         device: The device of this rank.
         peers: The other ranks.

@@ -31,7 +31,7 @@ JOB_SLICE_S = 0.5
 """While rank 0 waits for another process, it sends the other ranks a message this often."""
 
 STEP_BUDGET_S = 1.0
-"""Seconds for repeating the step of a plan that was solved again. Its throughput is that of the step."""
+"""Seconds for repeating the step of a plan that was solved again, to measure its throughput."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Recalled:
         notes: The reason, or notes on the plan.
         short: Names the devices with too little free memory for the plan; None if all have enough.
         differing: Facts that differ from the plan's, but do not change its key.
-        unreadable: Whether the system did not let the profile be read.
+        unreadable: Whether the system refused to read the profile.
         wait_notes: Notes on the wait for another process.
         trouble: The reason why this process could not wait for others; None if it could.
     """
@@ -74,13 +74,7 @@ class Recalled:
 
 
 def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
-    """Look for a saved plan, and compare it with the devices.
-
-    Args:
-        key: The key of the profile.
-        request: The request.
-        measured: Whether a plan with a predicted DDP answer is not enough.
-    """
+    """Look for a saved plan, and compare it with the devices. `measured`: skip a plan with a predicted DDP answer."""
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
     found = profiles.found_for(key)
@@ -154,10 +148,6 @@ def kept(
     """Save a plan as a profile on each machine. Return it with the notes of this run, which are not saved.
 
     Args:
-        plan: The plan.
-        key: The key of the profile.
-        found: The result of the look for a saved plan.
-        workers: All workers.
         said: Notes on the cache. If saving fails, its note replaces them.
         always: The other notes of this run.
     """
@@ -188,7 +178,7 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
     """Run one step of a saved plan. If memory is short, solve the plan again first.
 
     Returns:
-        The plan, or None with the reason, as notes of the result of the look for a saved plan.
+        The plan, or None with the reason, as notes of the result of the search for a saved plan.
     """
     plan = found.plan
     assert plan is not None
@@ -274,7 +264,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
 
 
 def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
-    """Return a plan for as long as memory is short. The saved plan stays as it is."""
+    """Return a smaller plan for as long as less memory is free. The saved plan is not changed."""
     text = f"{found.short}, so a smaller plan was computed from its measurements, confirmed by one step, and not saved"
     if again.region is None:
         text += "; its samples/s are predicted"

@@ -229,7 +229,7 @@ def tune(
 
 
 _WARNINGS = {TIMES_DISAGREE: DoubtfulTimesWarning, NOT_FINITE: NotFiniteWarning}
-"""The kinds of notes that `tune` also warns of."""
+"""The kinds of notes for which `tune` also warns."""
 
 
 def _warned(plan: Plan) -> Plan:
@@ -239,8 +239,8 @@ def _warned(plan: Plan) -> Plan:
             warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
     found = changed(plan.checks)
     if found:
-        others = f"There are {len(found) - 1} more in plan.checks." if len(found) > 1 else ""
-        warnings.warn(f"{found[0]}{others}", ChangedTrainingWarning, stacklevel=4)
+        others = f". There are {len(found) - 1} more in plan.checks." if len(found) > 1 else "."
+        warnings.warn(f"{str(found[0]).rstrip('.')}{others}", ChangedTrainingWarning, stacklevel=4)
     return plan
 
 

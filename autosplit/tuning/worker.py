@@ -217,7 +217,7 @@ class Worker(AbstractContextManager["Worker"]):
         return self.steps.measured([split[self.peers.rank] for split in splits], budget_s=budget_s)
 
     def losses(self) -> tuple[Note, ...]:
-        """Return notes on processes of isolated steps that were lost."""
+        """Return notes on isolated processes that died."""
         return () if self._isolated is None else self._isolated.notes
 
     def store(self, key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
@@ -274,7 +274,7 @@ class Workers:
         """Trace the workload on all ranks.
 
         Returns:
-            The request, with the memory that is left when the processes of isolated steps have started, and notes.
+            The request, with the memory that is free after the isolated processes have started, and notes.
         """
         traces = self.ask(Worker.trace, request.largest_batch, request.deadline.remaining_s, key.workload)
         first = traces[0][0]
@@ -289,7 +289,7 @@ class Workers:
         return request, (*first, *others)
 
     def losses(self) -> tuple[Note, ...]:
-        """Return notes on processes of isolated steps that were lost on any rank."""
+        """Return notes on isolated processes that died on any rank."""
         return tuple(dict.fromkeys(itertools.chain(*self.ask(Worker.losses))))
 
     def amended(self, plan: Plan, **changes: Any) -> Plan:

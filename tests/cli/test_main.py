@@ -232,8 +232,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
         (None, "--lengths lengths.txt can't be read (No such file or directory); expected a text file"),
         ("length\n8\n", "--lengths lengths.txt has 'length' in it; expected whole numbers; write the length of one"),
         ("8\ntwo\n", "has 'two' in it; expected"),
-        ("8\n0\n", "the lengths in lengths.txt hold 0 at position 1; expected a length of 1 or more"),
-        ("", "the lengths in lengths.txt are empty; expected"),
+        ("8\n0\n", "the lengths in lengths.txt contain 0 at position 1. Expected a length of at least 1"),
+        ("", "the lengths in lengths.txt are empty. Expected"),
     ],
 )
 def test_a_file_of_lengths_that_are_none_is_refused_before_anything_runs(script, tuned, capsys, text, said):
@@ -644,7 +644,7 @@ def test_probe_without_flags_is_of_ranks(script, probed, capsys):
     ((_, device, keywords),) = probed.calls
     assert (device.label, keywords) == ("cpu", {"role": "rank", "time_limit_s": None, "isolate": False})
     out, err = capsys.readouterr()
-    assert "- no GPU is visible" in out
+    assert "- No GPU is visible" in out
     assert "3 steps, 0 OOM, confirmed" in out
     assert err == ""
 
@@ -1024,4 +1024,4 @@ def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 4
-    assert capsys.readouterr().err == "error: interrupted before it began; run it again\n"
+    assert capsys.readouterr().err == "error: interrupted before the command began; run it again\n"

@@ -234,7 +234,7 @@ class TestTune:
         profile.write_text("{")
         ran = run(*TUNE, "--json")
         assert ran.code == 0
-        assert f"{profile} is ignored: it is not a plan" in json.loads(ran.out)["notes"][0]["text"]
+        assert f"{profile} was ignored: it is not a plan" in json.loads(ran.out)["notes"][0]["text"]
         assert Plan.load(profile).simulated
 
 

@@ -249,7 +249,7 @@ def test_a_checkpoint_is_refused_with_where_its_state_is(key):
     checkpoint = {"epoch": 3, "best": torch.tensor(0.5), key: model.state_dict(), "optimizer": optimizer.state_dict()}
     message = refusal(checkpoint)
     assert "whole checkpoint" in message
-    assert f"pass state['{key}']" in message
+    assert f", state['{key}']." in message
 
 
 def test_a_checkpoint_of_long_names_is_one_short_line():
@@ -268,7 +268,7 @@ def test_other_things_are_refused(state):
 
 
 def test_a_module_is_refused():
-    assert "a Linear; expected its state dict" in refusal(nn.Linear(3, 3))
+    assert "a Linear. Expected its state dict" in refusal(nn.Linear(3, 3))
 
 
 def test_swapped_arguments_are_refused():

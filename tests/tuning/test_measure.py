@@ -116,7 +116,7 @@ class TestReal:
         error = caught.value
         assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:1", 1, 4 * 2**20)
         assert error.requested_bytes > error.capacity_bytes
-        assert f"needs {error.requested_bytes} bytes" in str(error)
+        assert f"need {error.requested_bytes} bytes" in str(error)
 
     def test_a_plain_processor_is_never_filled(self):
         with pytest.raises(DoesNotFitError, match="does not fit cpu "):
@@ -133,7 +133,7 @@ WRONG = {
     "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
     "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
     "no forward": ({"split": (4, 4), "accumulation_steps": 0}, "accumulation_steps is 0"),
-    "too many forwards": ({"split": (4, 4), "accumulation_steps": 10**6}, "expected at most 65536"),
+    "too many forwards": ({"split": (4, 4), "accumulation_steps": 10**6}, "Expected at most 65536"),
     "strategy": ({"split": (4, 4), "strategy": "fsdp"}, "strategy is 'fsdp'"),
     "too many samples": ({"split": (2**31, 4)}, "at most 2147483647"),
 }

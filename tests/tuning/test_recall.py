@@ -190,7 +190,7 @@ def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
     anew = tune(wide(), devices="cuda", **OPTIONS)
     assert max(anew.split) <= most
     assert anew.notes[0].kind == "tuned-again"
-    assert "(cuda:0, cuda:1), and one step of it ran out of" in anew.notes[0].text
+    assert "(cuda:0, cuda:1), and one step ran out of" in anew.notes[0].text
     assert kept_plan().split == anew.split
 
 
@@ -352,7 +352,7 @@ def test_a_miss_names_the_nearest_plan_and_is_not_remembered(monkeypatch):
     tune(bias(), **SIM)
     other = tune(bias(), **{**SIM, "effective_batch_size": 8})
     assert other.notes[0].kind == "nearest-profile"
-    assert str(other.notes[0]).endswith(": effective_batch_size was 16, now 8")
+    assert str(other.notes[0]).endswith(": effective_batch_size was 16, now 8.")
     again = tune(bias(), **{**SIM, "effective_batch_size": 8})
     assert again.notes[0].kind == "from-profile"
     assert "nearest-profile" not in kinds(again.notes)
@@ -387,7 +387,7 @@ def test_plans_of_several_names_are_kept_apart():
     assert sorted(str(plan and plan.request["name"]) for plan in kept) == ["None", "a", "ü b"]
     assert {json.loads(plan.to_json())["request"]["name"] for plan in plans.values()} == {None, "a", "ü b"}
     assert plans["a"].notes[0].kind == "nearest-profile"
-    assert str(plans["a"].notes[0]).endswith("name was none, now a")
+    assert str(plans["a"].notes[0]).endswith("name was none, now a.")
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "a\x1b[31mb", "x" * 65, "\ud800", 7, b"a"])
@@ -564,7 +564,7 @@ def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monke
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    assert line.startswith(f"warning: the plan is not saved: {cache_dir / 'profiles'}")
+    assert line.startswith(f"warning: The plan is not saved: {cache_dir / 'profiles'}")
     assert Plan.from_json(out).batch_size > 0
     of_an_unknown_user(cache_dir)
     assert main(arguments[:-1]) == 0
