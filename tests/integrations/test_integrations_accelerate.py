@@ -193,7 +193,7 @@ def skipped_by_the_free_function() -> None:
     model, _, _, loader, _ = prepared("bert", accelerator)
     for batch in accelerate.skip_first_batches(loader, 3):
         loss = shared.loss_on(model, batch)
-        with pytest.raises(InputError, match=r"write accelerator\.skip_first_batches"):
+        with pytest.raises(InputError, match=r"Call accelerator\.skip_first_batches"):
             accelerator.backward(loss)
 
 

@@ -160,7 +160,7 @@ def unlike_plans() -> None:
 def refused_in_training() -> None:
     """A loader of Lightning's own would give every rank the same number of other samples."""
     trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=2, strategy="ddp")
-    with pytest.raises(InputError, match=r"training loader is a DataLoader; expected .* pass shares\.loader"):
+    with pytest.raises(InputError, match=r"training loader is a DataLoader. Expected .* Pass shares\.loader"):
         trainer.fit(Module("bert"), Data("bert"))
 
 
