@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
+from autosplit.plan.canvas import COLORS, Canvas, check_drawing, compact, side_by_side
 from autosplit.plan.explain import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps
-from autosplit.text import rate_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,11 +98,11 @@ class Goodput:
     def _draw(self, canvas: Canvas) -> None:
         axes, sizes = canvas.axes, [point.effective_batch_size for point in self.curve]
         rates = [point.samples_per_s for point in self.curve]
-        axes.plot(sizes, rates, color=canvas.colors["c1"], linestyle="--", label="samples/s")
-        axes.plot(sizes, [point.goodput for point in self.curve], color=canvas.colors["c2"], label="goodput")
-        axes.axvspan(*self.interval, color=canvas.colors["c2"], alpha=0.15)
+        axes.plot(sizes, rates, color=COLORS["c1"], linestyle="--", label="samples/s")
+        axes.plot(sizes, [point.goodput for point in self.curve], color=COLORS["c2"], label="goodput")
+        axes.axvspan(*self.interval, color=COLORS["c2"], alpha=0.15)
         best = max(self.curve, key=lambda point: point.goodput)
-        canvas.star(best.effective_batch_size, best.goodput, f"best: {rate_text(best.goodput)}")
+        canvas.star(best.effective_batch_size, best.goodput)
         axes.set_xscale("log")
         axes.set_ylim(0, 1.15 * max(*rates, best.goodput))
         axes.yaxis.set_major_formatter(compact)
