@@ -10,7 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.plan.charts import MEMORY_PARTS, SHARES, Landscape, curve_of, landscape_of, line_of, segments, short
+from autosplit.plan.charts import (
+    MEMORY_PARTS,
+    SHARES,
+    Landscape,
+    curve_of,
+    landscape_of,
+    line_of,
+    segments,
+    short,
+    unit_of,
+)
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.trial import Trial
@@ -148,19 +158,20 @@ def _devices_chart(plan: PlanRecord) -> Chart:
         "line is the peak at the device's ceiling. The table of devices has the figures."
     )
     bars, ceilings, names = [], [], []
+    unit, factor = unit_of(max(device.memory_bytes for device in plan.devices))
     for row, device in enumerate(plan.devices):
         end = 0
         for kind, nbytes in segments(device):
             start, end = end, end + nbytes
             said = f"{device.label}: {kind}, {size_text(nbytes)}"
-            bars.append({"row": row, "kind": kind, "x": start / 2**30, "end": end / 2**30, "text": said})
+            bars.append({"row": row, "kind": kind, "x": start / factor, "end": end / factor, "text": said})
         line = device.ceiling
         said = f"{device.label}: ceiling {line.batch_size:,} samples, {size_text(line.peak_bytes)}"
-        ceilings.append({"row": row, "x": line.peak_bytes / 2**30, "text": said})
+        ceilings.append({"row": row, "x": line.peak_bytes / factor, "text": said})
         name = f"{device.label} {short(device.name)}" if device.kind != "cpu" else device.label
         names.append((name, f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
     shown = {kind: color for kind, color in _COLORS.items() if any(bar["kind"] == kind for bar in bars)}
-    x = _axis("memory, GiB", grid=False)
+    x = _axis(f"memory, {unit}", grid=False)
     legend = {"symbolStrokeColor": _MUTED, "symbolStrokeWidth": 1}
     bar = {"type": "bar", "size": 24, "stroke": _MUTED, "strokeWidth": 1}
     tick = {"type": "tick", "thickness": 4, "size": 30, "color": _ACCENT}
@@ -202,20 +213,21 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
         f"ceiling is {line.batch_size:,} samples (dotted), {_LIMITS[line.limited_by]}."
         + (" The points are for other devices at their ceilings." if has_others else "")
     )
+    unit, factor = unit_of(line.peak_bytes)
     marks = [
-        _mark("measured" if ran else "traced", n, nbytes / 2**30, f"{n:,} samples: {size_text(nbytes)}")
+        _mark("measured" if ran else "traced", n, nbytes / factor, f"{n:,} samples: {size_text(nbytes)}")
         for n, nbytes, ran in line.points
         if n <= 1.5 * line.batch_size
     ] + [
-        _mark("this plan", one.share, one.peak_bytes / 2**30, f"{one.label} in this plan: {one.share:,} samples, "
+        _mark("this plan", one.share, one.peak_bytes / factor, f"{one.label} in this plan: {one.share:,} samples, "
               f"{size_text(one.peak_bytes)}")
         for one in alike
     ]  # fmt: skip
     most = max(line.batch_size, *(mark["x"] for mark in marks))
-    fitted = [{"x": n, "y": (fixed + slope * n) / 2**30} for n in (0, most)]
+    fitted = [{"x": n, "y": (fixed + slope * n) / factor} for n in (0, most)]
     highest = max(fitted[1]["y"], *(mark["y"] for mark in marks))
-    capacity = line.capacity_bytes / 2**30
-    x, y = _axis("samples"), _axis("memory, GiB", "y")
+    capacity = line.capacity_bytes / factor
+    x, y = _axis("samples"), _axis(f"memory, {unit}", "y")
     rules = [_layer([{"x": line.batch_size}], {"type": "rule", "strokeDash": [2, 3], "color": _MUTED, "size": 2}, x=x)]
     if capacity <= 4 * highest:  # a much larger capacity would flatten the line
         dashed = {"type": "rule", "strokeDash": [6, 4], "color": _BAD, "size": 2}

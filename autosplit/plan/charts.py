@@ -58,6 +58,11 @@ def short(name: str) -> str:
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 1]}…"
 
 
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """Return the unit of an axis that ends at this size: name and bytes."""
+    return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20) if nbytes >= 2**20 else ("KiB", 2**10)
+
+
 def known_parts(device: PlanDevice) -> MemoryParts | None:
     """Return the parts of a device's peak, if they add up to exactly this peak."""
     return device.memory if device.memory is not None and device.memory.total_bytes == device.peak_bytes else None
@@ -143,17 +148,19 @@ def figure_of(plan: PlanRecord) -> Figure:
 def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
     texts = []
     labelled: set[str] = set()
+    most = max(device.memory_bytes for device in plan.devices)
+    unit, factor = unit_of(most)
     for row, device in enumerate(plan.devices):
         left = 0.0
         for label, nbytes in segments(device):
             own = "" if label in labelled else label
-            canvas.axes.barh(row, nbytes / 2**30, 0.42, left=left, label=own, linewidth=0.8, **_style_of(label))
+            canvas.axes.barh(row, nbytes / factor, 0.42, left=left, label=own, linewidth=0.8, **_style_of(label))
             labelled.add(label)
-            left += nbytes / 2**30
+            left += nbytes / factor
         name = f"{device.label} {short(device.name)}" if device.kind != "cpu" else device.label
         texts.append((name, f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
-    canvas.rows(texts, max(device.memory_bytes for device in plan.devices) / 2**30)
-    canvas.finish("memory, GiB", "", 2)
+    canvas.rows(texts, most / factor)
+    canvas.finish(f"memory, {unit}", "", 2)
 
 
 def _style_of(label: str) -> dict[str, Any]:
