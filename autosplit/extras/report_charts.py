@@ -45,26 +45,20 @@ _COLORS = {label: f"var(--{color})" for _, label, color in MEMORY_PARTS} | {
     "free": "transparent",
     "reserve": "url(#hatch)",
 }
-_AXIS = {"labelColor": _INK, "titleColor": _INK, "gridColor": _GRID, "domainColor": _MUTED, "tickColor": _MUTED}
-_SIZES = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+_AXIS = {"gridColor": _GRID, "domainColor": _MUTED, "tickColor": _MUTED, "tickCount": 5}
+_TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+_LEGEND = {"orient": "bottom", "title": None, "columns": 2, "columnPadding": 24, "labelLimit": 0}
 CONFIG = {
     "background": None,
     "font": "system-ui, sans-serif",
-    "axis": {**_AXIS, **_SIZES, "tickCount": 5},
-    "legend": {
-        "labelColor": _INK,
-        "titleColor": _INK,
-        "orient": "bottom",
-        "title": None,
-        "columns": 2,
-        "columnPadding": 24,
-        "labelLimit": 0,
-        **_SIZES,
-    },
+    "axis": {**_TEXT, **_AXIS},
+    "legend": {**_TEXT, **_LEGEND},
     "text": {"color": _INK, "fontSize": 12},
     "view": {"stroke": None},
 }
 _TOOLTIP = {"field": "text"}
+_COLOR = {"field": "color", "scale": None}
+_ROW = {"field": "row", "type": "ordinal", "axis": None}
 
 HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -146,9 +140,6 @@ def _named(names: Iterable[tuple[str, str]]) -> Iterator[Spec]:
         yield _layer(values, mark, y=_ROW, x={"value": x}, text={"field": field})
 
 
-_ROW = {"field": "row", "type": "ordinal", "axis": None}
-
-
 # --------------------------------------------------------------------------------------------------- memory, by device
 
 
@@ -206,9 +197,11 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
     if line.batch_size < 1:
         return Chart(place, title, f"Not even one sample fits on {who} in this plan, so there is no line.")
     fixed, slope, has_others = line_of(plan, first)
+    has_capacity = line.capacity_bytes <= 4 * max(line.peak_bytes, first.peak_bytes)  # else it would flatten the line
+    dashed = " (dashed)" if has_capacity else ", far above the chart"
     others = " in addition to the samples of the other devices in this plan" if has_others else ""
     text = (
-        f"The capacity of {who} is {size_text(line.capacity_bytes)} (dashed). As {_ROLES[line.role]}, a step uses "
+        f"The capacity of {who} is {size_text(line.capacity_bytes)}{dashed}. As {_ROLES[line.role]}, a step uses "
         f"about {size_text(max(0, round(fixed)))}{others}, and {size_text(round(slope))} more for each sample. The "
         f"ceiling is {line.batch_size:,} samples (dotted), {_LIMITS[line.limited_by]}."
         + (" The points are for other devices at their ceilings." if has_others else "")
@@ -225,13 +218,11 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
     ]  # fmt: skip
     most = max(line.batch_size, *(mark["x"] for mark in marks))
     fitted = [{"x": n, "y": (fixed + slope * n) / factor} for n in (0, most)]
-    highest = max(fitted[1]["y"], *(mark["y"] for mark in marks))
-    capacity = line.capacity_bytes / factor
     x, y = _axis("samples"), _axis(f"memory, {unit}", "y")
     rules = [_layer([{"x": line.batch_size}], {"type": "rule", "strokeDash": [2, 3], "color": _MUTED, "size": 2}, x=x)]
-    if capacity <= 4 * highest:  # a much larger capacity would flatten the line
-        dashed = {"type": "rule", "strokeDash": [6, 4], "color": _BAD, "size": 2}
-        rules.append(_layer([{"y": capacity}], dashed, y=y))
+    if has_capacity:
+        rule = {"type": "rule", "strokeDash": [6, 4], "color": _BAD, "size": 2}
+        rules.append(_layer([{"y": line.capacity_bytes / factor}], rule, y=y))
     line_mark = {"type": "line", "color": "var(--c1)"}
     return _chart(place, title, text, 230, _layer(fitted, line_mark, x=x, y=y), *rules, _marks(marks, x, y))
 
@@ -252,19 +243,13 @@ def _mark(kind: str, x: float, y: float, text: str) -> Spec:
 
 
 def _marks(marks: Sequence[Spec], x: Spec, y: Spec) -> Spec:
-    """Return a layer of marks with tooltips and a legend."""
+    """Return a layer of marks with tooltips and a legend. This plan is drawn last, above the others."""
     shapes = {kind: shape for kind, (shape, _, _) in _MARKS.items() if any(mark["kind"] == kind for mark in marks)}
     mark = {"type": "point", "filled": True, "opacity": 1, "stroke": "var(--paper)", "strokeWidth": 1}
-    return _layer(
-        sorted(marks, key=lambda one: bool(one["kind"] == "this plan")),  # drawn last, above the others
-        mark,
-        x=x,
-        y=y,
-        shape=_kinds(shapes, symbolFillColor=_INK, symbolStrokeColor=_INK),
-        color={"field": "color", "scale": None},
-        size={"field": "size", "type": "quantitative", "scale": None},
-        tooltip=_TOOLTIP,
-    )
+    shape = _kinds(shapes, symbolFillColor=_INK, symbolStrokeColor=_INK)
+    size = {"field": "size", "type": "quantitative", "scale": None}
+    values = sorted(marks, key=lambda one: list(_MARKS).index(one["kind"]))
+    return _layer(values, mark, x=x, y=y, shape=shape, color=_COLOR, size=size, tooltip=_TOOLTIP)
 
 
 # --------------------------------------------------------------------------------------------------------- trials
@@ -338,12 +323,8 @@ def _landscape_chart(plan: PlanRecord) -> Chart:
     said = f"gpu0_bsz {plan.gpu0_bsz:,}, batch_size {plan.batch_size:,}"
     marks.append(_mark("this plan", plan.gpu0_bsz, plan.batch_size, said))
     scale = {"type": "threshold", "domain": list(SHARES), "range": [f"var(--l{i})" for i in range(len(SHARES) + 1)]}
-    color = {
-        "field": "share",
-        "type": "quantitative",
-        "scale": scale,
-        "legend": {"title": "% of the best", "gradientLength": 260, "orient": "top"},
-    }
+    legend = {"title": "% of the best", "gradientLength": 260, "orient": "top"}
+    color = {"field": "share", "type": "quantitative", "scale": scale, "legend": legend}
     x, y = _axis("gpu0_bsz, samples"), _axis("batch_size, samples", "y")
     ends = {"x2": {"field": "right"}, "y2": {"field": "top"}}
     cells = _layer(_cells(found), {"type": "rect", "aria": False}, x=x, y=y, **ends, color=color, tooltip=_TOOLTIP)
@@ -418,28 +399,14 @@ def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart:
         return Chart("rates", title, "No other option was measured or predicted.")
     kinds = [_measured(plan) if ran else "predicted" for _, _, ran in rates]
     texts = [f"{name}: {rate_text(rate)} ({kind})" for (name, rate, _), kind in zip(rates, kinds, strict=True)]
-    bars = [
-        {"row": row, "x": rate, "text": texts[row], "color": _fill(row, ran)}
-        for row, (_, rate, ran) in enumerate(rates)
-    ]
+    colors = ["url(#hatch)" if not ran else "var(--c1)" if row else _ACCENT for row, (_, _, ran) in enumerate(rates)]
+    bars = [{"row": row, "x": rate, "text": texts[row], "color": colors[row]} for row, (_, rate, _) in enumerate(rates)]
+    bar = {"type": "bar", "size": 22, "stroke": "var(--c1)", "strokeWidth": 1}
     return _chart(
         "rates",
         title,
         f"Samples per second. Hatched bars are predicted. {'; '.join(texts)}.",
         54 * len(rates),
-        _layer(
-            bars,
-            {"type": "bar", "size": 22, "stroke": "var(--c1)", "strokeWidth": 1},
-            x=_axis("samples/s", grid=False),
-            y=_ROW,
-            color={"field": "color", "scale": None},
-            tooltip=_TOOLTIP,
-        ),
+        _layer(bars, bar, x=_axis("samples/s", grid=False), y=_ROW, color=_COLOR, tooltip=_TOOLTIP),
         *_named((name, rate_text(rate)) for name, rate, _ in rates),
     )
-
-
-def _fill(row: int, ran: bool) -> str:
-    if not ran:
-        return "url(#hatch)"
-    return "var(--c1)" if row else _ACCENT

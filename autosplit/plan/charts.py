@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autosplit.plan.canvas import COLORS, Canvas, check_drawing, compact, side_by_side, whole_ticks
+from autosplit.plan.canvas import check_drawing, side_by_side
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space
@@ -141,47 +141,44 @@ def curve_of(plan: PlanRecord) -> dict[int, float]:
 def figure_of(plan: PlanRecord) -> Figure:
     """Draw the memory of each device, and samples/s by batch size, as a matplotlib figure."""
     check_drawing("plan.plot()")
-    height = max(150 + 52 * len(plan.devices), 300)
-    return side_by_side(height, lambda canvas: _draw_devices(canvas, plan), lambda canvas: _draw_curve(canvas, plan))
+    height = max(4.2, 2 + 0.7 * len(plan.devices))
+    return side_by_side(height, lambda axes: _draw_devices(axes, plan), lambda axes: _draw_curve(axes, plan))
 
 
-def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
-    texts = []
+def _draw_devices(axes: Any, plan: PlanRecord) -> None:
+    names = []
     labelled: set[str] = set()
-    most = max(device.memory_bytes for device in plan.devices)
-    unit, factor = unit_of(most)
+    unit, factor = unit_of(max(device.memory_bytes for device in plan.devices))
+    colors = {label: f"C{index}" for index, (_, label, _) in enumerate(MEMORY_PARTS)} | {"in use": "C0"}
     for row, device in enumerate(plan.devices):
         left = 0.0
         for label, nbytes in segments(device):
-            own = "" if label in labelled else label
-            canvas.axes.barh(row, nbytes / factor, 0.42, left=left, label=own, linewidth=0.8, **_style_of(label))
+            axes.barh(
+                row,
+                nbytes / factor,
+                left=left,
+                label="" if label in labelled else label,
+                facecolor=colors.get(label, "none"),
+                edgecolor="gray",
+                hatch="////" if label == "reserve" else None,
+            )
             labelled.add(label)
             left += nbytes / factor
         name = f"{device.label} {short(device.name)}" if device.kind != "cpu" else device.label
-        texts.append((name, f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
-    canvas.rows(texts, most / factor)
-    canvas.finish(f"memory, {unit}", "", 2)
+        names.append(f"{name}\n{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}")
+    axes.set_yticks(range(len(names)), labels=names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"memory, {unit}")
 
 
-def _style_of(label: str) -> dict[str, Any]:
-    colors = {label: COLORS[color] for _, label, color in MEMORY_PARTS} | {"in use": COLORS["c1"]}
-    if label in colors:
-        return {"color": colors[label], "edgecolor": COLORS["paper"]}
-    hatch = {"hatch": "////"} if label == "reserve" else {}
-    return {"facecolor": "none", "edgecolor": COLORS["muted"], **hatch}
-
-
-def _draw_curve(canvas: Canvas, plan: PlanRecord) -> None:
-    axes, known = canvas.axes, curve_of(plan)
+def _draw_curve(axes: Any, plan: PlanRecord) -> None:
+    known = curve_of(plan)
     if known:
-        axes.plot(list(known), list(known.values()), color=COLORS["c1"], linewidth=2, label="predicted")
+        axes.plot(list(known), list(known.values()), label="predicted")
     ran = [(trial.batch_size, trial.samples_per_s) for trial in plan.trials if trial.samples_per_s is not None]
     if ran:
-        style = {"color": COLORS["paper"], "edgecolors": COLORS["ink"], "s": 40, "zorder": 3}
-        axes.scatter(*zip(*ran, strict=True), label="trial", **style)
-    canvas.star(plan.batch_size, plan.samples_per_s)
-    axes.set_ylim(0, 1.15 * max(*known.values(), *(rate for _, rate in ran), plan.samples_per_s, 0))
-    axes.set_xlim(0, 1.06 * max(*known, *(n for n, _ in ran), plan.batch_size, 1))
-    whole_ticks(axes.xaxis)
-    axes.yaxis.set_major_formatter(compact)
-    canvas.finish("batch_size, samples", "samples/s", 3)
+        axes.scatter(*zip(*ran, strict=True), color="white", edgecolors="black", label="trial", zorder=3)
+    axes.scatter([plan.batch_size], [plan.samples_per_s], s=190, marker="*", color="C3", label="this plan", zorder=5)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("batch_size, samples")
+    axes.set_ylabel("samples/s")

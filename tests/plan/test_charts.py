@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 
 import pytest
-from folders import ROOT
 from handmade import GIB, made_plan, solved_plan
 from raised import raises
 
 pytest.importorskip("matplotlib")
 
 from autosplit.errors import InputError
-from autosplit.plan.canvas import COLORS
 from autosplit.plan.charts import known_parts, segments
 from autosplit.solve.split import accumulation_steps
 
@@ -25,12 +22,6 @@ def test_the_parts_of_the_memory_are_drawn_only_if_they_are_known():
     assert sum(nbytes for _, nbytes in segments(device)) == device.memory_bytes
     assert known_parts(device) is not None
     assert known_parts(replace(device, peak_bytes=5 * GIB)) is None, "the parts are of another peak"
-
-
-def test_a_figure_has_the_pages_light_colours():
-    css = (ROOT / "autosplit" / "extras" / "templates" / "report.css").read_text(encoding="utf-8")
-    light = dict(re.findall(r"--(\w+): (#\w+);", css.split("}")[0]))
-    assert {name: light[name] for name in COLORS} == COLORS
 
 
 @pytest.mark.parametrize("plan", [made_plan(), solved_plan()], ids=["without a fit", "with one"])
