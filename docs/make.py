@@ -1,7 +1,6 @@
 """Writes docs/json.md, docs/json-schema.json, docs/command-line.md and the pages' scripts: python docs/make.py.
 
-A key's meaning is what its class says of it under "Attributes", a command's what its `--help` says; tests assert that
-the files are as this makes them.
+The pages copy the "Attributes" of classes and the `--help` of commands. Tests compare the files with this script's output.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _in_a_cell(text: str) -> str:
 
 
 def command_line() -> str:
-    """Return the page of the commands: the help of each, as a terminal of 80 columns shows it."""
+    """Return docs/command-line.md: the help of each command at a width of 80 columns."""
     parts = ["# Command line", "Made from each command's `--help` by `python docs/make.py`."]
     names = re.findall(r"^  ([a-z]+) ", _help().split("Commands:")[1], re.MULTILINE)
     for name in ["", *names]:
