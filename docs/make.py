@@ -1,6 +1,6 @@
 """Writes docs/json.md, docs/json-schema.json, docs/command-line.md and the pages' scripts: python docs/make.py.
 
-The pages copy the "Attributes" of classes and the `--help` of commands. Tests compare the files with this script's output.
+The pages copy the "Attributes" of classes and the `--help` of commands. Tests compare the files with its output.
 """
 
 from __future__ import annotations
