@@ -1,7 +1,6 @@
 """Writes docs/json.md, docs/json-schema.json, docs/command-line.md and the pages' scripts: python docs/make.py.
 
-A key's meaning is what its class says of it under "Attributes", a command's what its `--help` says; tests assert that
-the files are as this makes them.
+The pages copy the "Attributes" of classes and the `--help` of commands. Tests compare the files with its output.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _in_a_cell(text: str) -> str:
 
 
 def command_line() -> str:
-    """Return the page of the commands: the help of each, as a terminal of 100 columns shows it."""
+    """Return docs/command-line.md: the help of each command at a width of 80 columns."""
     parts = ["# Command line", "Made from each command's `--help` by `python docs/make.py`."]
     names = re.findall(r"^  ([a-z]+) ", _help().split("Commands:")[1], re.MULTILINE)
     for name in ["", *names]:
@@ -148,7 +147,7 @@ def command_line() -> str:
 
 
 def _help(*command: str) -> str:
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
     line = [sys.executable, "-m", "autosplit", *command, "--help"]
     said = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout  # noqa: S603  # our own
     return "\n".join(line.rstrip() for line in said.strip().splitlines())

@@ -1,4 +1,4 @@
-"""Draw docs/pictures/*.svg: python docs/pictures.py. It needs no GPU, and takes half a minute.
+"""Draw docs/pictures/*.svg: python docs/pictures.py. It needs the extra `report` and no GPU, and takes half a minute.
 
 The pictures of README are charts of the plan in its example. The pictures of "How it works" are charts of a plan for
 the same GPUs with less memory, whose ceilings limit the batch, and of one tracked training step on the CPU. Each
@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
+import vl_convert
 
 import autosplit
-from autosplit.plan.canvas import Canvas, Chart, drawn
-from autosplit.plan.charts import charts_of
+from autosplit.extras.report_charts import CONFIG, HATCH, charts_of
 from autosplit.runtime.memory_tracker import Entry, Tracker
 from autosplit.workload.from_file import load_workload
 
@@ -29,8 +30,15 @@ PICTURES = {
 }
 """The charts of the report that are pictures of their own, by the devices and the effective batch size of the plan."""
 
-KINDS = {"parameters": "c1", "gradients": "c2", "optimizer": "c3", "activations": "c5"}
-"""Kinds of storages that the tracker tells apart, with their colours."""
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations and others",
+}
+"""Kinds of storages that the tracker tells apart, with their labels."""
+
+WIDTH = 400
 
 LEAST_SEEN_MIB = 0.1
 """Changes below a pixel are not drawn: the peak is 200 times as much."""
@@ -42,20 +50,19 @@ def variables() -> tuple[str, str]:
     return light, dark
 
 
-def picture(svg: str) -> str:
-    """Make a file of its own of a chart in a page."""
+def picture(spec: dict[str, Any]) -> str:
+    """Draw a chart as an SVG file with the report's colours."""
     light, dark = variables()
     style = (
-        f"<style>svg{{{light} font-family:system-ui,sans-serif;background:var(--paper)}}"
-        f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+        f"<style>svg{{{light} background:var(--paper)}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+        f"<defs>{HATCH}</defs>"
     )
-    return re.sub(
-        r"^<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', svg
-    ).replace(">", f">{style}", 1)
+    svg = vl_convert.vegalite_to_svg({**spec, "width": WIDTH, "autosize": "pad"})
+    return svg.replace(">", f">{style}", 1)
 
 
 def followed_step() -> tuple[Entry, ...]:
-    """Follow a training step of README's example on the processor, AdamW's first, of 8 samples."""
+    """Track the first training step of README's example on the CPU, with AdamW and 8 samples."""
     workload: autosplit.Workload = load_workload(EXAMPLE)()
     model, (inputs, targets), loss_fn = workload.model, workload.sample_batch, workload.loss_fn
     assert loss_fn is not None
@@ -76,40 +83,44 @@ def followed_step() -> tuple[Entry, ...]:
         return tracker.entries()
 
 
-def tracker_chart(entries: tuple[Entry, ...]) -> Chart:
-    """Draw what a device holds as the storages of a step come and go."""
+def tracker_chart(entries: tuple[Entry, ...]) -> dict[str, Any]:
+    """Describe the memory in use while the storages of a step are allocated and released."""
     held: Counter[str] = Counter()
-    places, heights = [0], {kind: [0.0] for kind in KINDS}
+    seen = dict.fromkeys(KINDS, 0.0)
+    values = [{"x": 0, "kind": KINDS[kind], "y": 0.0} for kind in KINDS]
     for place, (kind, _, nbytes, _) in enumerate(entries, 1):
         held[kind if kind in KINDS else "activations"] += nbytes
-        if max(abs(held[name] / 2**20 - values[-1]) for name, values in heights.items()) >= LEAST_SEEN_MIB:
-            places.append(place)
-            for name, values in heights.items():
-                values.append(held[name] / 2**20)
-
-    def draw(canvas: Canvas) -> None:
-        colors = [canvas.colors[color] for color in KINDS.values()]
-        labels = ["parameters", "gradients", "optimizer state", "activations and others"]
-        canvas.axes.stackplot(places, *heights.values(), colors=colors, labels=labels, linewidth=0)
-        canvas.axes.set_xlim(0, places[-1])
-        canvas.finish("storages that came or went", "memory, MiB", 2)
-
-    peak = max(sum(values) for values in zip(*heights.values(), strict=True))
-    text = f"Memory of a training step with {len(entries):,} allocations and releases. The peak is {peak:.0f} MiB."
-    return drawn("tracker", "Memory in a step", text, 300, draw)
+        now = {name: held[name] / 2**20 for name in KINDS}
+        if max(abs(now[name] - seen[name]) for name in KINDS) >= LEAST_SEEN_MIB:
+            seen = now
+            values += [{"x": place, "kind": KINDS[name], "y": round(mib, 2)} for name, mib in now.items()]
+    colors = ["var(--c1)", "var(--c2)", "var(--c3)", "var(--c5)"]
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "description": f"Memory of a training step with {len(entries):,} allocations and releases.",
+        "height": 260,
+        "data": {"values": values},
+        "mark": "area",
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative", "title": "storages that were allocated or released"},
+            "y": {"field": "y", "type": "quantitative", "title": "memory, MiB"},
+            "color": {"field": "kind", "scale": {"domain": list(KINDS.values()), "range": colors}},
+        },
+        "config": CONFIG,
+    }
 
 
 def main() -> None:
     """Draw the pictures."""
     FOLDER.mkdir(exist_ok=True)
-    found = {"tracker": tracker_chart(followed_step())}
+    found: dict[str, dict[str, Any]] = {"tracker": tracker_chart(followed_step())}
     for (devices, size), names in PICTURES.items():
         workload = load_workload(EXAMPLE)
         plan = autosplit.tune(workload, devices=devices, effective_batch_size=size, profile="off")
-        found |= {names[chart.name]: chart for chart in charts_of(plan, plan.explain()) if chart.name in names}
-    for name, chart in found.items():
-        assert chart.svg, chart.text
-        (FOLDER / f"{name}.svg").write_text(picture(chart.svg) + "\n", encoding="utf-8")
+        charts = charts_of(plan, plan.explain())
+        found |= {names[chart.name]: chart.spec for chart in charts if chart.name in names and chart.spec}
+    for name, spec in found.items():
+        (FOLDER / f"{name}.svg").write_text(picture(spec) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ WITHOUT_TORCH = (
     "cli.pasted_code",
     "cli.plan_report",
     "cli.check_report",
+    "extras.report_charts",
     "extras.report_page",
     "extras.workload_spec",
     "plan.even_plan",

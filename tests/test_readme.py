@@ -15,6 +15,8 @@ from folders import DOCS, EXAMPLES, PAGES, README, ROOT, TESTS
 from marks import for_release
 from shared_training import shares_plan
 
+import autosplit
+
 GPUS = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
 COMMANDS = list(
     dict.fromkeys(
@@ -156,7 +158,16 @@ def test_readme_is_a_page() -> None:
 
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert {page.name for page in DOCS.glob("*.md")} == set(re.findall(r": ([\w-]+\.md)$", site, re.MULTILINE))
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages == set(re.findall(r": ([\w/.-]+\.md)$", site, re.MULTILINE))
+
+
+def test_every_public_name_has_a_page() -> None:
+    pages = {f"autosplit.{page.stem}" for page in (DOCS / "python").glob("*.md")}
+    assert pages == {f"autosplit.{name}" for name in autosplit.__all__ if name not in {"__version__", "ddp"}} | {
+        "autosplit.ddp.setup",
+        "autosplit.ddp.Context",
+    }
 
 
 def test_the_errors_that_troubleshooting_quotes_are_said() -> None:

@@ -165,7 +165,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         "report.report",
         "Write a plan's report as an HTML page.\nThe page has charts, checks and every setting to copy, and works "
-        "offline. Needs matplotlib.",
+        "offline. Needs jinja2 and vl-convert-python.",
         "autosplit report plan.json -o report.html",
         {
             "Plan": o.PLAN,

@@ -1,6 +1,7 @@
 """Write a plan as one HTML file with charts, tables and all settings to copy. It needs no network.
 
-The page runs no script and loads nothing. Its content security policy forbids both. jinja2 escapes all values.
+Vega draws the charts in the browser. Its source is in the page. The content security policy allows only this script
+and our style sheet, by their hashes, and forbids the page to load anything. jinja2 escapes all values.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pathlib import Path
 from autosplit.cli import plan_report
 from autosplit.cli.pasted_code import paste_lines
 from autosplit.errors import InputError
+from autosplit.extras.report_charts import HATCH, charts_of
 from autosplit.files import what_stands_at
-from autosplit.plan.canvas import check_drawing, check_installed
-from autosplit.plan.charts import MEMORY_PARTS, charts_of, known_parts
+from autosplit.plan.canvas import check_installed
+from autosplit.plan.charts import MEMORY_PARTS, known_parts
 from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
@@ -32,8 +34,8 @@ _MARK = '<meta name="generator" content="autosplit report">'
 
 _MARKED_WITHIN = 512
 
-HEADLINE = ("split", "batch_size", "accumulation_steps", "throughput", "gpu0_bsz")
-"""The numbers that the user sets, and the resulting throughput."""
+HEADLINE = ("gain", "throughput", "split", "batch_size", "accumulation_steps", "gpu0_bsz")
+"""The gain, the throughput, and the numbers that the user sets."""
 
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -44,8 +46,7 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Raise if `write_page` could not make or write the page. Call this before long work."""
-    check_installed("jinja2", "the report")
-    check_drawing("the report")
+    _check_packages()
     target = Path(path)
     stands = what_stands_at(target)
     if stands is not None:
@@ -70,14 +71,20 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     )
 
 
+def _check_packages() -> None:
+    check_installed("jinja2", "the report")
+    check_installed("vl_convert", "the report", "vl-convert-python")
+
+
 def page_of(plan: Plan) -> str:
     """Return a plan's page."""
-    check_installed("jinja2", "the report")
+    _check_packages()
     import jinja2
+    import vl_convert
 
     shown = shareable(plan)  # only this redacted plan reaches the page
-    css = (_FOLDER / "report.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    css, own_script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    script = vl_convert.javascript_bundle(own_script)  # Vega, and our script that uses it
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -88,10 +95,17 @@ def page_of(plan: Plan) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # The content security policy allows only embedded images and this style sheet: no scripts and no fonts.
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src {_digest(css)}; script-src {_digest(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
     template = environment.get_template("report.html.j2")
-    return template.render(_values(shown), policy=policy, mark=_MARK, css=css)
+    return template.render(_values(shown), policy=policy, mark=_MARK, css=css, script=script, hatch=HATCH)
+
+
+def _digest(text: str) -> str:
+    """Return the source expression of a content security policy that allows this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _values(plan: Plan) -> dict[str, object]:
@@ -113,6 +127,7 @@ def _values(plan: Plan) -> dict[str, object]:
         "headline": shown,
         "other_numbers": [*numbers.items(), *_made(plan)],
         "charts": {chart.name: chart for chart in charts},
+        "specs": {chart.name: chart.spec for chart in charts if chart.spec},
         "lines": [chart.name for chart in charts if chart.name.startswith("line")],
         "part_names": [label for _, label, _ in MEMORY_PARTS],
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],

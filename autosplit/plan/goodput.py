@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
+from autosplit.plan.canvas import check_drawing, side_by_side
 from autosplit.plan.explain import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps
-from autosplit.text import rate_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,21 +93,19 @@ class Goodput:
             InputError: matplotlib is not installed (the extra ``plot``).
         """
         check_drawing("goodput.plot()")
-        return side_by_side(300, self._draw)
+        return side_by_side(4.2, self._draw)
 
-    def _draw(self, canvas: Canvas) -> None:
-        axes, sizes = canvas.axes, [point.effective_batch_size for point in self.curve]
-        rates = [point.samples_per_s for point in self.curve]
-        axes.plot(sizes, rates, color=canvas.colors["c1"], linestyle="--", label="samples/s")
-        axes.plot(sizes, [point.goodput for point in self.curve], color=canvas.colors["c2"], label="goodput")
-        axes.axvspan(*self.interval, color=canvas.colors["c2"], alpha=0.15)
+    def _draw(self, axes: Any) -> None:
+        sizes = [point.effective_batch_size for point in self.curve]
+        axes.plot(sizes, [point.samples_per_s for point in self.curve], linestyle="--", label="samples/s")
+        axes.plot(sizes, [point.goodput for point in self.curve], label="goodput")
+        axes.axvspan(*self.interval, color="C1", alpha=0.15)
         best = max(self.curve, key=lambda point: point.goodput)
-        canvas.star(best.effective_batch_size, best.goodput, f"best: {rate_text(best.goodput)}")
+        axes.scatter([best.effective_batch_size], [best.goodput], s=190, marker="*", color="C3", label="best", zorder=5)
         axes.set_xscale("log")
-        axes.set_ylim(0, 1.15 * max(*rates, best.goodput))
-        axes.yaxis.set_major_formatter(compact)
-        axes.xaxis.set_major_formatter(compact)
-        canvas.finish("effective batch, samples", "samples/s", 3)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("effective batch, samples")
+        axes.set_ylabel("samples/s")
 
 
 def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:

@@ -139,7 +139,7 @@ class Plan(PlanRecord):
 
             plan.plot().savefig("plan.pdf")
 
-        The charts are the same as in `autosplit report`. The curve shows the predicted throughput of the fastest split
+        The figures are those of `autosplit report`. The curve shows the predicted throughput of the fastest split
         of each batch. It is left out if the plan has no fit.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The report's page in a real browser, headless Chromium: it draws everything, fits its window and asks for nothing."""
+"""Open the report's page in headless Chromium: charts are drawn and fit their window, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 import shutil
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from handmade import made_plan, solved_plan
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
+pytest.importorskip("vl_convert")
 pytest.importorskip("selenium")
 
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from autosplit.extras.report_page import write_page
@@ -63,7 +66,7 @@ const contrast = (a, b) => {
   return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
 };
 const words = [...document.querySelectorAll("h1, h2, h3, p, li, dt, dd, th, td, figcaption, summary, code, svg text")];
-const pictures = [...document.querySelectorAll("svg")].filter(shown);
+const pictures = [...document.querySelectorAll(".chart svg")].filter(shown);
 return {
   width: document.documentElement.scrollWidth,
   inner: innerWidth,
@@ -131,10 +134,46 @@ PICTURES = {"cards": 7, "one": 4, "ranks": 4, "bare": 5}
 """How many of each plan can be drawn."""
 
 
+def wait_for_charts(browser, number):
+    """Wait until this many charts are drawn. The caller asserts the number, to show what it saw."""
+    with suppress(TimeoutException):
+        WebDriverWait(browser, 60).until(lambda b: len(b.execute_script(LOOK)["pictures"]) == number)
+
+
+def test_marks_show_their_figures_and_names_are_no_markup(browser, tmp_path):
+    plan = solved_plan()
+    hostile = "<img src=x onerror=alert(1)>"
+    named = replace(plan, devices=tuple(replace(device, label=hostile) for device in plan.devices))
+    write_page(named, tmp_path / "report.html")
+    browser.set_window_size(1440, 1000)
+    browser.get(f"file://{tmp_path / 'report.html'}")
+    wait_for_charts(browser, 6)
+    bar = browser.find_element(By.CSS_SELECTOR, "[data-chart=devices] .mark-rect path")
+    ActionChains(browser).move_to_element(bar).perform()
+    tip = WebDriverWait(browser, 60).until(lambda b: b.find_element(By.CSS_SELECTOR, "#vg-tooltip-element.visible"))
+    assert tip.text == f"{hostile}: parameters, 1 GiB"
+    assert browser.find_elements(By.TAG_NAME, "img") == []
+
+
+def test_a_button_copies_the_code(browser, tmp_path):
+    write_page(made_plan(), tmp_path / "report.html")
+    origin = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.execute_cdp_cmd("Browser.grantPermissions", origin)
+    browser.get(f"file://{tmp_path / 'report.html'}")
+    button = browser.find_element(By.CSS_SELECTOR, "div.copied button")
+    code = browser.find_element(By.CSS_SELECTOR, "div.copied code").get_attribute("textContent")
+    button.click()
+    WebDriverWait(browser, 60).until(lambda b: button.text == "Copied")
+    read = "const done = arguments[0]; navigator.clipboard.readText().then(done, error => done(String(error)))"
+    assert browser.execute_async_script(read) == code
+    assert "plan.wrap(model)" in code
+
+
 def test_what_can_hardly_be_read_or_does_not_fit_is_found(browser, tmp_path):
     """The looks below would see a page that is wrong."""
     write_page(made_plan(), tmp_path / "report.html")
     browser.get(f"file://{tmp_path / 'report.html'}")
+    wait_for_charts(browser, PICTURES["bare"])
     browser.execute_script("document.documentElement.style.setProperty('--ink', 'rgb(200, 200, 200)')")
     browser.execute_script("document.querySelector('main').style.width = '3000px'")
     browser.execute_script("document.querySelector('main').style.maxWidth = 'none'")
@@ -159,9 +198,7 @@ def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_pat
                 metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
                 browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
                 browser.get(f"{address}/report.html")
-                looks = WebDriverWait(browser, 10)  # of a busy machine: what media queries show comes a moment later
-                with suppress(TimeoutException):
-                    looks.until(lambda b: len(b.execute_script(LOOK)["pictures"]) == PICTURES[name])
+                wait_for_charts(browser, PICTURES[name])
                 seen = browser.execute_script(LOOK)
                 where = (name, scheme, width, seen)
                 assert seen["inner"] == width, where
@@ -189,6 +226,7 @@ def test_on_paper_nothing_is_cut_off(browser, tmp_path, name):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         browser.get(f"file://{tmp_path / 'report.html'}")
+        wait_for_charts(browser, PICTURES[name])
         seen = browser.execute_script(LOOK)
         tables = browser.execute_script(
             "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect())"

@@ -159,7 +159,7 @@ LONG = tuple(
 @pytest.mark.parametrize("line", [for_release(line) if line.startswith(LONG) else line for line in examples()])
 def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     if line.startswith("autosplit report"):
-        pytest.importorskip("matplotlib")
+        pytest.importorskip("vl_convert")
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
     made_plan().save("plan.json")
@@ -946,7 +946,7 @@ class Full(io.RawIOBase):
 )
 def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys):
     if words[0] == "report":
-        pytest.importorskip("matplotlib")
+        pytest.importorskip("vl_convert")
     monkeypatch.chdir(tmp_path)
     made_plan((100, 156), kind="sim").save("plan.json")
     full = io.TextIOWrapper(io.BufferedWriter(Full()), encoding="utf-8")
@@ -993,7 +993,7 @@ def test_names_of_files_that_are_not_utf8_as_json(tmp_path, monkeypatch, capsys)
     assert json.loads(out) == {"path": f"{tmp_path}/c\udcff/profiles"}
     monkeypatch.chdir(tmp_path)
     made_plan((100, 156), kind="sim").save("plan.json")
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("vl_convert")
     assert main(["report", "plan.json", "-o", "r\udcff.html", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": "r\udcff.html"}
 

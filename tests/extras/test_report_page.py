@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -13,14 +15,14 @@ from noted import noted
 from pages import Reader
 from raised import raises
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
+pytest.importorskip("vl_convert")
 
 from autosplit.cli.main import main
 from autosplit.errors import InputError
 from autosplit.extras import report_page as pages
+from autosplit.extras.report_charts import Chart
 from autosplit.extras.report_page import page_of, write_page
-from autosplit.plan.canvas import Chart
 from autosplit.plan.record import DdpPlan
 from autosplit.plan.redact import LEFT_OUT
 from autosplit.probe.check_result import Check
@@ -31,24 +33,40 @@ NAMES = ("devices", "line0", "trials", "landscape", "rates")
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pages without pictures, which take seconds to draw and have tests of their own."""
+    """Leave out the charts and Vega, which takes seconds to load. They have tests of their own."""
     charts = tuple(Chart(name, f"title of {name}", f"said of {name}") for name in NAMES)
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda script: script)
     monkeypatch.setattr(pages, "charts_of", lambda plan, explanation: charts)
 
 
-def test_a_page_of_a_whole_plan_is_whole_and_loads_nothing():
+def test_a_page_of_a_whole_plan_allows_one_script_and_loads_nothing():
     text = page_of(solved_plan())
-    read = Reader(text)
+    data, script = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    assert set(json.loads(data)) == {"devices", "line0", "line1", "trials", "landscape", "rates"}
+    bare = text.replace(data, "").replace(script, "")
+    read = Reader(bare)
     assert read.open == []
-    assert read.tags.count("svg") == 6
-    assert not {"script", "iframe", "object", "img", "form"} & set(read.tags)
-    assert not [one for one in read.attributes if one[1] == "style" or one[1].startswith("on")]
-    assert not re.search(r"https?://|//[a-z]", re.sub(r'xmlns(:\w+)?="[^"]*"', "", text))
+    assert not {"iframe", "object", "img", "form"} & set(read.tags)
+    assert not [one for one in read.attributes if one[1] in {"style", "src"} or one[1].startswith("on")]
+    assert not re.search(r"https?://|//[a-z]", bare)
+    assert {value for _, name, value in read.attributes if name == "data-chart"} == set(json.loads(data))
     ids = [value for _, name, value in read.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     (policy,) = (value for _, name, value in read.attributes if name == "content" and "default-src" in value)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert f"; script-src 'sha256-{digest}'; img-src data:;" in policy
     assert "unsafe" not in policy
+
+
+def test_names_in_charts_cannot_end_their_script(monkeypatch):
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda script: script)
+    plan = solved_plan()
+    hostile = "</script><script>alert(1)</script>\u202e"
+    text = page_of(replace(plan, devices=tuple(replace(device, label=hostile) for device in plan.devices)))
+    data, _ = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    assert hostile[:-1] in json.dumps(json.loads(data))
+    assert "\u202e" not in json.dumps(json.loads(data), ensure_ascii=False)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -121,7 +139,8 @@ class TestWords:
         text = page_of(replace(plan, trials=trials, devices=devices, precision=hostile))
         read = Reader(text)
         assert read.open == []
-        assert not {"script", "img"} & set(read.tags)
+        assert read.tags.count("script") == 2  # the page's own
+        assert "img" not in read.tags
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
         assert sum("<script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}" in said for said in read.texts) > 6
         assert "49" not in "".join(read.texts)
@@ -159,9 +178,12 @@ class TestWriting:
         with raises(InputError, said):
             write_page(made_plan(), tmp_path / where)
 
-    def test_without_jinja_it_says_what_to_install(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "jinja2", None)
-        with raises(InputError, "package-missing", "jinja2"):
+    @pytest.mark.parametrize(
+        ("module", "said"), [("jinja2", "pip install jinja2"), ("vl_convert", "pip install vl-convert-python")]
+    )
+    def test_a_missing_package_is_named_with_the_command_that_installs_it(self, tmp_path, monkeypatch, module, said):
+        monkeypatch.setitem(sys.modules, module, None)
+        with raises(InputError, "package-missing", said):
             write_page(made_plan(), tmp_path / "report.html")
 
 

@@ -57,5 +57,5 @@ def test_what_cannot_be_told_says_why():
 
 def test_it_draws():
     pytest.importorskip("matplotlib")
-    axes = solved_plan().goodput(300).plot().subfigs[0].axes[0]
+    axes = solved_plan().goodput(300).plot().axes[0]
     assert [line.get_label() for line in axes.lines[:2]] == ["samples/s", "goodput"]
