@@ -15,8 +15,9 @@ FOLDER = Path(__file__).parent
 INTRODUCTION = """# Contributed results
 
 Made by `python docs/results.py` from the files in `docs/results`. To add a machine, run
-`autosplit doctor --share NAME.json` on it, move the file to `docs/results`, run `python docs/results.py`, and open a pull request with both
-files. The file has no user, path, process, host name or UUID. [The JSON page](json.md#sharedresult) describes its keys.
+`autosplit doctor --share NAME.json` on it, and move the file to `docs/results`. Then run `python docs/results.py`, and
+open a pull request. The file has no user, path, process, host name or UUID.
+[The JSON page](json.md#sharedresult) describes its keys.
 
 The rates are those of large matrix products and copies in memory. The small model is tuned and then trained, so its
 prediction can be compared with a measurement.
