@@ -312,7 +312,7 @@ class TestOneProcess:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ours = weights(Trainer)
-        assert [str(w.message)[:22] for w in caught if w.category is NoPlanWarning] == ["autosplit has no plan "]
+        assert [str(w.message)[:23] for w in caught if w.category is NoPlanWarning] == ["autosplit found no plan"]
         shared.forget_accelerate()
         assert torch.equal(ours, weights(transformers.Trainer))
 
@@ -473,7 +473,7 @@ class TestRefusals:
     )
     def test_another_precision_is_said(self, tmp_path, precision, options, said):
         plan = replace(shared.shares_plan((8,), 16), precision=precision)
-        with pytest.warns(UserWarning, match=f"precision '{precision}', and the arguments {said}"):
+        with pytest.warns(UserWarning, match=f"precision '{precision}', but the arguments {said}"):
             make_trainer("bert", plan, make_args(tmp_path, **options))
 
     def test_texts_grouped_by_length_are_trained_on(self, tmp_path):
