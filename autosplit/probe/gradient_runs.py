@@ -27,7 +27,7 @@ from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk, in_reverse, map_tensors
+from autosplit.workload.batch import chunk, map_tensors
 from autosplit.workload.model_call import on_first_device
 from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
@@ -153,15 +153,10 @@ class QuietCopy:
             with self._watching_state():
                 self._run(self.trainee.models, self.batch)
 
-    def otherwise(self) -> Gradients:
-        """Return the gradient of the whole batch with other rounding.
-
-        The samples are in reverse order, and the loss is scaled, as in micro-batches. The scale is removed from
-        the gradient.
-        """
-        flipped = in_reverse(self.batch, sum(self.shares), self.workload.batch_dim)
+    def rescaled(self) -> Gradients:
+        """Return the gradient of the whole batch with other rounding: scale the loss, and undo that in the gradient."""
         with self._alike():
-            found = self._run(self.trainee.models, flipped, scale=_SCALE)
+            found = self._run(self.trainee.models, self.batch, scale=_SCALE)
         return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:

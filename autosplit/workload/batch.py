@@ -42,7 +42,6 @@ __all__ = [
     "chunk",
     "doubt_of",
     "doubting",
-    "in_reverse",
     "is_list_of_samples",
     "leaves_of",
     "map_leaves",
@@ -124,13 +123,6 @@ def chunk(
         )
         for end, n in zip(ends, sizes, strict=True)
     ]
-
-
-def in_reverse(tree: Any, size: int, dim: int = 0) -> Any:
-    """Return a batch with its samples in reverse order. `Whole` markers are kept."""
-    layout = Layout.of(tree, size, dim)
-    kept = map_leaves(lambda leaf: Whole(leaf) if isinstance(leaf, Whole) else leaf, tree)
-    return _map_samples(layout, kept, lambda tensor: tensor.flip(dim), lambda items: items[::-1])
 
 
 def placed_on(device: int, tree: Any) -> Any:

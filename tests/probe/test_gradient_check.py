@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plans import make_plan
 from raised import raises
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
-from autosplit.probe import gradient_check, gradient_runs, loss_rule
+from autosplit.probe import gradient_check, gradient_runs
 from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
@@ -939,22 +937,6 @@ def test_figures_are_those_of_the_wrapper_and_of_steps():
     workload.loss(wrapper, workload.sample_batch).backward()
     split = torch.cat([p.grad.flatten() for p in workload.model.parameters()])
     torch.testing.assert_close(split, whole)
-
-
-@given(st.lists(st.floats(-3, 3), min_size=2, max_size=2), st.integers(0, 10**6))
-@settings(max_examples=50)
-def test_weights_that_make_up_the_whole_are_found(weights, seed):
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(2))
-    whole = {gradient_runs.GRADIENT: weights[0] * a + weights[1] * b}
-    if not float(whole[gradient_runs.GRADIENT].norm()) > 1e-3:
-        return
-    mixing = loss_rule.Mixing.of(whole, [{gradient_runs.GRADIENT: a}, {gradient_runs.GRADIENT: b}])
-    assert mixing.solution() == pytest.approx(weights, abs=1e-6)
-    assert mixing.error((weights[0], weights[1])) < 1e-6
-    other = (weights[0] + 1.0, weights[1])
-    expected = float(a.norm() / whole[gradient_runs.GRADIENT].norm())
-    assert mixing.error(other) == pytest.approx(expected, rel=1e-4)
 
 
 def test_relative_differences():
