@@ -9,8 +9,7 @@ import torch
 from marks import for_release, slow
 from noted import kinds
 from raised import raises
-from torch import nn
-from workloads import ALL, branching, cnn, mlp, net, small, without_fakes
+from workloads import ALL, branching, cnn, mlp, small, without_fakes
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
@@ -282,8 +281,3 @@ class TestErrors:
 def test_isolated():
     here = find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64)
     assert find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64, isolate=True) == here
-
-
-def test_what_is_isolated_must_be_picklable():
-    with raises(InputError, "workload-not-picklable"):
-        find_ceiling(small(nn.Sequential(net(), nn.Identity()), loss_fn=lambda x, y: x.mean()), "cpu", isolate=True)

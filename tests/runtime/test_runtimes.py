@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from workloads import small
 
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
@@ -103,11 +101,3 @@ class TestTimed:
 
     def test_an_outlier_does_not_count(self):
         assert median_error([1.0, 1.01, 0.99, 1.0, 50.0]) < 0.02
-
-
-def die(code: int) -> None:
-    os._exit(code)
-
-
-def refuse() -> None:
-    raise InputError("a value; expected another; change it")
