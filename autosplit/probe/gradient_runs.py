@@ -117,7 +117,10 @@ class QuietCopy:
         except BaseException:
             self.trainee.restore()
             raise
-        self.batch = _batch_in(batch, dtype)
+        # Keep `Whole` marks.
+        self.batch = map_tensors(
+            lambda t: t.detach().to("cpu", dtype if t.is_floating_point() else None), batch, keeps_marks=True
+        )
         self.workload = quiet
         self._parameters = [p for p in self.trainee.parameters() if p.requires_grad]
 
@@ -347,12 +350,3 @@ def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
         return loss_fn
     _in_dtype(copied, dtype)
     return copied
-
-
-def _batch_in(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch on the CPU with its floating-point tensors in this dtype. `Whole` marks are kept."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-
-    return map_tensors(cast, batch, keeps_marks=True)

@@ -159,7 +159,6 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
             return repeated
         return repeated.contiguous(memory_format=layout)  # the memory format decides which kernels run
 
-    def repeat_items(items: list[Any]) -> list[Any]:
-        return [items[index % size] for index in range(n)]
-
-    return _map_samples(Layout.of(tree, size, dim), tree, repeat, repeat_items, *([Whole] if mark else []))
+    others = [Whole] if mark else []
+    layout = Layout.of(tree, size, dim)
+    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], *others)
