@@ -220,8 +220,8 @@ class Comparison:
         elif rule is None and (found := self._differing_module()):
             subject = "model"
             advice = (
-                f"In {found}, the output for a sample depends on the other samples of the forward. Use a layer that "
-                "computes each sample alone, or train on one device with one forward per step."
+                f"The output of {found} for a sample depends on the other samples of the forward. Let it, and the code "
+                "before it, compute each sample alone, or train on one device with one forward per step."
             )
         elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
             subject = "model"
@@ -270,14 +270,8 @@ class Comparison:
             copy.whole()
         with printing(copy.modules, models, copy.shares) as cut:
             copy.split(self.reduce)
-        found = first_difference(whole, cut, len(copy.shares), self.tolerance)
-        if found is None:
-            return None
-        path, kind = found
-        if kind == "output":
-            return _called(path, dict(copy.modules)[path])
-        parent = path.rpartition(".")[0]
-        return f"the forward of {_called(parent, dict(copy.modules).get(parent))} before {path or 'the model'}"
+        path = first_difference(whole, cut, len(copy.shares), self.tolerance)
+        return None if path is None else _called(path, dict(copy.modules)[path])
 
     def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
         if self.workload.step is not None:

@@ -112,13 +112,12 @@ def _random_state() -> tuple[Any, ...]:
 
 
 class Print(NamedTuple):
-    """One number for each sample of an input or output of a module.
+    """One number for each sample of a module's output.
 
     `width` is the number of values that a sample has. It is 0 if the tensor has no sample dimension.
     """
 
     path: str
-    kind: str
     width: int
     numbers: Tensor
 
@@ -127,32 +126,25 @@ class Print(NamedTuple):
 def printing(
     modules: list[tuple[str, nn.Module]], models: Sequence[nn.Module], sizes: tuple[int, ...]
 ) -> Iterator[list[list[Print]]]:
-    """Yield one list per forward of a model, with fingerprints of all its modules' inputs and outputs in order of time.
+    """Yield one list per forward of a model, with fingerprints of its modules' outputs in order of time.
 
     Args:
         modules: The modules with their paths.
         models: The models that are called with the batch or its parts.
         sizes: Samples of each part. The forwards of all parts follow each other.
     """
-    forwards: list[list[Print]] = []
+    forwards: list[list[Print]] = [[]]
     roots = set(map(id, models))
 
-    def take(path: str, kind: str, values: Any) -> None:
-        for tensor in tensors_of(values) if forwards else ():  # without a forward, a module was called by itself
-            samples = sizes[(len(forwards) - 1) % len(sizes)]
-            forwards[-1].append(Print(path, kind, *_numbers(tensor, samples)))
-
-    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def take(path: str, module: nn.Module, _: Any, output: Any) -> None:
+        samples = sizes[(len(forwards) - 1) % len(sizes)]
+        forwards[-1] += [Print(path, *_numbers(tensor, samples)) for tensor in tensors_of(output)]
         if id(module) in roots:
             forwards.append([])
-        take(path, "input", (args, kwargs))
 
     with ExitStack() as hooks:
         for path, module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-            hooks.enter_context(
-                module.register_forward_hook(lambda _, __, output, path=path: take(path, "output", output))
-            )
+            hooks.enter_context(module.register_forward_hook(partial(take, path)))
         yield forwards
 
 
@@ -168,10 +160,8 @@ def _numbers(tensor: Tensor, samples: int) -> tuple[int, Tensor]:
     return parts.size(1), parts @ torch.cos(torch.arange(1, parts.size(1) + 1, dtype=torch.float64))
 
 
-def first_difference(
-    whole: list[list[Print]], cut: list[list[Print]], parts: int, tolerance: float
-) -> tuple[str, str] | None:
-    """Find the module at which a sample first differs between the whole batch and its parts.
+def first_difference(whole: list[list[Print]], cut: list[list[Print]], parts: int, tolerance: float) -> str | None:
+    """Find the module in whose output a sample first differs between the whole batch and its parts.
 
     Args:
         whole: Fingerprints of the whole batch.
@@ -180,16 +170,16 @@ def first_difference(
         tolerance: Relative difference that counts as equal.
 
     Returns:
-        The module's path and ``"input"`` or ``"output"``; None if nothing differs, or if the runs can't be compared.
+        The module's path; None if nothing differs, or if the runs can't be compared.
     """
-    for position, forward in enumerate(whole if len(cut) == parts * len(whole) else ()):
+    for position, forward in enumerate(whole if len(cut) == parts * (len(whole) - 1) + 1 else ()):
         for seen, *pieces in zip(forward, *cut[position * parts : (position + 1) * parts], strict=False):
-            if any((piece.path, piece.kind) != (seen.path, seen.kind) for piece in pieces):
+            if any(piece.path != seen.path for piece in pieces):
                 return None
             # If the values per sample depend on the batch, the tensor is not per sample, such as a similarity matrix.
             if not seen.width or any(piece.width != seen.width for piece in pieces):
                 continue
             numbers = torch.cat([piece.numbers for piece in pieces])
             if not float((numbers - seen.numbers).norm()) <= tolerance * max(float(seen.numbers.norm()), 1e-300):
-                return seen.path, seen.kind
+                return str(seen.path)
     return None

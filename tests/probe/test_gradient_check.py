@@ -547,7 +547,7 @@ def test_figures_of_a_batchnorm_are_those_of_its_own_output():
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (Centred(), "the forward of Centred before last"),
+        (Centred(), "The output of Linear at last"),
         (nn.Sequential(nn.Linear(4, 8), BatchSoftmax(), nn.Linear(8, 3)), "BatchSoftmax at 1"),
     ],
 )
