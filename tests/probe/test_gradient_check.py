@@ -583,15 +583,6 @@ def test_a_little_noise_hides_nothing_larger():
     assert by_subject(found)["loss"].depends
 
 
-def test_random_numbers_of_a_loss_are_not_blamed_either():
-    def noisy_loss(outputs, targets):
-        return (outputs + torch.randn_like(outputs)).square().mean()
-
-    (one,) = check(classified(nn.Linear(4, 3), loss_fn=noisy_loss))
-    assert not one.depends
-    assert "draws random numbers" in one.remark
-
-
 def test_other_batch_dimensions_and_what_holds_no_samples():
     class TimeFirst(nn.Module):
         def __init__(self):
