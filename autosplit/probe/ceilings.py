@@ -55,6 +55,8 @@ def ceiling_of(
         start: The first size to try. Default: the sample batch's size.
         most: The largest size to try. Default: the prober's `max_batch_size`.
     """
+    if prober.limited_by_time:
+        return ceiling_by_time(prober, role=role)[1]
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     prober.report(f"probing device {index + 1} of {len(prober.runtime.devices)}: {device.label} as {role}")
     most = most or prober.max_batch_size
@@ -102,7 +104,6 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
     Args:
         prober: Runs and predicts the steps.
         needed: Samples that must run at once, even if they do not pay off.
-        role: Role of the device.
     """
     most, steps = prober.max_batch_size, prober.counts.steps
     points: list[tuple[int, float]] = []

@@ -10,7 +10,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError, InputError, ends_tracebacks
-from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
+from autosplit.probe.ceilings import ceiling_of, does_not_fit
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
@@ -90,10 +90,7 @@ def find_ceiling(
             exact=exact,
             deadline_s=request.deadline.end_s,
         )
-        if devices[index].kind == "cpu" and not devices[index].budgeted:
-            found = ceiling_by_time(prober, role=role)[1]
-        else:
-            found = ceiling_of(prober, index, role)
+        found = ceiling_of(prober, index, role)
         if found.batch_size == 0:
             raise does_not_fit(prober, index)
         lost = () if isolated is None else isolated.notes

@@ -57,8 +57,6 @@ def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
     """Return the count of a batch by one of `RULES`.
 
     Args:
-        rule: The rule.
-        batch: The batch.
         samples: Number of samples in the batch. Default: the first dimension of its tensors.
     """
     labels = labels_of(batch)

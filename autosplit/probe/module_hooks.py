@@ -166,7 +166,6 @@ def first_difference(whole: list[list[Print]], cut: list[list[Print]], parts: in
     Args:
         whole: Fingerprints of the whole batch.
         cut: Fingerprints of a run in which each forward of a model was run once for each part.
-        parts: Number of parts.
         tolerance: Relative difference that counts as equal.
 
     Returns:

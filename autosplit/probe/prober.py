@@ -81,6 +81,11 @@ class Prober:
         return is_accelerator(self.runtime.devices[0].kind)
 
     @property
+    def limited_by_time(self) -> bool:
+        """Whether time limits the batch, because no device has a memory limit: a CPU without a budget."""
+        return all(device.kind == "cpu" and not device.budgeted for device in self.runtime.devices)
+
+    @property
     def has_traces(self) -> bool:
         """Whether memory can be predicted.
 

@@ -22,7 +22,6 @@ def timed_sizes(
     Args:
         prober: Runs the steps.
         index: Position of the device.
-        ceiling: Its ceiling.
         role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica that holds nothing else is timed without an
             optimizer.
         budget_s: Seconds for repeating each step.

@@ -207,7 +207,7 @@ def _ceiling(
 ) -> tuple[Ceiling, tuple[TimedSize, ...]]:
     """Find this rank's ceiling, unless a search that was killed has left it. On a plain CPU, return its times, too."""
     prober, known = worker.prober, left[worker.peers.rank]
-    if worker.on_plain_cpu:
+    if prober.limited_by_time:
         curve, found = ceiling_by_time(prober, needed, "rank")
         return found, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
     if known is not None and known.capacity_bytes == prober.runtime.capacities_bytes[0]:
@@ -230,7 +230,7 @@ def _measured(
     return Measured(
         own,
         timed,
-        0.0 if worker.on_plain_cpu else prober.update_seconds(),
+        0.0 if prober.limited_by_time else prober.update_seconds(),
         prober.least_batch(),  # runs the user's code
         prober.tracer.leaves_unused(),
         prober.counts.steps,

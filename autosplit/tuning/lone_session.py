@@ -319,7 +319,7 @@ class LoneSession(Session):
 
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
         """Return the ranks' curves with the times at these batch sizes. A rank that cannot be timed keeps its curve."""
-        if self.runtime.shares_processor or self.worker.on_plain_cpu:
+        if self.runtime.shares_processor or self.prober.limited_by_time:
             return curves  # one curve for all, of sizes that really ran
         timed = list(curves)
         for index, share in enumerate(shares):

@@ -41,7 +41,6 @@ class MemoryBounds:
 
     def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
         self.request, self.prober, self.store = request, worker.prober, store
-        self.on_plain_cpu = worker.on_plain_cpu
         self.why_single = why_single(worker.workload)
         self.accumulates = accumulates(request, worker.workload)
         self.capacities_bytes = self.prober.runtime.capacities_bytes
@@ -79,7 +78,7 @@ class MemoryBounds:
 
     def _alone(self, role: Role) -> Ceiling:
         """Find device 0's ceiling if the other devices have no samples."""
-        if self.on_plain_cpu:
+        if self.prober.limited_by_time:
             # Without accumulation, all samples of a step must run at once, even if a smaller batch is as fast.
             needed = 0 if self.why_single is None else self.request.least_effective
             self.plain_cpu_curve, found = ceiling_by_time(self.prober, needed)
@@ -122,7 +121,7 @@ class MemoryBounds:
         """Find device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if self.primary_kept is None:
             self.primary_kept = alone = self._measured_primary
-            if alone.batch_size and not self.on_plain_cpu:
+            if alone.batch_size and not self.prober.limited_by_time:
                 self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
         return self.primary_kept
 
@@ -187,7 +186,7 @@ class MemoryBounds:
     @property
     def _waits(self) -> bool:
         """Whether steps may have several micro-steps, and memory limits them."""
-        return self.accumulates and not self.on_plain_cpu
+        return self.accumulates and not self.prober.limited_by_time
 
     @property
     def _most_effective(self) -> int:

@@ -12,7 +12,7 @@ from autosplit.errors import AutosplitError, InputError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.probe.ceilings import ceiling_by_time, ceiling_of
+from autosplit.probe.ceilings import ceiling_of
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_check import checks_for, not_checked
 from autosplit.probe.request import LARGEST_LOOKED_AT, Request
@@ -350,8 +350,6 @@ def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Cei
     prober = worker.prober
     if "eval" not in worker.workload.fits:
         return None
-    if worker.on_plain_cpu:
-        return ceiling_by_time(prober, role="eval")[1]
     most = max_batch_size or LARGEST_LOOKED_AT  # the effective batch size is no limit
     return ceiling_of(prober, index, "eval", most=most if prober.tracer.fake else None)
 
