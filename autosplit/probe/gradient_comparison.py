@@ -223,12 +223,6 @@ class Comparison:
                 f"The output of {found} for a sample depends on the other samples of the forward. Let it, and the code "
                 "before it, compute each sample alone, or train on one device with one forward per step."
             )
-        elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
-            subject = "model"
-            advice = (
-                f"It keeps state from one forward to the next ({', '.join(moved[:3])}). A step of several forwards "
-                "changes it several times. Update it once per optimizer step."
-            )
         count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
         advice = advice or self._loss_advice(whole, rest, rule)
         return Check(subject, *figures, depends=True, advice=advice, count=count)
@@ -255,12 +249,6 @@ class Comparison:
                 return not other._differences(whole).over(max(self.tolerance, TOLERANCES[other.copy.dtype]))
         except Exception:  # noqa: BLE001  # the tensor holds samples, so the uncut tensor does not match
             return False
-
-    def _state_moved(self, whole: Gradients) -> list[str]:
-        """Return the buffers that forwards change, if accumulation is exact with equal buffers for each micro-batch."""
-        error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
-        self.copy.whole()
-        return [*self.copy.state] if error <= self.tolerance else []
 
     def _differing_module(self) -> str | None:
         """Return the name of the first module whose output for a sample depends on the other samples."""
@@ -298,6 +286,11 @@ class Comparison:
                     f"was given. Pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}."
                 )
         split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
+        if rule is None and (moved := [*rest.states[-1]]):
+            accumulated += (
+                f" Or the model keeps state from one forward to the next ({', '.join(moved[:3])}), which a step of "
+                "several forwards changes several times. Then update it once per optimizer step."
+            )
         if split and accumulation_is_off:
             return f"Split: {split} Accumulated: {accumulated}"
         return split or accumulated

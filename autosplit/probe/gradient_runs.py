@@ -173,21 +173,10 @@ class QuietCopy:
         with self._alike(), self._watching_state():
             return self._run(self.trainee.wrapped(wrapped), self.batch)
 
-    def parts(self, *, put_back: bool = False) -> list[Gradients]:
-        """Return the gradients of two micro-batches, without weights.
-
-        Args:
-            put_back: Restore the buffers before the second micro-batch, so that both start with the same buffers.
-        """
-        found = []
-        with ExitStack() as outer:
-            if not put_back:
-                outer.enter_context(self._alike())
-                outer.enter_context(self._watching_state())
-            for micro_batch in chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares)):
-                with self._alike() if put_back else ExitStack():
-                    found.append(self._run(self.trainee.models, micro_batch))
-        return found
+    def parts(self) -> list[Gradients]:
+        """Return the gradients of two micro-batches, without weights."""
+        with self._alike(), self._watching_state():
+            return [self._run(self.trainee.models, micro_batch) for micro_batch in self.micro_batches]
 
     @property
     def micro_sizes(self) -> tuple[int, int]:

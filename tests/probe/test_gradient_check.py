@@ -460,6 +460,7 @@ def test_similarities_to_all_samples_are_a_matter_of_the_loss():
 
     found = check(Workload(WithCriterion(), (torch.randn(16, 8), torch.randn(16, 16))))
     assert 'loss_scope="batch"' in advice_on(found, "loss")
+    assert "keeps state" not in advice_on(found, "loss")
 
 
 def test_a_declared_loss_over_the_whole_batch_is_not_accumulated():
@@ -560,8 +561,8 @@ def test_a_model_that_looks_at_neighbours_is_named_and_not_the_loss(model, named
 def test_state_that_a_forward_moves_is_named():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 3))
     found = check(classified(model))
-    assert "0.weight_u" in advice_on(found, "model")
-    assert by_subject(found)["model"].split_error < 1e-12
+    assert "keeps state from one forward to the next (0.weight_u" in advice_on(found, "loss")
+    assert by_subject(found)["loss"].split_error < 1e-12
 
 
 def test_random_numbers_are_not_blamed_on_the_loss():
