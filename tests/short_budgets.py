@@ -15,7 +15,7 @@ BUDGETS = {
     "autosplit.tuning.measure": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
     "autosplit.extras.tuned_lengths": ("TRIAL_BUDGET_S",),
     "autosplit.tuning.recall": ("STEP_BUDGET_S",),
-    "autosplit.probe.stopwatch": ("DOUBLING_BUDGET_S",),
+    "autosplit.probe.ceilings": ("DOUBLING_BUDGET_S",),
 }
 """The names of the budgets in each module that imports them."""
 

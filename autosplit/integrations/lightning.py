@@ -37,12 +37,13 @@ from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarn
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.loss_graph import UnevenLossWarning
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import SUM, Finding, Samples, UnevenLossWarning, examine_others, warn_of_finding
+from autosplit.probe.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
 
 __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 

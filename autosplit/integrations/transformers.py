@@ -43,6 +43,7 @@ from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
+from autosplit.parallel.loss_graph import UnevenLossWarning
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
 from autosplit.parallel.rank_scope import (
@@ -56,16 +57,7 @@ from autosplit.parallel.rank_scope import (
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import (
-    SUM,
-    TOLERANCE,
-    Finding,
-    Samples,
-    UnevenLossWarning,
-    count_by,
-    examine_others,
-    warn_of_finding,
-)
+from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError, InputError, ends_tracebacks
-from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.ceilings import ceiling_of, does_not_fit
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
@@ -90,14 +90,11 @@ def find_ceiling(
             exact=exact,
             deadline_s=request.deadline.end_s,
         )
-        if devices[index].kind == "cpu" and not devices[index].budgeted:
-            ceiling = prober.until_it_stops_paying(role=role)[1]
-        else:
-            ceiling = prober.ceiling(index, role)
-        if ceiling.batch_size == 0:
+        found = ceiling_of(prober, index, role)
+        if found.batch_size == 0:
             raise does_not_fit(prober, index)
         lost = () if isolated is None else isolated.notes
-        return replace(ceiling, role=asked, device=request.devices[0].label, notes=(*followed.notes, *lost))
+        return replace(found, role=asked, device=request.devices[0].label, notes=(*followed.notes, *lost))
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:

@@ -103,7 +103,6 @@ def checks_for(
     Use as many samples as one pass can process in about `PASS_S`.
 
     Args:
-        workload: The workload.
         rebuild: Build the workload again, with memory. It is called if the workload has no memory and few enough
             parameters.
     """

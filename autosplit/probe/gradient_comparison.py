@@ -30,16 +30,10 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative difference that counts as rounding."""
 
 ROUNDINGS = 10
-"""Factor on the measured rounding error. It is measured with the samples in reverse order and another loss scale."""
+"""Factor on the measured rounding error. It is measured by scaling the loss, as micro-batches do."""
 
 MOST_ROUNDING = 1e-2
-"""Largest relative difference that counts as rounding if the samples are reversed.
-
-If it is larger, their order matters.
-"""
-
-MOST_NOISE = 1e-3
-"""Largest relative difference due to random numbers. A larger one hides other differences."""
+"""Largest measured difference that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -131,31 +125,32 @@ class Comparison:
         differences = self.differences = self._differences(begun.whole)
         samples = self.workload.sample_batch_size
         norms = tuple(_norm_check(seen, samples, accumulates=self._accumulates) for seen in begun.norms)
-        if not differences.over(self.tolerance):
-            return (*self._gradients(differences), *norms)
-        drawn = self._drawn(begun.whole)
-        if drawn > self.tolerance:
-            self.remarks.append(
-                "The forward draws random numbers, other ones for a whole batch than for its parts. The difference "
-                f"includes this. Two seeds alone differ by {100 * drawn:.2g}%."
-            )
-            if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
-                return (*self._gradients(differences, is_random=True), *norms)
-            self.tolerance = ROUNDINGS * drawn
-        rounding = max(relative(self.copy.otherwise(), begun.whole).values())
-        if rounding <= MOST_ROUNDING:
-            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
-        if not differences.over(self.tolerance):
-            return (*self._gradients(differences), *norms)
+        is_random = differences.over(self.tolerance) and self._widens_tolerance(begun.whole, differences)
+        gradients = self._gradients(differences, is_random=is_random)
+        if is_random or not differences.over(self.tolerance):
+            return (*gradients, *norms)
         rest, whole = differences, begun.whole
         if begun.norms:
             freeze(begun.norms)
             whole = self.copy.whole()
             rest = self._differences(whole)
-        gradients = self._gradients(differences)
-        if not rest.over(self.tolerance):
-            return (*gradients, *norms)
-        return (*gradients, *norms, self._cause(whole, rest))
+        return (*gradients, *norms, *([self._cause(whole, rest)] if rest.over(self.tolerance) else []))
+
+    def _widens_tolerance(self, whole: Gradients, differences: _Differences) -> bool:
+        """Add random numbers and rounding to the tolerance. Return whether the differences may be due to the former."""
+        drawn = self._drawn(whole)
+        if drawn > self.tolerance:
+            self.remarks.append(
+                "The forward draws random numbers, other ones for a whole batch than for its parts. The difference "
+                f"includes this. Two seeds alone differ by {100 * drawn:.2g}%."
+            )
+            if not differences.over(ROUNDINGS * drawn):
+                return True
+            self.tolerance = ROUNDINGS * drawn
+        rounding = max(relative(self.copy.rescaled(), whole).values())
+        if rounding <= MOST_ROUNDING:
+            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
+        return False
 
     def _drawn(self, whole: Gradients) -> float:
         """Return the difference between two seeds, which is due to random numbers alone.
@@ -218,29 +213,15 @@ class Comparison:
         # If some weights of the parts' gradients give the whole gradient, no sample affects another sample.
         copy, rule = self.copy, None
         if rest.parts:
-            rule = rule_of(
-                whole,
-                rest.parts,
-                copy.micro_sizes,
-                copy.micro_batches,
-                self.workload,
-                self.tolerance,
-                copy.label_means,
-            )
+            rule = rule_of(copy, whole, rest.parts, self.tolerance)
         subject, advice = "loss", ""
         if rule is None and (advice := self._table(whole)):
             subject = "batch"
         elif rule is None and (found := self._differing_module()):
             subject = "model"
             advice = (
-                f"In {found}, the output for a sample depends on the other samples of the forward. Use a layer that "
-                "computes each sample alone, or train on one device with one forward per step."
-            )
-        elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
-            subject = "model"
-            advice = (
-                f"It keeps state from one forward to the next ({', '.join(moved[:3])}). A step of several forwards "
-                "changes it several times. Update it once per optimizer step."
+                f"The output of {found} for a sample depends on the other samples of the forward. Let it, and the code "
+                "before it, compute each sample alone, or train on one device with one forward per step."
             )
         count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
         advice = advice or self._loss_advice(whole, rest, rule)
@@ -269,12 +250,6 @@ class Comparison:
         except Exception:  # noqa: BLE001  # the tensor holds samples, so the uncut tensor does not match
             return False
 
-    def _state_moved(self, whole: Gradients) -> list[str]:
-        """Return the buffers that forwards change, if accumulation is exact with equal buffers for each micro-batch."""
-        error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
-        self.copy.whole()
-        return [*self.copy.state] if error <= self.tolerance else []
-
     def _differing_module(self) -> str | None:
         """Return the name of the first module whose output for a sample depends on the other samples."""
         copy = self.copy
@@ -283,14 +258,8 @@ class Comparison:
             copy.whole()
         with printing(copy.modules, models, copy.shares) as cut:
             copy.split(self.reduce)
-        found = first_difference(whole, cut, len(copy.shares), self.tolerance)
-        if found is None:
-            return None
-        path, kind = found
-        if kind == "output":
-            return _called(path, dict(copy.modules)[path])
-        parent = path.rpartition(".")[0]
-        return f"the forward of {_called(parent, dict(copy.modules).get(parent))} before {path or 'the model'}"
+        path = first_difference(whole, cut, len(copy.shares), self.tolerance)
+        return None if path is None else _called(path, dict(copy.modules)[path])
 
     def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
         if self.workload.step is not None:
@@ -317,6 +286,11 @@ class Comparison:
                     f"was given. Pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}."
                 )
         split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
+        if rule is None and (moved := [*rest.states[-1]]):
+            accumulated += (
+                f" Or the model keeps state from one forward to the next ({', '.join(moved[:3])}), which a step of "
+                "several forwards changes several times. Then update it once per optimizer step."
+            )
         if split and accumulation_is_off:
             return f"Split: {split} Accumulated: {accumulated}"
         return split or accumulated
@@ -376,9 +350,8 @@ def _accumulation_advice(rule: Rule | None) -> str:
         )
     if rule.count is None:
         return (
-            "It is a mean, but not over samples: the first micro-batch here weighs "
-            f"{rule.ratio:.3g} times as much as the second. Pass plan.steps(loader, count=...) a function that returns "
-            "the number that the loss divides by, such as the sum of its samples' weights."
+            "It is a mean, but not over samples. Pass plan.steps(loader, count=...) a function that returns the number "
+            "that the loss divides by, such as the sum of its samples' weights."
         )
     return (
         f"It is a mean over {rule.over}, not over samples. Accumulate with plan.steps(loader, count=lambda batch: "

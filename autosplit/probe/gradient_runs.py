@@ -27,7 +27,7 @@ from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk, in_reverse, map_tensors
+from autosplit.workload.batch import chunk, map_tensors
 from autosplit.workload.model_call import on_first_device
 from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
@@ -117,7 +117,10 @@ class QuietCopy:
         except BaseException:
             self.trainee.restore()
             raise
-        self.batch = _batch_in(batch, dtype)
+        # Keep `Whole` marks.
+        self.batch = map_tensors(
+            lambda t: t.detach().to("cpu", dtype if t.is_floating_point() else None), batch, keeps_marks=True
+        )
         self.workload = quiet
         self._parameters = [p for p in self.trainee.parameters() if p.requires_grad]
 
@@ -153,15 +156,10 @@ class QuietCopy:
             with self._watching_state():
                 self._run(self.trainee.models, self.batch)
 
-    def otherwise(self) -> Gradients:
-        """Return the gradient of the whole batch with other rounding.
-
-        The samples are in reverse order, and the loss is scaled, as in micro-batches. The scale is removed from
-        the gradient.
-        """
-        flipped = in_reverse(self.batch, sum(self.shares), self.workload.batch_dim)
+    def rescaled(self) -> Gradients:
+        """Return the gradient of the whole batch with other rounding: scale the loss, and undo that in the gradient."""
         with self._alike():
-            found = self._run(self.trainee.models, flipped, scale=_SCALE)
+            found = self._run(self.trainee.models, self.batch, scale=_SCALE)
         return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:
@@ -175,21 +173,10 @@ class QuietCopy:
         with self._alike(), self._watching_state():
             return self._run(self.trainee.wrapped(wrapped), self.batch)
 
-    def parts(self, *, put_back: bool = False) -> list[Gradients]:
-        """Return the gradients of two micro-batches, without weights.
-
-        Args:
-            put_back: Restore the buffers before the second micro-batch, so that both start with the same buffers.
-        """
-        found = []
-        with ExitStack() as outer:
-            if not put_back:
-                outer.enter_context(self._alike())
-                outer.enter_context(self._watching_state())
-            for micro_batch in chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares)):
-                with self._alike() if put_back else ExitStack():
-                    found.append(self._run(self.trainee.models, micro_batch))
-        return found
+    def parts(self) -> list[Gradients]:
+        """Return the gradients of two micro-batches, without weights."""
+        with self._alike(), self._watching_state():
+            return [self._run(self.trainee.models, micro_batch) for micro_batch in self.micro_batches]
 
     @property
     def micro_sizes(self) -> tuple[int, int]:
@@ -352,12 +339,3 @@ def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
         return loss_fn
     _in_dtype(copied, dtype)
     return copied
-
-
-def _batch_in(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch on the CPU with its floating-point tensors in this dtype. `Whole` marks are kept."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-
-    return map_tensors(cast, batch, keeps_marks=True)

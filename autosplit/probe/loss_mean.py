@@ -30,19 +30,6 @@ from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.text import printable
 from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
 
-__all__ = [
-    "RULES",
-    "SUM",
-    "Finding",
-    "Samples",
-    "UnevenLossWarning",
-    "count_by",
-    "examine",
-    "examine_others",
-    "labels_of",
-    "warn_of_finding",
-]
-
 MOST_SAMPLES = 8
 """Samples that a loss is run on."""
 
@@ -70,8 +57,6 @@ def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
     """Return the count of a batch by one of `RULES`.
 
     Args:
-        rule: The rule.
-        batch: The batch.
         samples: Number of samples in the batch. Default: the first dimension of its tensors.
     """
     labels = labels_of(batch)
@@ -170,11 +155,12 @@ class _UnexaminedError(Exception):
     """The samples are not suited to find the rule. The message has the reason."""
 
 
-def examine(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
+def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
     """Find out whether a loss is a sum, or which units it is a mean over.
 
     Args:
-        loss_of: Return the loss of a batch as a number or a tensor. It must be deterministic.
+        loss_of: Return the loss of a batch as a number or a tensor. It must be deterministic. If it raises, the result
+            has its error as the reason.
         samples: `Samples`, or a batch of them.
         otherwise: The rule if the samples do not determine it. If several rules fit, it is preferred.
     """
@@ -183,6 +169,9 @@ def examine(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise:
         return _examined(loss_of, samples, otherwise)
     except (WorkloadError, _UnexaminedError) as error:
         return Finding(otherwise, math.nan, reason=str(error))
+    except Exception as failure:  # noqa: BLE001 - training goes on, with a warning
+        text = f"{type(failure).__name__}: {printable(failure, longest=200)}"
+        return Finding(otherwise, math.nan, reason=f"a few samples alone raised {text}")
 
 
 def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -> Finding:
@@ -209,8 +198,10 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
             found = whole if len(group) == number else float(loss_of(samples.batch_of(group)))
         if not math.isfinite(found):
             raise _UnexaminedError("the loss of several samples is not finite")
-        expected = {rule: _mean(losses, numbers, group) for rule, numbers in counts.items()}
-        for rule, value in {SUM: sum(losses[i] for i in group), **expected}.items():
+        expected = {SUM: sum(losses[i] for i in group)}
+        for rule, numbers in counts.items():
+            expected[rule] = sum(numbers[i] * losses[i] for i in group) / sum(numbers[i] for i in group)
+        for rule, value in expected.items():
             errors[rule] = max(errors[rule], abs(value - found) / max(abs(found), 1e-12))
     return _best(errors, otherwise)
 
@@ -246,10 +237,6 @@ def _unlike(counts: Mapping[Any, list[float]], first: int, second: int) -> float
     return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
 
 
-def _mean(losses: list[float], numbers: list[float], group: Sequence[int]) -> float:
-    return sum(numbers[i] * losses[i] for i in group) / sum(numbers[i] for i in group)
-
-
 def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     """Return the rule that fits best.
 
@@ -267,15 +254,6 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     best = min(errors, key=rank)
     is_rule = not isinstance(best, LabelMean)
     return Finding(best if is_rule else CROSS_ENTROPY, errors[best], None if is_rule else best)
-
-
-def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
-    """Find the rule of a loss as `examine` does. If the user's code raises, the result has its error as the reason."""
-    try:
-        return examine(loss_of, samples, otherwise=otherwise)
-    except Exception as failure:  # noqa: BLE001 - training goes on, with a warning
-        text = f"{type(failure).__name__}: {printable(failure, longest=200)}"
-        return Finding(otherwise, math.nan, reason=f"a few samples alone raised {text}")
 
 
 def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> None:

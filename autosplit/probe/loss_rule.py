@@ -1,21 +1,17 @@
-"""Find what a loss is a mean or a sum over: find weights of two parts' gradients that give the whole gradient."""
+"""Find what a loss is a mean or a sum over: weight the gradients of two micro-batches to get the whole gradient."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from autosplit.parallel.loss_graph import LabelMean
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.workload.batch import named_leaves
-from autosplit.workload.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -23,98 +19,42 @@ class Rule:
     """The unit over which a loss averages.
 
     Attributes:
-        over: The unit over which the loss is a mean, as a text.
+        over: The unit, as a text.
         reduction: The `loss_reduction` that makes accumulation exact; None if neither does.
-        count: A Python expression that counts the unit in a batch, for `plan.steps`.
-        ratio: Weight of the first micro-batch relative to the second, if the unit is unknown.
+        count: A Python expression that counts the unit in a `batch`, for `plan.steps`; None if the unit is unknown.
     """
 
     over: str
     reduction: str | None = None
     count: str | None = None
-    ratio: float = 0.0
 
 
-def rule_of(
-    whole: Gradients,
-    parts: Sequence[Gradients],
-    sizes: tuple[int, int],
-    micro_batches: Sequence[Any],
-    workload: Workload,
-    tolerance: float,
-    read: Callable[[], Sequence[LabelMean]] = tuple,
-) -> Rule | None:
-    """Find what a loss is a mean or a sum over: find weights of the parts' gradients that give the whole gradient.
-
-    Args:
-        whole: Gradient of the whole batch.
-        parts: Gradients of the two micro-batches, without weights.
-        sizes: Samples of the two micro-batches.
-        micro_batches: The two micro-batches.
-        workload: The workload. Its `loss_reduction` was found to be wrong.
-        tolerance: Largest relative difference of equal gradients.
-        read: Return the means of the cross entropies in the loss's graph.
+def rule_of(copy: QuietCopy, whole: Gradients, parts: Sequence[Gradients], tolerance: float) -> Rule | None:
+    """Find the unit that a loss averages over. The workload's `loss_reduction` must be known to be wrong.
 
     Returns:
-        The rule; None if no weights make it exact, so the loss depends on the whole batch.
+        The rule; None if no weights of the micro-batches are exact, so the loss depends on the whole batch.
     """
-    mixing = Mixing.of(whole, parts)
 
-    def fits(counts: tuple[float, float], *, normed: bool = True) -> bool:
-        total = sum(counts) if normed else 1.0
-        # The error is the root of a sum of squares, which is rounded to 1e-16. So it can't be smaller than about 1e-8.
-        return total > 0 and mixing.error((counts[0] / total, counts[1] / total)) <= max(tolerance, 1e-7)
+    def fits(first: float, second: float) -> bool:
+        return relative(mixed(parts, (first, second)), whole)[GRADIENT] <= tolerance
 
+    total = sum(copy.shares)
     # A part without a gradient (all of its labels are ignored) would fit any weight.
-    if min(mixing.aa, mixing.bb) > 0:
-        if workload.loss_reduction == "sum" and fits((float(sizes[0]), float(sizes[1]))):
+    if all(bool(part[GRADIENT].any()) for part in parts):
+        if copy.workload.loss_reduction == "sum" and fits(*(size / total for size in copy.micro_sizes)):
             return Rule("samples", reduction="mean")
-        if workload.loss_reduction == "mean" and fits((1.0, 1.0), normed=False):
+        if copy.workload.loss_reduction == "mean" and fits(1.0, 1.0):
             return Rule("samples", reduction="sum")
-    for over, expression, counts in itertools.chain(
-        _countable(micro_batches, workload), _by_class_weights(micro_batches, workload, read)
-    ):
-        if fits(counts):
+    for over, expression, (first, second) in _countable(copy):
+        if first + second > 0 and fits(first / (first + second), second / (first + second)):
             return Rule(over, count=expression)
-    weights = mixing.solution()
-    if weights is None or min(weights) <= 0 or abs(sum(weights) - 1) > 100 * tolerance:
+    columns = torch.stack([part[GRADIENT] for part in parts], 1)
+    if not columns.isfinite().all():
         return None
-    return Rule("something else", ratio=weights[0] / weights[1]) if fits(weights, normed=False) else None
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """Inner products of the whole batch's gradient g and its two parts' gradients a and b, divided by |g|²."""
-
-    ga: float
-    gb: float
-    aa: float
-    ab: float
-    bb: float
-
-    @classmethod
-    def of(cls, whole: Gradients, parts: Sequence[Gradients]) -> Mixing:
-        """Compute the inner products."""
-        g, (a, b) = whole[GRADIENT], [part[GRADIENT] for part in parts]
-        size = float(g @ g) or 1.0
-        ga, gb, aa, ab, bb = (float(x @ y) / size for x, y in ((g, a), (g, b), (a, a), (a, b), (b, b)))
-        return cls(ga, gb, aa, ab, bb)
-
-    def error(self, weights: tuple[float, float]) -> float:
-        """Return ``|g - u a - v b| / |g|``."""
-        u, v = weights
-        square = 1 - 2 * (u * self.ga + v * self.gb) + u * u * self.aa + 2 * u * v * self.ab + v * v * self.bb
-        return math.sqrt(max(0.0, square)) if math.isfinite(square) else math.inf
-
-    def solution(self) -> tuple[float, float] | None:
-        """Return the weights with the least error, or None if the parts' gradients are parallel."""
-        determinant = self.aa * self.bb - self.ab * self.ab
-        if not determinant > 1e-9 * self.aa * self.bb:
-            return None
-        return (
-            (self.ga * self.bb - self.gb * self.ab) / determinant,
-            (self.gb * self.aa - self.ga * self.ab) / determinant,
-        )
+    weights = torch.linalg.lstsq(columns, whole[GRADIENT].unsqueeze(1)).solution.flatten().tolist()
+    is_mean = min(weights) > 0 and abs(sum(weights) - 1) <= 100 * tolerance
+    return Rule("something else") if is_mean and fits(*weights) else None
 
 
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
@@ -165,52 +105,34 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
     return {**batch, "labels": labels}
 
 
-def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """Yield everything that can be counted in a batch: labels that are not ignored (also without the first), masks.
+def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """Yield the labels of the loss's cross entropies, then all labels and masks of the batch, the last tensor first.
 
     Each item has a text, a Python expression that counts it in `batch`, and its counts in the two micro-batches.
     """
-    loss_fn: Any = workload.loss_fn
-    own = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
-    ignored = [*([own] if isinstance(own, int) else []), IGNORED_LABEL, 0, -1]
-    first, second = map(_leaves, micro_batches)
-    for path, tensor in first.items():
-        other = second.get(path)
-        if other is None or tensor.dim() == 0:
+    first, second = copy.micro_batches
+    leaves = [*named_leaves(first, "batch")]
+    weights = (
+        "loss_fn.weight" if isinstance(getattr(copy.workload.loss_fn, "weight", None), Tensor) else "class_weights"
+    )
+    for mean in copy.label_means():
+        labels = f"{leaves[mean.position][0]}{'[:, 1:]' * mean.is_shifted}"
+        kept = f"{labels} != {mean.ignored}"
+        expression = f"int(({kept}).sum())" if mean.weights is None else f"float({weights}[{labels}[{kept}]].sum())"
+        yield str(mean), expression, (mean(first), mean(second))
+    for (place, one), (_, other) in reversed([*zip(leaves, named_leaves(second, "batch"), strict=True)]):
+        if not isinstance(one, Tensor) or one.dim() == 0 or one.is_complex():
             continue
-        if tensor.is_floating_point() or tensor.dtype == torch.bool:
-            counts = float(tensor.double().sum()), float(other.double().sum())
-            kind = "int" if all(count.is_integer() for count in counts) else "float"
-            if min(counts) >= 0:
-                what = "what batch{} marks" if kind == "int" else "the weights in batch{}"
-                yield what.format(path), f"{kind}(batch{path}.sum())", counts
-            continue
-        for value in dict.fromkeys([*ignored, int(tensor.flatten().mode().values)]):  # padding is common
-            over = f"the labels that are not {value}"
-            counts = float((tensor != value).sum()), float((other != value).sum())
-            yield over, f"int((batch{path} != {value}).sum())", counts
-            if tensor.dim() > 1:
-                less = f"{over}, without the first of each sample"
-                counts = float((tensor[:, 1:] != value).sum()), float((other[:, 1:] != value).sum())
-                yield less, f"int((batch{path}[:, 1:] != {value}).sum())", counts
+        if is_integer(one):
+            for columns in ("", "[:, 1:]") if one.dim() > 1 else ("",):
+                counted = [(tensor[:, 1:] if columns else tensor) != IGNORED_LABEL for tensor in (one, other)]
+                over = f"the labels that are not {IGNORED_LABEL}{', without the first of each sample' * bool(columns)}"
+                yield over, f"int(({place}{columns} != {IGNORED_LABEL}).sum())", _sums(*counted)
+        elif min(sums := _sums(one, other)) >= 0:
+            is_mask = all(count.is_integer() for count in sums)
+            over = f"what {place} marks" if is_mask else f"the weights in {place}"
+            yield over, f"{'int' if is_mask else 'float'}({place}.sum())", sums
 
 
-def _by_class_weights(
-    micro_batches: Sequence[Any], workload: Workload, read: Callable[[], Sequence[LabelMean]]
-) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """Yield the sums of class weights that a cross entropy divides by, in the form of `_countable`."""
-    places = [place for place, _ in named_leaves(micro_batches[0], "batch")]
-    weights = "loss_fn.weight" if isinstance(getattr(workload.loss_fn, "weight", None), Tensor) else "class_weights"
-    for mean in read():
-        labels = f"{places[mean.position]}{'[:, 1:]' if mean.is_shifted else ''}"
-        counts = mean(micro_batches[0]), mean(micro_batches[1])
-        if mean.weights is not None:
-            yield str(mean), f"float({weights}[{labels}[{labels} != {mean.ignored}]].sum())", counts
-
-
-def _leaves(batch: Any) -> dict[str, Tensor]:
-    """Return a batch's tensors by the Python expression for their place, labels first. In a pair, labels come last."""
-    leaves = [(place, leaf) for place, leaf in named_leaves(batch, "") if isinstance(leaf, Tensor)]
-    if isinstance(batch, (tuple, list)):
-        leaves.reverse()
-    return dict(sorted(leaves, key=lambda leaf: "label" not in leaf[0]))
+def _sums(first: Tensor, second: Tensor) -> tuple[float, float]:
+    return float(first.double().sum()), float(second.double().sum())

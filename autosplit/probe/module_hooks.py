@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from autosplit.torch_versions import BATCH_NORMS
 from autosplit.workload.batch import tensors_of
@@ -113,122 +111,74 @@ def _random_state() -> tuple[Any, ...]:
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
 
 
-@dataclass(frozen=True)
-class _Print:
-    """One number for each sample of a module's input or output, in order.
+class Print(NamedTuple):
+    """One number for each sample of a module's output.
 
-    Attributes:
-        place: ``(path, "input" or "output", number of the call in this forward, index of the tensor)``.
-        shape: Rows of the tensor for each sample, and values in each row.
-        numbers: The numbers.
+    `width` is the number of values that a sample has. It is 0 if the tensor has no sample dimension.
     """
 
-    place: tuple[str, str, int, int]
-    shape: tuple[int, int]
+    path: str
+    width: int
     numbers: Tensor
-
-
-class Prints:
-    """Fingerprints of all modules in a run, as one list per forward of a model, in the order of time.
-
-    Args:
-        models: The models that are called with the batch or its parts.
-        sizes: Samples of each part.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], sizes: tuple[int, ...]) -> None:
-        self.forwards: list[list[_Print]] = []
-        self._sizes, self._samples = sizes, 0
-        self._calls = dict.fromkeys(map(id, models), 0)
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def watch(self, path: str, module: nn.Module) -> list[RemovableHandle]:
-        """Register hooks that take the fingerprints of one module."""
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if id(module) in self._calls:
-                self._samples = self._sizes[self._calls[id(module)] % len(self._sizes)]
-                self._calls[id(module)] += 1
-                self._counts.clear()
-                self.forwards.append([])
-            self._take(path, "input", (args, kwargs))
-
-        after = module.register_forward_hook(lambda _, __, output: self._take(path, "output", output))
-        return [module.register_forward_pre_hook(before, with_kwargs=True), after]
-
-    def _take(self, path: str, kind: str, values: Any) -> None:
-        if not self.forwards:  # a module was called outside its model
-            return
-        self._counts[path, kind] += 1
-        for index, tensor in enumerate(tensors_of(values)):
-            taken = _numbers(tensor, self._samples)
-            if taken is not None:
-                self.forwards[-1].append(_Print((path, kind, self._counts[path, kind], index), *taken))
 
 
 @contextmanager
 def printing(
     modules: list[tuple[str, nn.Module]], models: Sequence[nn.Module], sizes: tuple[int, ...]
-) -> Iterator[Prints]:
-    """Yield fingerprints of all inputs and outputs of all modules, filled while the models run. See `Prints`."""
-    prints = Prints(models, sizes)
+) -> Iterator[list[list[Print]]]:
+    """Yield one list per forward of a model, with fingerprints of its modules' outputs in order of time.
+
+    Args:
+        modules: The modules with their paths.
+        models: The models that are called with the batch or its parts.
+        sizes: Samples of each part. The forwards of all parts follow each other.
+    """
+    forwards: list[list[Print]] = [[]]
+    roots = set(map(id, models))
+
+    def take(path: str, module: nn.Module, _: Any, output: Any) -> None:
+        samples = sizes[(len(forwards) - 1) % len(sizes)]
+        forwards[-1] += [Print(path, *_numbers(tensor, samples)) for tensor in tensors_of(output)]
+        if id(module) in roots:
+            forwards.append([])
+
     with ExitStack() as hooks:
         for path, module in modules:
-            for handle in prints.watch(path, module):
-                hooks.enter_context(handle)
-        yield prints
+            hooks.enter_context(module.register_forward_hook(partial(take, path)))
+        yield forwards
 
 
 @torch.no_grad()
-def _numbers(tensor: Tensor, samples: int) -> tuple[tuple[int, int], Tensor] | None:
-    """Project each sample's part of a tensor onto a fixed direction.
-
-    Return None if the tensor has no sample dimension.
-    """
-    if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.dim() == 0 or not tensor.numel():
-        return None
-    rows = 1
-    if tensor.size(0) == samples:
-        parts = tensor.reshape(samples, -1)
-    elif tensor.dim() > 1 and tensor.size(1) == samples:  # the time dimension comes first
-        parts = tensor.movedim(1, 0).reshape(samples, -1)
-    elif tensor.size(0) % samples == 0:  # samples and time in one dimension
-        rows = tensor.size(0) // samples
-        parts = tensor.reshape(samples, -1)
-    else:
-        return None
-    direction = torch.cos(torch.arange(1, parts.size(1) + 1, dtype=torch.float64))
-    return (rows, parts.size(1)), parts.double() @ direction
+def _numbers(tensor: Tensor, samples: int) -> tuple[int, Tensor]:
+    """Project each sample's part of a tensor onto a fixed direction."""
+    is_plain = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() > 0
+    if is_plain and tensor.dim() > 1 and tensor.size(0) != samples == tensor.size(1):
+        tensor = tensor.movedim(1, 0)  # the time dimension comes first
+    if not is_plain or not tensor.numel() or tensor.size(0) % samples:
+        return 0, tensor.new_empty(0)
+    parts = tensor.reshape(samples, -1).double()  # samples and time may share one dimension
+    return parts.size(1), parts @ torch.cos(torch.arange(1, parts.size(1) + 1, dtype=torch.float64))
 
 
-def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -> tuple[str, str] | None:
-    """Find the module at which a sample first differs between the whole batch and its parts.
+def first_difference(whole: list[list[Print]], cut: list[list[Print]], parts: int, tolerance: float) -> str | None:
+    """Find the module in whose output a sample first differs between the whole batch and its parts.
 
     Args:
         whole: Fingerprints of the whole batch.
         cut: Fingerprints of a run in which each forward of a model was run once for each part.
-        parts: Number of parts.
         tolerance: Relative difference that counts as equal.
 
     Returns:
-        The module's path and ``"input"`` or ``"output"``; None if nothing differs, or if the runs can't be compared.
+        The module's path; None if nothing differs, or if the runs can't be compared.
     """
-    if len(cut.forwards) != parts * len(whole.forwards):
-        return None
-    for position, taken in enumerate(whole.forwards):
-        pieces = [
-            {seen.place: seen for seen in prints} for prints in cut.forwards[position * parts : (position + 1) * parts]
-        ]
-        for seen in taken:
-            others = [piece.get(seen.place) for piece in pieces]
-            # A tensor whose size per sample depends on the batch is not per sample, such as a similarity matrix. Skip
-            # it.
-            if any(other is None or other.shape != seen.shape for other in others):
+    for position, forward in enumerate(whole if len(cut) == parts * (len(whole) - 1) + 1 else ()):
+        for seen, *pieces in zip(forward, *cut[position * parts : (position + 1) * parts], strict=False):
+            if any(piece.path != seen.path for piece in pieces):
+                return None
+            # If the values per sample depend on the batch, the tensor is not per sample, such as a similarity matrix.
+            if not seen.width or any(piece.width != seen.width for piece in pieces):
                 continue
-            numbers = torch.cat([other.numbers for other in others if other is not None])
-            if numbers.shape != seen.numbers.shape:
-                continue
-            size = max(float(seen.numbers.norm()), 1e-300)
-            if not float((numbers - seen.numbers).norm()) / size <= tolerance:
-                return seen.place[0], seen.place[1]
+            numbers = torch.cat([piece.numbers for piece in pieces])
+            if not float((numbers - seen.numbers).norm()) <= tolerance * max(float(seen.numbers.norm()), 1e-300):
+                return str(seen.path)
     return None

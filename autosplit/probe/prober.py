@@ -1,301 +1,344 @@
-"""Find the number of samples that fit on each device.
-
-A ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size. On
-accelerators a real step costs less than a trace. There a few real steps decide, and traces choose the first size. For
-simulated GPUs the trace decides. The search never doubles the batch until it runs out of memory.
-"""
+"""Run training steps of one workload or predict them by traces, and count the steps that were run."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from autosplit.errors import one_line
-from autosplit.oom import OutOfMemoryError, StepLostError, is_kernel_limit
-from autosplit.probe.step_runner import balanced, named_steps
-from autosplit.probe.stopwatch import Stopwatch
-from autosplit.probe.wall_search import WallSearch
-from autosplit.runtime.protocol import StepShape
-from autosplit.solve.memory import Ceiling, Limit, MemoryFit, Role, largest_fitting
-from autosplit.solve.split import proportional_split
-from autosplit.text import size_text
+import torch
+
+from autosplit.accelerators import is_accelerator
+from autosplit.devices.host_memory import available_host_bytes
+from autosplit.errors import AutosplitError, advise, from_user_code
+from autosplit.oom import OutOfMemoryError, is_kernel_limit
+from autosplit.runtime.affine_traces import AffineTraces
+from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
+from autosplit.runtime.simulated import SimulatedRuntime, Traces, attention_of, traced_parts, traced_peaks
+from autosplit.runtime.tracer import Tracer
+from autosplit.runtime.trainee import ran_a_step
+from autosplit.solve.memory import MemoryParts, Role
+from autosplit.text import ms_text
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Observations:
-    """Measurements of one device in one role.
+class Counts:
+    """Number of real steps, and of those that ran out of memory."""
 
-    Attributes:
-        index: Position of the device.
-        role: Role of the device.
-        shape_of: Make the step with n samples on the device.
-        predict: Predict the bytes of n samples.
-        predicted: Bytes by number of samples, from traces.
-        ran: Bytes by number of samples, from real steps.
-        limit: The limit that ended the search, if it was not memory.
-        lost: Whether a step killed its process. Then the failure shows nothing about memory.
-    """
-
-    index: int
-    role: Role
-    shape_of: Callable[[int], StepShape]
-    predict: Callable[[int], float] = float
-    predicted: dict[int, int] = field(default_factory=dict)
-    ran: dict[int, int] = field(default_factory=dict)
-    limit: Limit | None = None
-    lost: bool = False
-
-    def points(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return ``(samples, bytes, ran)`` of all sizes that were tried, in ascending order."""
-        known = {**self.predicted, **self.ran}
-        return tuple((n, known[n], n in self.ran) for n in sorted(known))
+    steps: int = 0
+    ooms: int = 0
 
 
 @dataclass
-class Prober(Stopwatch):
-    """Finds ceilings and times of one workload on one runtime, see `StepRunner`."""
+class Prober:
+    """Runs and predicts steps of one workload on one runtime.
 
-    _equals: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
+    Attributes:
+        runtime: Runs or simulates the steps.
+        tracer: Traces the steps.
+        max_batch_size: The largest batch to try.
+        report: Called with progress messages.
+        num_ranks: DDP processes in the job; 0 for one on each device.
+        exact: Confirm that one more sample than a ceiling runs out of memory.
+        deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed;
+            None for no limit.
+        counts: Number of real steps and of OOMs so far.
+        memories: The memory of the steps that ran on accelerators.
+        found_on: The last device and its ceiling, by the device's name and capacity, role, and number of micro-steps.
+    """
 
-    def ceiling(
-        self,
-        index: int,
-        role: Role,
-        *,
-        elsewhere: tuple[int, ...] = (),
-        accumulates: bool = False,
-        start: int | None = None,
-    ) -> Ceiling:
-        """Find the ceiling of one device in one role.
+    runtime: Runtime
+    tracer: Tracer
+    max_batch_size: int
+    report: Callable[[str], None] = lambda _message: None
+    num_ranks: int = 0
+    exact: bool = False
+    deadline_s: float | None = None
+    counts: Counts = field(default_factory=Counts)
+    _has_state: bool = False
+    _measured: dict[StepShape, Measurement] = field(default_factory=dict)
+    memories: dict[StepShape, StepMemory] = field(default_factory=dict)
+    found_on: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
 
-        Args:
-            index: Position of the device.
-            role: Role of the device. Only device 0 may be ``primary``.
-            elsewhere: For ``primary``, the samples of the other devices in the same step. Default: none.
-            accumulates: Whether a step has several micro-steps, so that gradients are in memory throughout the second.
-            start: The first size to try. Default: the sample batch's size.
+    def __post_init__(self) -> None:
+        optimizer = self.tracer.workload.optimizer
+        self._has_state = isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time is up. Then no further step is run to confirm a ceiling."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    @functools.cached_property
+    def decides_by_steps(self) -> bool:
+        """Whether real steps decide what fits, and traces only choose the first size to run. True on accelerators."""
+        return is_accelerator(self.runtime.devices[0].kind)
+
+    @property
+    def limited_by_time(self) -> bool:
+        """Whether time limits the batch, because no device has a memory limit: a CPU without a budget."""
+        return all(device.kind == "cpu" and not device.budgeted for device in self.runtime.devices)
+
+    @property
+    def has_traces(self) -> bool:
+        """Whether memory can be predicted.
+
+        A model that runs only on its GPU can't be traced, so only real steps count.
         """
-        device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
-        self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
-        start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
-        steps, ooms = self.counts.steps, self.counts.ooms
-        seen = Observations(index, role, self.shapes(index, role, elsewhere, accumulates))
-        found = 0 if self.decides_by_steps else self._by_traces(seen, start)
-        corrected = seen.predict
-        if self.decides_by_steps or (found and not self.runtime.simulated):
-            found, corrected = self._by_steps(seen, found or start)
-        limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
-        if limit == "memory" and self.out_of_time and corrected(found + 1) <= capacity_bytes:
-            limit = "time"
-        confirmed = found > 0 and not self.runtime.simulated
-        peak_bytes = seen.ran[found] if confirmed else int(seen.predict(found)) if found else 0
-        fixed_bytes, bytes_per_sample = self.line(seen.predict, found)
-        _log.info(
-            "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
-            *(device.label, role, found, limit, "a step of it ran" if confirmed else "by traces"),
-            *(size_text(peak_bytes), size_text(capacity_bytes)),
-        )
-        return Ceiling(
-            device=device.label,
-            role=role,
-            batch_size=found,
-            limited_by=limit,
-            fixed_bytes=fixed_bytes,
-            bytes_per_sample=bytes_per_sample,
-            peak_bytes=peak_bytes,
-            capacity_bytes=capacity_bytes,
-            steps=self.counts.steps - steps,
-            ooms=self.counts.ooms - ooms,
-            confirmed=confirmed,
-            points=seen.points(),
-        )
+        return self.tracer.fake or not self.decides_by_steps
 
-    def _by_traces(self, seen: Observations, start: int) -> int:
-        """Find a ceiling by predictions. Check the last prediction by a trace.
+    @functools.cached_property
+    def _traces(self) -> Traces:
+        return self.runtime.tracer if isinstance(self.runtime, SimulatedRuntime) else AffineTraces(self.tracer)
 
-        Return 0 if not even one sample fits.
-        """
-        least = self.least_batch()
+    def least_batch(self) -> int:
+        """Return the smallest batch to train on: 2 if a BatchNorm layer sees one value per sample, otherwise 1."""
+        if not self.tracer.norms_over_samples:
+            return 1
+        return self._least_traced if self.has_traces else 2
 
-        def traced(n: int) -> float:
-            n = max(n, least)  # a smaller batch can't be traced
-            if n not in seen.predicted:
-                seen.predicted[n] = self.traced(seen.shape_of(n))[seen.index]
-            return seen.predicted[n]
-
-        seen.predict = traced
-        capacity_bytes = self.runtime.capacities_bytes[seen.index]
-        while True:
-            found = largest_fitting(traced, capacity_bytes, least=0, most=self.max_batch_size, start=start)
-            if self.foretold(seen.shape_of(max(found, least))):
-                return 0 if found < least else found
-            seen.predicted.clear()
-
-    def _by_steps(self, seen: Observations, start: int) -> tuple[int, Callable[[int], float]]:
-        """Find a ceiling by real steps. Return it with a function that predicts the bytes of other sizes.
-
-        On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact.
-        """
-        index, least = seen.index, self.least_batch()
-        counted = not self.decides_by_steps
-        if not counted:
-            seen.predict = lambda n: self.traced(seen.shape_of(max(n, least)))[index]
-        search = WallSearch(
-            seen.predict if self.has_traces else None,
-            self.runtime.capacities_bytes[index],
-            least,
-            self.max_batch_size,
-            start=max(start, least),
-            # Traces with real tensors were already such steps, so no smaller step is needed first.
-            known=self._alike(seen) or (start if counted and not self.tracer.fake else 0),
-            counted=counted,
-        )
-        n = search.next() if self.max_batch_size >= least else None
-        while n is not None:
-            before = self.counts.steps
-            if self._ran(seen, n):
-                memory = self._memories.get(seen.shape_of(n))
-                reserved_bytes = seen.ran[n] if memory is None else memory.reserved_bytes[index]
-                search.ran(n, seen.ran[n], reserved_bytes, self.counts.steps - before)
-            else:
-                search.ran_out(n)
-                search.blind = seen.limit == "kernel" or seen.lost
-            n = None if self.out_of_time and search.found else self._following(search, index)
-        if not counted:
-            seen.predict = search.corrected
-        self._equals[self._kind(seen)] = index, search.found
-        return search.found, search.corrected
-
-    def _following(self, search: WallSearch, index: int) -> int | None:
-        """Return the next size to run. If the ceiling must be exact, add one sample at a time until a step fails."""
-        n = search.next()
-        if n is None and self.exact and search.found < self.max_batch_size and search.failed != search.found + 1:
-            n = search.found + 1
-        if n is not None:
-            _log.info(
-                "next %d on %s: %d ran, out of the sizes tried", n, self.runtime.devices[index].label, search.found
-            )
-        return n
-
-    def _alike(self, seen: Observations) -> int | None:
-        """Return the ceiling of an equal device in the same role that was found before, or None."""
-        other, found = self._equals.get(self._kind(seen), (seen.index, 0))
-        return found if other != seen.index and found else None
-
-    def _kind(self, seen: Observations) -> tuple[str, int, Role, int]:
-        """Return a key that is equal for equal devices in equal steps: name, capacity, role, number of micro-steps."""
-        device, capacity_bytes = self.runtime.devices[seen.index], self.runtime.capacities_bytes[seen.index]
-        return device.name, capacity_bytes, seen.role, len(seen.shape_of(2).splits)
-
-    def _ran(self, seen: Observations, n: int) -> bool:
-        """Run a step to measure its memory, and store the result. Return whether it ran."""
-        shape = seen.shape_of(n)
+    @functools.cached_property
+    def _least_traced(self) -> int:
+        one = StepShape(((1,),))
         try:
-            with named_steps(shape):
-                seen.ran[n] = self.peaks(shape)[seen.index]
-        except OutOfMemoryError as error:
-            _log.info("ran %s: out of memory (%s)", shape, error)
-            self.counts.ooms += 1
-            seen.lost = seen.lost or isinstance(error, StepLostError)
-            return False
-        except RuntimeError as error:
-            if not is_kernel_limit(error):
+            with named_steps(one):
+                self.tracer.trace(one)
+        except AutosplitError as error:
+            # torch nn/functional.py, _verify_batch_size. The wrapper's error has torch's error as its cause.
+            if "Expected more than 1 value per channel" not in str(error.__cause__):
                 raise
-            _log.info("ran %s: too large for a kernel (%s)", shape, one_line(error))
-            seen.limit = "kernel"
-            return False
-        _log.info("ran %s: %s on %s", shape, size_text(seen.ran[n]), self.runtime.devices[seen.index].label)
-        return True
+            return 2
+        return 1
 
-    # Fits of device 0
+    # By traces
 
-    def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
-        """Return a ceiling by traces alone, or 0 if not even one sample fits. See `ceiling`."""
-        if not self.has_traces:
-            return start  # trials will show
-        seen = Observations(index, role, self.shapes(index, role, (), accumulates))
-        return self._by_traces(seen, max(1, start))
+    def traced(self, shape: StepShape) -> tuple[int, ...]:
+        """Predict the peak bytes of each device in a step."""
+        before = self.tracer.runs
+        with named_steps(shape):
+            found = traced_peaks(self._traces, shape, self.runtime.devices)
+        if not self.tracer.fake:  # a trace with real tensors is a real step
+            self.count(self.tracer.runs - before)
+        return found
 
-    def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's peak memory to its samples and the whole batch, with samples on other devices.
+    def attention(self) -> list[tuple[str, ...]]:
+        """Return the attention back ends on each device, as traced."""
+        return attention_of(self._traces, self.runtime.devices)
 
-        Another moment of the step may become the peak at other sizes, so the peak is only piecewise linear. Fit it near
-        the limit, with about the most samples on device 0 and on the other devices.
+    def foretold(self, shape: StepShape) -> bool:
+        """Trace a step and return whether its prediction was right.
+
+        If it was wrong, trace similar steps instead of predicting.
         """
-        # One sample is not on the line through larger batches. See Note [A batch of one] in affine_traces.
-        least = max(self.least_batch(), 2 if share > 2 else 1)
-        share, elsewhere = max(share, least + 1), max(elsewhere, least + 1)
-        less = max(least, share - max(1, share // 4))
-        fewer = max(least, elsewhere - max(1, elsewhere // 2))
+        if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
+            return True
+        given_up = self._traces.given_up
+        with self._traces.checking():
+            self.traced(shape)
+        if self._traces.given_up == given_up:
+            return True
+        self._measured.clear()  # another code path may have other times, too
+        return False
 
-        def point(own: int, others: int) -> tuple[int, int, int]:
-            return own, own + others, self.traced(balanced((own, others), accumulates=accumulates))[0]
+    @functools.cached_property
+    def largest_traced(self) -> int:
+        """The largest batch to trace: unlimited with fake tensors, a quarter of the host's memory with real tensors."""
+        if self.tracer.fake:
+            return self.max_batch_size
+        n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
+        fixed_bytes, bytes_per_sample = self.line(lambda size: self.traced(StepShape(((size,),)))[0], 2 * n)
+        room_bytes = available_host_bytes() / 4 - fixed_bytes
+        return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
-        # If it was wrong, the points below are traced.
-        self.foretold(balanced((share, elsewhere), accumulates=accumulates))
-        # The second point has more samples on device 0. The third has more samples on the other devices only.
-        return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
+    def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
+        """Return the traced parts of the devices' peaks, or None if they are unknown."""
+        if not (self.tracer.fake or self.runtime.simulated):
+            return (None,) * len(peaks)  # a trace with real tensors is a step, which needs its memory
+        with named_steps(shape):
+            found = traced_parts(self._traces, shape, self.runtime.devices)
+        measured = not self.runtime.simulated
+        return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
 
-    def primary_fit_by_steps(
-        self, traced: MemoryFit | None, share: int, others: Sequence[int], *, accumulates: bool
-    ) -> MemoryFit | None:
-        """Fit device 0's peak memory to real steps on all devices, with about half of the samples that fit on each.
+    def rank_parts(
+        self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
+    ) -> tuple[MemoryParts | None, ...]:
+        """Return the traced parts of the ranks' peaks, as `parts` does."""
+        found: list[MemoryParts | None] = [None] * len(peaks)
+        for index, samples in enumerate(batch_sizes) if self.tracer.fake or self.runtime.simulated else ():
+            shape = self.shapes(index, "rank", (), accumulates)(samples)
+            own = self.parts(shape, self.traced(shape))[index]
+            found[index] = None if own is None else own.of_peak(peaks[index], measured=False)
+        return tuple(found)
+
+    def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
+        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it.
+
+        Half of 3 is 2, because a single sample may use another code path.
+        """
+        if batch_size < 2 * self.least_batch():
+            return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
+        half = 2 if batch_size == 3 else batch_size // 2
+        slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
+        return int(predicted(batch_size) - slope * batch_size), int(slope)
+
+    # By running
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step to measure its memory, and count the steps that were run."""
+        if not self.decides_by_steps:
+            evaluates = shape.arrangement == "eval"
+            # The first step creates the optimizer state. With copies of the state, they must fit in the second step.
+            first = 3 if self.tracer.workload.copies else 2
+            self.count(1 if self._has_state or evaluates else first)
+            self._has_state = self._has_state or not evaluates
+            return self.runtime.peaks(shape)
+        accelerators: Any = self.runtime  # in this process or in a separate one
+        try:
+            self.memories[shape] = memory = accelerators.memory(shape)
+        except Exception:
+            self.count(1)
+            raise
+        self.count(memory.steps)
+        return self.memories[shape].allocated_bytes
+
+    def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step to measure its memory, or trace it if memory is never filled. Both may raise OutOfMemoryError."""
+        if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
+            return self.peaks(shape)
+        peaks = self.traced(shape)
+        limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
+        for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
+            if peak_bytes > capacity_bytes:
+                raise OutOfMemoryError(
+                    f"{device.label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may hold "
+                    f"{capacity_bytes}. Give it fewer samples.",
+                    device=device.label,
+                    device_index=index,
+                    requested_bytes=peak_bytes,
+                    capacity_bytes=capacity_bytes,
+                )
+        return peaks
+
+    def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Time a step, once for each shape. Its repeats count as steps."""
+        if shape not in self._measured:
+            try:
+                self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
+            except OutOfMemoryError as error:
+                _log.info("timed %s: out of memory (%s)", shape, error)
+                self.count(1, ooms=1)
+                raise
+            told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
+            _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
+            self.count(timed.repeats)
+        return self._measured[shape]
+
+    def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
+        """Return the seconds of a step of one micro-step, without its optimizer."""
+        measured = self.measured(shape, budget_s=budget_s)
+        return max(1e-9, measured.seconds - measured.update_s)
+
+    def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
+        """Time a micro-step of one device as a DDP rank."""
+        self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
+        return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
+
+    def update_seconds(self) -> float:
+        """Return the optimizer's seconds from the steps that were timed. They do not depend on the batch."""
+        timed = (measured.update_s for shape, measured in self._measured.items() if shape.updates)
+        return min(timed, default=0.0)
+
+    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
+        """Measure a whole optimizer step: its time, and the peak of each device.
+
+        A real step of many micro-steps is computed from a step of the first two and, if it differs, the last
+        micro-step. All other micro-steps are equal.
 
         Args:
-            traced: The linear model from traces. Two steps are run to correct its slopes by a common factor. Without
-                it, three steps are run to fit a new model.
-            share: Samples on device 0.
-            others: Samples on the other devices.
-            accumulates: Whether a step has several micro-steps.
+            splits: Split of each micro-step.
+            budget_s: Seconds for repeating the step.
+            copies_s: Seconds that a step spends on copies of parameters and gradients, once for all its micro-steps.
         """
-        least = self.least_batch()
+        if self.runtime.simulated:
+            return self.measured(StepShape(splits), budget_s=budget_s)
+        begin = StepShape(splits[:2])
+        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # the timed run measures them
+        timed = self.measured(begin, budget_s=budget_s)
+        seconds, error_s = timed.seconds, timed.error_s
+        if len(splits) > 2:
+            once_s = min(copies_s, (timed.seconds - timed.update_s) / 2)
+            last_s = micro_s = (timed.seconds - timed.update_s - once_s) / len(begin.splits)
+            if splits[-1] != splits[0]:
+                last_s = self.micro_seconds(StepShape((splits[-1],)), budget_s=budget_s)
+                last_s = max(0.0, last_s - once_s) if any(splits[-1][1:]) else last_s
+            seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
+            error_s = timed.error_s * seconds / timed.seconds
+        return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
 
-        def part(samples: int, quarters: int) -> int:
-            return samples and max(least * quarters, samples * quarters // 4)
+    def count(self, steps: int, ooms: int = 0) -> None:
+        """Add real steps to the counts. Simulated steps do not count."""
+        if not self.runtime.simulated:
+            self.counts.steps += steps
+            self.counts.ooms += ooms
 
-        def point(own: int, beside: int) -> tuple[StepShape, tuple[int, int, int]]:
-            split = (part(max(1, share), own), *(part(samples, beside) for samples in others))
-            shape = balanced(split, accumulates=accumulates)
-            return shape, (split[0], sum(split), self.confirmed_peaks(shape)[0])
+    # Kinds of steps
 
-        try:
-            if traced is None:
-                return MemoryFit.through(*(point(own, beside)[1] for own, beside in ((1, 1), (2, 1), (1, 2))))
-            points = [point(1, 1), point(2, 2)]
-        except OutOfMemoryError as error:
-            _log.info("device 0 with the others: out of memory (%s)", error)
-            self.counts.ooms += 1
-            return None
-        (t0, y0), (t1, y1) = ((self.traced(shape)[0], peak) for shape, (_, _, peak) in points)
-        scale = max(0.0, (y1 - y0) / (t1 - t0)) if t1 > t0 else 1.0
-        fixed_bytes = y1 - scale * (t1 - traced.fixed_bytes)
-        return MemoryFit(fixed_bytes, scale * traced.bytes_per_share, scale * traced.bytes_per_batch)
+    def shapes(
+        self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
+    ) -> Callable[[int], StepShape]:
+        """Return a function that makes a step with n samples on a device in this role."""
+        count = len(self.runtime.devices)
+        assert role != "primary" or index == 0, "the primary is device 0"
+        others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count
+        micro_steps = 2 if accumulates else 1
 
-    def untraced_bytes(self, ceiling: Ceiling) -> int:
-        """Return the bytes that a confirmed step on device 0 used beyond its trace, or 0 if the ceiling was not run."""
-        if not ceiling.confirmed or not ceiling.batch_size or not self.has_traces:
-            return 0
-        shape = self.shapes(0, "primary", (), False)(ceiling.batch_size)
-        return max(0, ceiling.peak_bytes - self.traced(shape)[0])
+        def shape(n: int) -> StepShape:
+            split = tuple(n if position == index else samples for position, samples in enumerate(others))
+            if role in ("primary", "replica"):
+                # Only the replica's own memory matters here, so device 0 may have the same number of samples. The
+                # simulation can predict that step from the steps that plans need.
+                beside = role == "replica" and self.runtime.simulated and index > 0
+                return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
+            if role == "eval":
+                return StepShape((split,), "eval", num_ranks=self.num_ranks or count)
+            return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)
 
-    def room_beside(
-        self, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
-    ) -> tuple[int, ...]:
-        """Return the most samples on the other devices that leave room for device 0's own samples."""
+        return shape
 
-        def lowered(total: int) -> tuple[int, ...]:
-            return proportional_split(total, tuple(max(1, n) for n in most), most)
+    def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
+        """Return a function that makes the forward and backward of n samples on one device, without an update."""
+        places = range(len(self.runtime.devices))
+        return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
-        def peak(total: int) -> float:
-            return self.traced(balanced((share, max(total, self.least_batch())), accumulates=accumulates))[0]
 
-        if not self.has_traces:
-            return least
-        total = largest_fitting(
-            peak, self.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1
+def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:
+    """Return a step over all devices. With accumulation it has two micro-steps."""
+    return StepShape((split,) * (2 if accumulates else 1))
+
+
+@contextmanager
+def named_steps(shape: StepShape) -> Iterator[None]:
+    """Add the batch size to errors of the user's code, because not only the sample batch's size is run."""
+    try:
+        yield
+    except (AutosplitError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_kernel_limit(error) or not ran_a_step(error.__traceback__):
+            raise
+        samples, shares = sum(shape.splits[0]), [share for share in shape.splits[0] if share]
+        cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
+        advise(
+            error,
+            "fix it and run again. If only the sample batch's own size runs, its batch_dim may not count samples. Make "
+            "a single sample a batch by sample.unsqueeze(0). Or the batch has values other than tensors and lists, "
+            "which are not cut: make them tensors, or pass make_batch=.",
         )
-        grown = lowered(total)
-        return grown if all(n >= floor for n, floor in zip(grown, least, strict=True)) else least
+        what = f"The workload, with a batch of {samples}{cut} (max_batch_size bounds the batches that are run),"
+        raise from_user_code(error, what) from error

@@ -87,8 +87,9 @@ class WallSearch:
         self.steps += steps
         self._failures = 0
 
-    def ran_out(self, n: int) -> None:
+    def ran_out(self, n: int, *, blind: bool = False) -> None:
         """Record a size that did not run."""
+        self.blind |= blind
         self.failed = n if self.failed is None else min(self.failed, n)
         self.steps += 1
         self._failures += 1

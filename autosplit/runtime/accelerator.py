@@ -114,7 +114,7 @@ class AcceleratorRuntime:
         self._begin_peaks()
         seconds: list[float] = []
         near_the_wall = False
-        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or near_the_wall)):
+        while not seconds or (len(seconds) < 2 and (steady.gave_back or near_the_wall)):
             start_s = time.perf_counter()
             steady.block(1)
             seconds.append(time.perf_counter() - start_s)
@@ -334,12 +334,7 @@ class _Steady:
 
     def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
         self._runtime, self._run = runtime, run
-        self._gave_back: set[int] = set()
-
-    @property
-    def is_giving_back(self) -> bool:
-        """Whether the last block made the allocator release cached memory."""
-        return bool(self._gave_back)
+        self.gave_back: set[int] = set()  # devices whose allocator released cached memory in the last block
 
     def block(self, steps: int) -> None:
         """Run some steps, then wait for the devices.
@@ -353,7 +348,7 @@ class _Steady:
         self._runtime.wait()
         after = self._runtime.retries()
         gave_back = {index for index, count in enumerate(after) if count > before[index]}
-        again, self._gave_back = self._gave_back & gave_back, gave_back
+        again, self.gave_back = self.gave_back & gave_back, gave_back
         if again:
             label = self._runtime.devices[min(again)].label
             raise OutOfMemoryError(

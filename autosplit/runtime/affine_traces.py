@@ -115,7 +115,6 @@ class AffineTraces:
         """Return the trace of a step or of a further micro-step.
 
         Args:
-            shape: The step.
             first: For a further micro-step, the first one. Its trace model is used if it predicts this micro-step too.
         """
         if first is None or (first != shape and 1 in shape.splits[0] and not self._predicts_work_of_one(shape)):

@@ -120,17 +120,15 @@ class Clocks:
             after = self._read()
             pace = [end_s - begin_s for begin_s, end_s in zip(before, after, strict=True)]
             if last is not None and self._is_steady(pace, last):
-                self._set([now_s + (times - played) * each_s for now_s, each_s in zip(after, pace, strict=True)])
+                ends_s = [now_s + (times - played) * each_s for now_s, each_s in zip(after, pace, strict=True)]
+                count = len(self.specs)
+                parts = (ends_s[start : start + count] for start in range(0, len(ends_s), count))
+                self.now_s, self._host_s, self._links_s, self._arrived_s, self.busy_s = parts
                 return
             before, last = after, pace
 
     def _read(self) -> list[float]:
         return [*self.now_s, *self._host_s, *self._links_s, *self._arrived_s, *self.busy_s]
-
-    def _set(self, times_s: list[float]) -> None:
-        count = len(self.specs)
-        parts = (times_s[start : start + count] for start in range(0, len(times_s), count))
-        self.now_s, self._host_s, self._links_s, self._arrived_s, self.busy_s = parts
 
     def _is_steady(self, pace: list[float], last: list[float]) -> bool:
         """Return whether all further repetitions will take the same time as this one.

@@ -76,7 +76,7 @@ class CudaFunctions(TorchFunctionMode):
             cast = functools.partial(_as_lower, dtype=torch.get_autocast_dtype("cpu"))
         elif func in PROMOTED and any(map(_stands_in, (*args, *kwargs.values()))):
             dtypes = {one.dtype for one in _tensors((*args, *kwargs.values()))}
-            cast = _as_float32 if torch.float32 in dtypes else _as_it_is
+            cast = _as_float32 if torch.float32 in dtypes else lambda value: value
         else:
             return func(*args, **kwargs)
         self.needed = True
@@ -105,10 +105,6 @@ def _stands_in(value: Any) -> bool:
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _as_float32(value: Any) -> Any:

@@ -32,29 +32,9 @@ class Operator:
     grows: bool = True
 
 
-def _numel(values: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    return values.numel()
-
-
-def _length(outputs: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    return outputs.size(0)
-
-
 def _nonzero_made(rows: int, mask: Tensor) -> Tensor:
     # CUDA's kernel stores the positions column by column: all rows of one dimension, then of the next.
     return mask.new_empty_strided((rows, mask.dim()), (1, max(1, rows)), dtype=torch.int64)
-
-
-def _selected(values: Tensor, mask: Tensor) -> int:
-    return math.prod(torch.broadcast_shapes(values.shape, mask.shape))
-
-
-def _select_made(rows: int, values: Tensor, _mask: Tensor) -> Tensor:
-    return values.new_empty((rows,))
-
-
-def _repeat_made(rows: int, counts: Tensor, **_kwargs: Any) -> Tensor:
-    return counts.new_empty((rows,))
 
 
 def _bincount_made(rows: int, values: Tensor, weights: Tensor | None = None, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -89,18 +69,6 @@ def _unique(dim_of: Callable[..., int | None], num_outputs: int = 3) -> Operator
     return Operator(size, rows, make, size)
 
 
-def _no_dim(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-def _first_dim(dim: int, *_args: Any, **_kwargs: Any) -> int:
-    return dim
-
-
-def _third_dim(_inverse: bool = False, _counts: bool = False, dim: int | None = None, **_kwargs: Any) -> int | None:
-    return dim
-
-
 def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_args: Any, **_kwargs: Any) -> int:
     """Return the width of CTC's table: a column for each symbol of the longest target, and for the blanks around it.
 
@@ -117,10 +85,6 @@ def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any,
     return 2 * longest + 1
 
 
-def _ctc_width(outputs: tuple[Tensor, Tensor], *_args: Any, **_kwargs: Any) -> int:
-    return outputs[1].size(-1)
-
-
 def _ctc_made(width: int, log_probs: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return each sample's loss and the table for the backward, as CUDA's own kernel allocates them.
 
@@ -130,17 +94,29 @@ def _ctc_made(width: int, log_probs: Tensor, *_args: Any, **_kwargs: Any) -> tup
     return log_probs.new_empty(batch), log_probs.new_empty((*(batch or [1]), log_probs.size(0), width))
 
 
+def _numel(values: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return values.numel()
+
+
+def _length(outputs: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return outputs.size(0)
+
+
+def _selected(values: Tensor, mask: Tensor) -> int:
+    return math.prod(torch.broadcast_shapes(values.shape, mask.shape))
+
+
 _BY_NAME = {
     "nonzero": Operator(_numel, _length, _nonzero_made, _numel),
-    "masked_select": Operator(_selected, _length, _select_made, _selected),
-    "_unique": _unique(_no_dim, num_outputs=2),
-    "_unique2": _unique(_no_dim),
-    "unique_dim": _unique(_first_dim),
-    "unique_consecutive": _unique(_third_dim),
-    "unique_dim_consecutive": _unique(_first_dim),
-    "repeat_interleave": Operator(_numel, _length, _repeat_made, None),
+    "masked_select": Operator(_selected, _length, lambda rows, values, _mask: values.new_empty((rows,)), _selected),
+    "_unique": _unique(lambda *_, **__: None, num_outputs=2),
+    "_unique2": _unique(lambda *_, **__: None),
+    "unique_dim": _unique(lambda dim, *_, **__: dim),
+    "unique_consecutive": _unique(lambda _inverse=False, _counts=False, dim=None, **_: dim),
+    "unique_dim_consecutive": _unique(lambda dim, *_, **__: dim),
+    "repeat_interleave": Operator(_numel, _length, lambda rows, counts, **_: counts.new_empty((rows,)), None),
     "bincount": Operator(_numel, _length, _bincount_made, None, grows=False),
-    "_ctc_loss": Operator(_numel, _ctc_width, _ctc_made, _ctc_columns, grows=False),
+    "_ctc_loss": Operator(_numel, lambda outputs, *_, **__: outputs[1].size(-1), _ctc_made, _ctc_columns, grows=False),
 }
 
 OPERATORS: Mapping[Any, Operator] = {

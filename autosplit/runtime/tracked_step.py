@@ -20,7 +20,6 @@ from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
-from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
@@ -120,7 +119,9 @@ def run_placed(
                 found_bytes = tracker.live_bytes[0]
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
-                    _hold(models, shape.splits[0], held)
+                    for wrapper in models.modules if any(shape.splits[0][1:]) else ():
+                        assert isinstance(wrapper, BalancedDataParallel)
+                        wrapper.hold_gradients(shape.splits[0], held)
                 # Only one micro-step of an accumulating step may run here. Doubling the total weights its loss
                 # accordingly.
                 total = 2 * sum(sizes) if shape.accumulates else None
@@ -215,13 +216,6 @@ def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
     if tracker.left_on(0):
         gc.collect()  # tensors that only a reference cycle keeps are not left behind
     return tracker.left_on(0)
-
-
-def _hold(models: Models, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
-    """Keep replicas with gradients if the split uses devices after the first."""
-    for wrapper in models.modules if any(split[1:]) else []:
-        assert isinstance(wrapper, BalancedDataParallel)
-        wrapper.hold_gradients(split, held)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def masks_of_real_tensors(sample_batch: Any) -> Iterator[None]:
     """
     module = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
-    if module is None or find is None or _has_packed(find, sample_batch):
+    given = sample_batch.get("position_ids") if isinstance(sample_batch, Mapping) else None
+    if module is None or find is None or (isinstance(given, Tensor) and find(given) is not None):
         yield
         return
     module.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[attr-defined]  # noqa: ARG005
@@ -28,8 +29,3 @@ def masks_of_real_tensors(sample_batch: Any) -> Iterator[None]:
         yield
     finally:
         module.find_packed_sequence_indices = find  # type: ignore[attr-defined]
-
-
-def _has_packed(find: Any, sample_batch: Any) -> bool:
-    given = sample_batch.get("position_ids") if isinstance(sample_batch, Mapping) else None
-    return isinstance(given, Tensor) and find(given) is not None

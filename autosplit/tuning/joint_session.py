@@ -13,7 +13,8 @@ from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
-from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
+from autosplit.probe.stopwatch import timed_sizes
 from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
@@ -207,15 +208,15 @@ def _ceiling(
 ) -> tuple[Ceiling, tuple[TimedSize, ...]]:
     """Find this rank's ceiling, unless a search that was killed has left it. On a plain CPU, return its times, too."""
     prober, known = worker.prober, left[worker.peers.rank]
-    if worker.on_plain_cpu:
-        curve, ceiling = prober.until_it_stops_paying(needed, "rank")
-        return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
+    if prober.limited_by_time:
+        curve, found = ceiling_by_time(prober, needed, "rank")
+        return found, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
     if known is not None and known.capacity_bytes == prober.runtime.capacities_bytes[0]:
         return known, ()
-    ceiling = prober.ceiling(0, "rank", accumulates=accumulates)
-    if ceiling.batch_size == 0:
+    found = ceiling_of(prober, 0, "rank", accumulates=accumulates)
+    if found.batch_size == 0:
         raise does_not_fit(prober, 0)
-    return ceiling, ()
+    return found, ()
 
 
 def _measured(
@@ -223,14 +224,14 @@ def _measured(
 ) -> Measured:
     """Time this rank's device at a few sizes, and find its evaluation batch."""
     prober = worker.prober
-    ceiling, timed = found[worker.peers.rank]
+    own, timed = found[worker.peers.rank]
     if not timed:
-        timed = tuple(prober.timed_sizes(0, ceiling.batch_size, role="rank", budget_s=POINT_BUDGET_S))
+        timed = tuple(timed_sizes(prober, 0, own.batch_size, role="rank", budget_s=POINT_BUDGET_S))
     evaluation = evaluation_of(worker, 0, max_batch_size)
     return Measured(
-        ceiling,
+        own,
         timed,
-        0.0 if worker.on_plain_cpu else prober.update_seconds(),
+        0.0 if prober.limited_by_time else prober.update_seconds(),
         prober.least_batch(),  # runs the user's code
         prober.tracer.leaves_unused(),
         prober.counts.steps,

@@ -11,6 +11,7 @@ from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan
+from autosplit.probe.stopwatch import timed_sizes
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracked_step import bucket_bytes
@@ -202,7 +203,7 @@ class LoneSession(Session):
         label = self.request.devices[index].label
         for alone in (True, False) if role == "replica" else (True,):
             try:
-                timed = self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S, alone=alone)
+                timed = timed_sizes(self.prober, index, ceiling, role=role, budget_s=POINT_BUDGET_S, alone=alone)
             except OutOfMemoryError as error:
                 why = str(error)
                 continue
@@ -322,7 +323,7 @@ class LoneSession(Session):
 
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
         """Return the ranks' curves with the times at these batch sizes. A rank that cannot be timed keeps its curve."""
-        if self.runtime.shares_processor or self.worker.on_plain_cpu:
+        if self.runtime.shares_processor or self.prober.limited_by_time:
             return curves  # all ranks share one curve, and its sizes were measured
         timed = list(curves)
         for index, share in enumerate(shares):

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from autosplit.oom import DoesNotFitError
-from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit, predicted_ceiling
+from autosplit.probe.primary_memory import primary_fit, room_beside
 from autosplit.probe.request import Request
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
@@ -40,7 +41,6 @@ class MemoryBounds:
 
     def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
         self.request, self.prober, self.store = request, worker.prober, store
-        self.on_plain_cpu = worker.on_plain_cpu
         self.why_single = why_single(worker.workload)
         self.accumulates = accumulates(request, worker.workload)
         self.capacities_bytes = self.prober.runtime.capacities_bytes
@@ -78,11 +78,11 @@ class MemoryBounds:
 
     def _alone(self, role: Role) -> Ceiling:
         """Find device 0's ceiling if the other devices have no samples."""
-        if self.on_plain_cpu:
+        if self.prober.limited_by_time:
             # Without accumulation, all samples of a step must run at once, even if a smaller batch is as fast.
             needed = 0 if self.why_single is None else self.request.least_effective
-            self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
-            return replace(ceiling, role=role)
+            self.plain_cpu_curve, found = ceiling_by_time(self.prober, needed)
+            return replace(found, role=role)
         return self._ceiling(0, role, accumulates=role == "rank" and self.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
@@ -95,13 +95,13 @@ class MemoryBounds:
     def _ceiling(
         self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
     ) -> Ceiling:
-        """Find a ceiling, or take it from the storage of a search that was killed; see `Prober.ceiling`."""
+        """Find a ceiling, or take it from the storage of a search that was killed; see `ceiling_of`."""
         key = f"{index} {role} {elsewhere} {accumulates}"
         known = None if self.store is None else self.store.get(key, self.request.largest_batch)
         if known is not None and known.capacity_bytes == self.capacities_bytes[index]:
             self.recalled += 1
             return known
-        found = self.prober.ceiling(index, role, elsewhere=elsewhere, accumulates=accumulates, **near)
+        found = ceiling_of(self.prober, index, role, elsewhere=elsewhere, accumulates=accumulates, **near)
         if self.store is not None and not self.prober.out_of_time:
             self.store.put(key, found)
         return found
@@ -121,7 +121,7 @@ class MemoryBounds:
         """Find device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if self.primary_kept is None:
             self.primary_kept = alone = self._measured_primary
-            if alone.batch_size and not self.on_plain_cpu:
+            if alone.batch_size and not self.prober.limited_by_time:
                 self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
         return self.primary_kept
 
@@ -134,7 +134,7 @@ class MemoryBounds:
         """Return device 0's ceiling alone in a step of several micro-steps, by traces."""
         if alone == 0:
             return 0
-        return min(alone, self.prober.predicted_ceiling(0, "primary", accumulates=True, start=alone))
+        return min(alone, predicted_ceiling(self.prober, 0, "primary", accumulates=True, start=alone))
 
     # All devices in one step
 
@@ -189,7 +189,7 @@ class MemoryBounds:
     @property
     def _waits(self) -> bool:
         """Whether steps may have several micro-steps, and memory limits them."""
-        return self.accumulates and not self.on_plain_cpu
+        return self.accumulates and not self.prober.limited_by_time
 
     @property
     def _most_effective(self) -> int:
@@ -222,7 +222,7 @@ class MemoryBounds:
         for index, ceiling in enumerate(region.replica_ceilings, 1):
             kind = self.request.devices[index].name, self.capacities_bytes[index], ceiling
             if kind not in found:
-                found[kind] = self.prober.predicted_ceiling(index, "replica", accumulates=True, start=ceiling)
+                found[kind] = predicted_ceiling(self.prober, index, "replica", accumulates=True, start=ceiling)
             kept.append(min(ceiling, found[kind]))
         others = min(sum(kept), max(1, -(-self._most_effective // 2) - primary))  # two micro-steps, about evenly
         fit = self._plane(primary, others, accumulates=True)
@@ -245,18 +245,9 @@ class MemoryBounds:
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory. Memory that traces miss (workspaces, fragmentation) is added as a constant."""
-        line = self._measured_primary
-        fit = self.prober.primary_fit(share, others, accumulates=accumulates) if self.prober.has_traces else None
-        if self.prober.decides_by_steps:
-            sizes = tuple(max(1, ceiling.batch_size) for ceiling in self.replicas)
-            beside = proportional_split(others, sizes)
-            measured = self.prober.primary_fit_by_steps(fit, share, beside, accumulates=accumulates)
-            if measured is not None:
-                return measured
-        if fit is None:  # without traces, count every sample of the batch as if it were on device 0
-            return MemoryFit(line.fixed_bytes, line.bytes_per_sample, line.bytes_per_sample)
-        return replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(line))
+        """Fit device 0's memory with this many samples on it and on all other devices."""
+        beside = proportional_split(others, tuple(max(1, ceiling.batch_size) for ceiling in self.replicas))
+        return primary_fit(self.prober, self._measured_primary, share, beside, accumulates=accumulates)
 
     # Ceilings of a plan
 
@@ -272,7 +263,7 @@ class MemoryBounds:
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *beside)
         # Device 0 cannot gather that many outputs. Lower the other ceilings until the plan's own split fits.
-        room = self.prober.room_beside(best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
+        room = room_beside(self.prober, best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
         lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(beside, room, strict=True))
         return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
 

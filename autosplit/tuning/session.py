@@ -12,6 +12,7 @@ from autosplit.errors import AutosplitError, InputError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.probe.ceilings import ceiling_of
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_check import checks_for, not_checked
 from autosplit.probe.request import LARGEST_LOOKED_AT, Request
@@ -348,15 +349,8 @@ def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Cei
     prober = worker.prober
     if "eval" not in worker.workload.fits:
         return None
-    if worker.on_plain_cpu:
-        return prober.until_it_stops_paying(role="eval")[1]
-    bound = prober.max_batch_size
-    if prober.tracer.fake:  # the effective batch size is no limit
-        prober.max_batch_size = max_batch_size or LARGEST_LOOKED_AT
-    try:
-        return prober.ceiling(index, "eval")
-    finally:
-        prober.max_batch_size = bound
+    most = max_batch_size or LARGEST_LOOKED_AT  # the effective batch size is no limit
+    return ceiling_of(prober, index, "eval", most=most if prober.tracer.fake else None)
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:

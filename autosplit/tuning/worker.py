@@ -138,11 +138,6 @@ class Worker(AbstractContextManager["Worker"]):
         """The workload that is traced."""
         return self.followed.workload
 
-    @property
-    def on_plain_cpu(self) -> bool:
-        """Whether the device is a CPU without a memory budget, so that time limits its batch."""
-        return self.job.request.kind == "cpu" and not self.job.devices[0].budgeted
-
     # Called by the driver, in this order
 
     def prepare(self, variants: Sequence[Variant]) -> None:

@@ -42,7 +42,6 @@ __all__ = [
     "chunk",
     "doubt_of",
     "doubting",
-    "in_reverse",
     "is_list_of_samples",
     "leaves_of",
     "map_leaves",
@@ -126,13 +125,6 @@ def chunk(
     ]
 
 
-def in_reverse(tree: Any, size: int, dim: int = 0) -> Any:
-    """Return a batch with its samples in reverse order. `Whole` markers are kept."""
-    layout = Layout.of(tree, size, dim)
-    kept = map_leaves(lambda leaf: Whole(leaf) if isinstance(leaf, Whole) else leaf, tree)
-    return _map_samples(layout, kept, lambda tensor: tensor.flip(dim), lambda items: items[::-1])
-
-
 def placed_on(device: int, tree: Any) -> Any:
     """Move a batch to a device of the active placement, and remove its `Whole` markers."""
     placement = active_placement()
@@ -167,7 +159,6 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
             return repeated
         return repeated.contiguous(memory_format=layout)  # the memory format decides which kernels run
 
-    def repeat_items(items: list[Any]) -> list[Any]:
-        return [items[index % size] for index in range(n)]
-
-    return _map_samples(Layout.of(tree, size, dim), tree, repeat, repeat_items, *([Whole] if mark else []))
+    others = [Whole] if mark else []
+    layout = Layout.of(tree, size, dim)
+    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], *others)

@@ -32,7 +32,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     Args:
         loader: A DataLoader, or another iterable of batches.
         batches: Number of batches to draw.
-        dim: The batch dimension.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(

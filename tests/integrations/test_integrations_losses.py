@@ -32,7 +32,7 @@ from autosplit.errors import InputError
 from autosplit.integrations.accelerate import Accelerator
 from autosplit.integrations.lightning import Shares
 from autosplit.integrations.transformers import Trainer
-from autosplit.probe.loss_mean import UnevenLossWarning
+from autosplit.parallel.loss_graph import UnevenLossWarning
 
 EXACT = 1e-12
 pytestmark = pytest.mark.slow

@@ -37,8 +37,9 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.process_share import Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.parallel.loss_graph import UnevenLossWarning
 from autosplit.plan.other_model import OtherModelWarning
-from autosplit.probe.loss_mean import TOLERANCE, Samples, UnevenLossWarning, count_by, examine, warn_of_finding
+from autosplit.probe.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import RngState
 
 
@@ -303,7 +304,7 @@ class TestCounting:
             each = (batch["x"] * kept).sum(1)
             return float(each.sum() / kept.sum() if rule != "samples" else (each / kept.sum(1)).mean())
 
-        found, error, *_ = examine(loss, {"x": values, "labels": labels}, otherwise="labels")
+        found, error, *_ = examine_others(loss, {"x": values, "labels": labels}, otherwise="labels")
         assert error < 1e-9
         assert found == rule
 
@@ -311,16 +312,16 @@ class TestCounting:
         """No label is left of one that is shifted: that rule says nothing, and the others are asked all the same."""
         batch = {"x": torch.rand(4, 3), "labels": torch.tensor([0, 1, 2, 0])}
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
-        rule, error, *_ = examine(mean, batch, otherwise="labels")
+        rule, error, *_ = examine_others(mean, batch, otherwise="labels")
         assert (rule, error < 1e-6) == ("labels", True)
-        _, error, *_rest = examine(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
+        _, error, *_rest = examine_others(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
         assert error > TOLERANCE
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
         """Whatever could be counted, nothing is."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
-        rule, error, *_ = examine(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
+        rule, error, *_ = examine_others(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)
 
     @pytest.mark.parametrize(
@@ -332,12 +333,12 @@ class TestCounting:
         ],
     )
     def test_where_nothing_can_be_told_it_is_as_said(self, batch):
-        rule, error, *_ = examine(lambda rows: 1.0, batch, otherwise="labels")
+        rule, error, *_ = examine_others(lambda rows: 1.0, batch, otherwise="labels")
         assert (rule, math.isnan(error)) == ("labels", True)
 
     def test_a_loss_that_is_no_number_tells_nothing(self):
         batch = {"x": torch.zeros(3, 4), "labels": LABELS}
-        assert examine(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
+        assert examine_others(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
 
 
 class TestExamining:
@@ -347,7 +348,7 @@ class TestExamining:
     def test_class_weights_are_found_whichever_samples_share_a_class(self, labels):
         weights = torch.tensor([0.3, 2.7])
         batch = {"x": torch.randn(6, 2).requires_grad_(), "labels": torch.tensor(labels)}
-        finding = examine(
+        finding = examine_others(
             lambda rows: F.cross_entropy(rows["x"], rows["labels"], weight=weights), batch, otherwise="samples"
         )
         assert finding.rule == "cross entropy"
@@ -359,7 +360,7 @@ class TestExamining:
         """They are detached numbers; no pair of one class shows them, the others do."""
         batch = {"x": torch.rand(6), "labels": torch.tensor(labels)}
         weigh = lambda rows: 0.3 + 2.4 * rows["labels"]
-        finding = examine(
+        finding = examine_others(
             lambda rows: float((rows["x"] * weigh(rows)).sum() / weigh(rows).sum()), batch, otherwise="samples"
         )
         assert finding.error > TOLERANCE
@@ -368,7 +369,7 @@ class TestExamining:
 
     def test_another_ignored_label_is_counted_in_any_batch(self):
         batch = (torch.randn(4, 3).requires_grad_(), torch.tensor([0, 255, 2, 1]))
-        finding = examine(lambda rows: F.cross_entropy(*rows, ignore_index=255), batch, otherwise="samples")
+        finding = examine_others(lambda rows: F.cross_entropy(*rows, ignore_index=255), batch, otherwise="samples")
         assert finding.counts((batch[0], torch.tensor([255, 255, 0, 1]))) == 2
 
     def test_ragged_samples_are_collated_instead_of_cut(self):
@@ -384,7 +385,7 @@ class TestExamining:
             pairs = zip(rows["x"], rows["labels"], strict=True)
             return sum(((x - one["boxes"]) ** 2).mean() for x, one in pairs) / len(rows["x"])
 
-        finding = examine(loss, Samples.in_data_set(data, collate), otherwise="labels")
+        finding = examine_others(loss, Samples.in_data_set(data, collate), otherwise="labels")
         assert (finding.rule, finding.error < 1e-6) == ("samples", True)
         assert count_by("samples", collate([dict(one) for one in data[:3]]), 3) == 3
         assert all("boxes" in one for one in data)
@@ -420,7 +421,7 @@ class TestExamining:
     )
     def test_what_could_not_be_examined_is_warned_of(self, batch, loss, why):
         torch.manual_seed(0)
-        finding = examine(loss, batch, otherwise="samples")
+        finding = examine_others(loss, batch, otherwise="samples")
         assert math.isnan(finding.error)
         with pytest.warns(UnevenLossWarning, match=rf"(?i)Could not examine which.*{why}(?s:.*)Pass count= to Shares"):
             warn_of_finding(finding, where="Shares")

@@ -9,13 +9,13 @@ import torch
 from marks import for_release, slow
 from noted import kinds
 from raised import raises
-from torch import nn
-from workloads import ALL, branching, cnn, mlp, net, small, without_fakes
+from workloads import ALL, branching, cnn, mlp, small, without_fakes
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.probe import stopwatch
+from autosplit.probe import ceilings
+from autosplit.probe.ceilings import ceiling_of
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
 from autosplit.runtime.cpu import CpuRuntime
@@ -109,7 +109,7 @@ class TestLimits:
         assert (found.batch_size, found.limited_by) == (5, "max_batch_size")
 
     def test_a_plain_cpu_is_limited_by_time(self, monkeypatch):
-        monkeypatch.setattr(stopwatch, "KNEE_GAIN", 10.0)  # no doubling gains as much
+        monkeypatch.setattr(ceilings, "KNEE_GAIN", 10.0)  # no doubling gains as much
         found = find_ceiling(mlp(), "cpu")
         assert found.limited_by == "time"
         assert found.confirmed
@@ -168,7 +168,7 @@ class TestOffTheTrace:
     def test_a_constant_beyond_the_trace_costs_no_failure(self, tracer):
         """A CUDA context's workspaces, fragmentation: small real steps show it before the ceiling is tried."""
         runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 30 * KIB)
-        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
         assert found.ooms == 0
         assert found.batch_size < 300
         runtime.peaks(StepShape(((found.batch_size,),)))
@@ -179,7 +179,7 @@ class TestOffTheTrace:
     def test_a_slope_beside_the_trace_is_followed(self, tracer, share):
         per_sample = capacity_for(tracer, 301) - capacity_for(tracer, 300)
         runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: int(share * per_sample * n))
-        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
         assert found.ooms == 0
         assert found.steps <= 5
         runtime.peaks(StepShape(((found.batch_size,),)))
@@ -188,14 +188,14 @@ class TestOffTheTrace:
 
     def test_a_step_that_only_bends_late_costs_one_failure(self, tracer):
         runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 400 * max(0, n - 200))
-        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
         assert found.ooms <= 1
         runtime.peaks(StepShape(((found.batch_size,),)))
         with pytest.raises(OutOfMemoryError):
             runtime.peaks(StepShape(((found.batch_size + 1,),)))
 
     def test_the_points_say_what_ran(self, tracer):
-        found = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096).ceiling(0, "primary")
+        found = ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096), 0, "primary")
         ran = {n: nbytes for n, nbytes, real in found.points if real}
         assert ran[found.batch_size] == found.peak_bytes
         assert len(ran) == found.steps - 1, "the optimizer's state appeared in one more"
@@ -211,14 +211,14 @@ class TestKernelLimits:
 
     def test_end_the_search_and_are_no_lack_of_memory(self, tracer):
         runtime = StandIn(tracer, [capacity_for(tracer, 300)], fails=self.limited)
-        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
         assert (found.limited_by, found.ooms, found.confirmed) == ("kernel", 0, True)
         assert 30 <= found.batch_size <= 37
 
     def test_another_error_passes(self, tracer):
         fails = lambda n: RuntimeError("illegal memory access") if n > 37 else None
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            Prober(StandIn(tracer, [capacity_for(tracer, 300)], fails=fails), tracer, 4096).ceiling(0, "primary")
+            ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)], fails=fails), tracer, 4096), 0, "primary")
 
 
 class TestEqualDevices:
@@ -226,7 +226,7 @@ class TestEqualDevices:
         capacity = capacity_for(tracer, 300)
         runtime = StandIn(tracer, [capacity] * 3)
         prober = Prober(runtime, tracer, 4096)
-        found = [prober.ceiling(index, "rank") for index in range(3)]
+        found = [ceiling_of(prober, index, "rank") for index in range(3)]
         assert [ceiling.batch_size for ceiling in found] == [found[0].batch_size] * 3
         assert [ceiling.steps for ceiling in found] == [3, 1, 1]
         assert all(ceiling.confirmed for ceiling in found)
@@ -235,16 +235,16 @@ class TestEqualDevices:
         capacity = capacity_for(tracer, 300)
         runtime = StandIn(tracer, [capacity] * 2)
         prober = Prober(runtime, tracer, 4096)
-        first = prober.ceiling(0, "rank")
+        first = ceiling_of(prober, 0, "rank")
         runtime.offset = lambda n: 20 * KIB
-        second = prober.ceiling(1, "rank")
+        second = ceiling_of(prober, 1, "rank")
         assert 0 < second.batch_size < first.batch_size
         assert second.ooms == 1
 
     def test_others_are_not_taken_for_equal(self, tracer):
         runtime = StandIn(tracer, [capacity_for(tracer, 300), capacity_for(tracer, 260)])
         prober = Prober(runtime, tracer, 4096)
-        assert [prober.ceiling(index, "rank").steps for index in range(2)] == [3, 2]
+        assert [ceiling_of(prober, index, "rank").steps for index in range(2)] == [3, 2]
 
 
 class TestUnfakeable:
@@ -281,8 +281,3 @@ class TestErrors:
 def test_isolated():
     here = find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64)
     assert find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64, isolate=True) == here
-
-
-def test_what_is_isolated_must_be_picklable():
-    with raises(InputError, "workload-not-picklable"):
-        find_ceiling(small(nn.Sequential(net(), nn.Identity()), loss_fn=lambda x, y: x.mean()), "cpu", isolate=True)

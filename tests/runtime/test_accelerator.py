@@ -24,6 +24,7 @@ from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.probe import primary_memory
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
 from autosplit.runtime import accelerator
@@ -196,7 +197,8 @@ def test_device_0s_plane_has_the_slope_of_real_steps():
             return StepMemory(held, held, 3)
 
     prober = Prober(Twins(), tracer, 10_000)
-    fit = prober.primary_fit_by_steps(prober.primary_fit(256, 256, accumulates=False), 256, (256,), accumulates=False)
+    by_traces = primary_memory._fit_by_traces(prober, 256, 256, accumulates=False)
+    fit = primary_memory.fit_by_steps(prober, by_traces, 256, (256,), accumulates=False)
     for split in ((64, 200), (200, 64), (256, 256)):
         real = prober.runtime.memory(StepShape((split,))).allocated_bytes[0]
         assert fit.peak_bytes(split[0], sum(split)) == pytest.approx(real, rel=0.03)

@@ -163,11 +163,6 @@ def test_a_spoiled_pipe_is_a_death(child, errand, cause):
 # The start
 
 
-def test_what_can_not_be_pickled_is_refused():
-    with raises(InputError, "workload-not-picklable"):
-        Child(lambda: 3)
-
-
 def test_what_can_not_be_loaded_there_is_refused(make):
     with raises(InputError, "workload-not-unpicklable"):
         make(partial(Errand, OnlyHere())).call("has")

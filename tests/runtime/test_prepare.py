@@ -21,9 +21,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime import accelerator, prepare
-from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.prepare import Followed, build, follow, runtime_for, workload_source
-from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.prepare import Followed, build, follow, workload_source
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -144,13 +142,6 @@ def test_what_can_not_be_followed_is_not_built_where_it_would_fill_this_machine(
         staged(picky, SIM, closing)
 
 
-def test_runtimes_by_kind():
-    with ExitStack() as closing:
-        for devices, kind in ((SIM, SimulatedRuntime), (CPU, CpuRuntime)):
-            capacities = tuple(device.capacity_bytes for device in devices)
-            assert isinstance(runtime_for(devices, capacities, staged(small(), devices, closing), closing), kind)
-
-
 @pytest.mark.parametrize("devices", [SIM, CPU])
 def test_a_borrowed_model_is_given_back_when_all_is_closed(devices):
     model = Uncopyable()
@@ -176,12 +167,6 @@ def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
     with ExitStack() as closing, pytest.raises((UserCodeError, KeyboardInterrupt)):
         staged(workload, CPU, closing)
     assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
-
-
-def test_a_source_is_what_it_was_given():
-    workload = small()
-    assert workload_source(workload, None, {"precision": None}) is workload
-    assert workload_source(small, None, {}) is small
 
 
 def test_a_model_with_its_batch_becomes_a_workload():

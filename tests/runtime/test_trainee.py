@@ -10,7 +10,7 @@ import pytest
 import torch
 from raised import raises
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import small
 
@@ -21,7 +21,7 @@ from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
-from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
+from autosplit.runtime.tracked_step import bucket_bytes, run_placed
 from autosplit.workload.batch import Whole, tensors_of
 from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
@@ -477,16 +477,6 @@ class TestFakes:
         trainee = training_copy(Workload(model, torch.randn(2, 4)), mode=fake_mode())
         assert trainee.models.given[1].weight is trainee.models.given[0].weight
 
-    def test_make_batch(self, mode):
-        given = Workload(net(), torch.randn(6, 4), make_batch=lambda n: torch.zeros(n, 4))
-        run(training_copy(given, mode=mode), (2, 4))
-
-    def test_two_fakes_of_one_workload_do_not_meet(self):
-        given = workload()
-        modes = [FakeTensorMode(allow_non_fake_inputs=True) for _ in range(2)]
-        trainees = [training_copy(given, mode=mode) for mode in modes]
-        assert run(trainees[0], (2, 4)) == run(trainees[1], (2, 4))
-
 
 class Masked(nn.Module):
     """Attention over as many tokens as there may be samples."""
@@ -509,11 +499,6 @@ def test_a_mask_is_not_split_where_the_batch_is_as_large_as_it(mark, mode):
     trainee = training_copy(given, mode=mode)
     for split in ((2, 3), (2, 4), (3, 4)):
         run(trainee, split)
-
-
-def test_wrapper_for_follows_the_reduction():
-    assert wrapper_for(workload(), (1, 2))(net()).reduce == "samples"
-    assert wrapper_for(workload(loss_reduction="sum"), (1, 2))(net()).reduce == "sum"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -28,7 +28,6 @@ from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeEr
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.plan import Plan
-from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
@@ -1142,7 +1141,7 @@ class TestErrors:
         with pytest.raises(TuningInterrupted):
             quick(small(), SIM, progress=stop, **options)
         with monkeypatch.context() as patched:
-            patched.setattr(Prober, "_by_traces", lambda *_: pytest.fail("measured again"))
+            patched.setattr(memory_bounds, "ceiling_of", lambda *_, **__: pytest.fail("measured again"))
             patched.setattr(memory_bounds.MemoryBounds, "of_plan", lambda self, *_: (self.primary, *self.replicas))
             resumed = quick(small(), SIM, **options)
         assert "ceilings-from-storage" in kinds(resumed.notes)

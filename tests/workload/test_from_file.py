@@ -141,32 +141,22 @@ def test_a_module_is_imported_from_the_current_folder(write, tmp_path, monkeypat
 # What can't be loaded
 
 
-def test_a_missing_file_names_the_nearest(write, tmp_path):
-    write("", "char_gpt.py")
-    write("", "other.py")
-    with raises(InputError, "workload-file-missing"):
-        load_workload(str(tmp_path / "chargpt.py"))
-
-
-def test_a_missing_folder(tmp_path):
-    with raises(InputError, "workload-folder-missing"):
-        load_workload(str(tmp_path / "none" / "train.py"))
-
-
-def test_an_empty_folder(tmp_path):
-    with raises(InputError, "workload-file-missing"):
-        load_workload(str(tmp_path / "train.py"))
-
-
-def test_a_folder(write, tmp_path):
-    write("", "train.py")
-    with raises(InputError, "workload-file-is-folder"):
-        load_workload(str(tmp_path))
-
-
-def test_a_file_that_is_not_python(write):
-    with raises(InputError, "workload-file-type"):
-        load_workload(write("", "train.txt"))
+@pytest.mark.parametrize(
+    ("name", "code", "near"),
+    [
+        ("chargpt.py", "workload-file-missing", "has char_gpt.py"),
+        ("exmples/train.py", "workload-folder-missing", "Did you mean"),
+        ("none/at_all.py", "workload-folder-missing", "Check the path"),
+        ("examples", "workload-file-is-folder", "has train.py"),
+        ("notes.txt", "workload-file-type", "has char_gpt.py"),
+    ],
+)
+def test_a_path_that_is_no_python_file_is_answered_with_the_nearest(write, tmp_path, name, code, near):
+    for file in ("char_gpt.py", "notes.txt", "examples/train.py"):
+        write("", file)
+    with raises(InputError, code) as caught:
+        load_workload(str(tmp_path / name))
+    assert near in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "my-name", "3"])
@@ -255,11 +245,3 @@ def test_ctrl_c_passes(write):
 def test_our_own_errors_pass(write):
     with pytest.raises(WorkloadError):
         load_workload(write(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), None)"))
-
-
-def test_a_mistyped_folder_is_answered_with_the_one_that_is_there(tmp_path, monkeypatch):
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    with raises(InputError, "workload-folder-missing"):
-        load_workload("exmples/train.py")

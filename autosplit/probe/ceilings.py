@@ -1,0 +1,321 @@
+"""Find the number of samples that fit on each device.
+
+A ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size. On
+accelerators a real step costs less than a trace. There a few real steps decide, and traces choose the first size. For
+simulated GPUs the trace decides. On a CPU without a budget, time is the limit, and the batch grows until it stops
+paying off. The search never doubles the batch until it runs out of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autosplit.errors import UserCodeError, one_line
+from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError, is_kernel_limit
+from autosplit.probe.prober import Prober, named_steps
+from autosplit.probe.wall_search import WallSearch
+from autosplit.runtime.model_copy import bytes_on_accelerators
+from autosplit.runtime.protocol import StepShape
+from autosplit.solve.memory import Ceiling, Limit, Role, largest_fitting
+from autosplit.solve.step_time import TimeCurve
+from autosplit.text import size_text
+
+_log = logging.getLogger(__name__)
+
+KNEE_GAIN = 0.03
+"""Least gain in throughput by doubling the batch on a plain CPU. The search ends after two smaller gains in a row."""
+
+LONGEST_STEP_S = 2.0
+"""Longest step on a plain CPU. After a longer step, no larger batch is tried."""
+
+DOUBLING_BUDGET_S = 0.5
+"""Seconds after which a batch on a plain CPU is not repeated again."""
+
+
+def ceiling_of(
+    prober: Prober,
+    index: int,
+    role: Role,
+    *,
+    elsewhere: tuple[int, ...] = (),
+    accumulates: bool = False,
+    start: int | None = None,
+    most: int | None = None,
+) -> Ceiling:
+    """Find the ceiling of one device in one role.
+
+    Args:
+        prober: Runs and predicts the steps.
+        index: Position of the device.
+        role: Role of the device. Only device 0 may be ``primary``.
+        elsewhere: For ``primary``, the samples of the other devices in the same step. Default: none.
+        accumulates: Whether a step has several micro-steps, so that gradients are in memory throughout the second.
+        start: The first size to try. Default: the sample batch's size.
+        most: The largest size to try. Default: the prober's `max_batch_size`.
+    """
+    if prober.limited_by_time:
+        return ceiling_by_time(prober, role=role)[1]
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    prober.report(f"probing device {index + 1} of {len(prober.runtime.devices)}: {device.label} as {role}")
+    most = most or prober.max_batch_size
+    start = min(max(prober.least_batch(), start or prober.tracer.workload.sample_batch_size), most)
+    steps, ooms = prober.counts.steps, prober.counts.ooms
+    traces = _Traces(prober, index, prober.shapes(index, role, elsewhere, accumulates))
+    found = 0 if prober.decides_by_steps else traces.largest(start, most)
+    predict: Callable[[int], float] = traces
+    corrected, ran = predict, dict[int, int]()
+    limit: Limit = "memory"
+    if prober.decides_by_steps or (found and not prober.runtime.simulated):
+        search, limit = _by_steps(traces, role, found or start, most)
+        found, corrected, ran = search.found, search.corrected, search.allocated
+        predict = corrected if prober.decides_by_steps else traces
+    if limit == "memory" and found >= most:
+        limit = "max_batch_size"
+    elif limit == "memory" and prober.out_of_time and corrected(found + 1) <= capacity_bytes:
+        limit = "time"
+    known = ran if prober.decides_by_steps else {**traces.known, **ran}
+    return _made(
+        *(prober, index, role, found, limit, predict),
+        peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
+        steps=prober.counts.steps - steps,
+        ooms=prober.counts.ooms - ooms,
+        confirmed=found > 0 and not prober.runtime.simulated,
+        points=tuple((n, known[n], n in ran) for n in sorted(known)),
+    )
+
+
+def predicted_ceiling(prober: Prober, index: int, role: Role, *, accumulates: bool, start: int) -> int:
+    """Return a ceiling by traces alone, or 0 if not even one sample fits. Without traces, return `start`."""
+    if not prober.has_traces:
+        return start  # trials will show
+    traces = _Traces(prober, index, prober.shapes(index, role, (), accumulates))
+    return traces.largest(max(1, start), prober.max_batch_size)
+
+
+def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
+    """Time growing batches on a plain CPU, where memory is predicted and never filled.
+
+    The batch doubles until two doublings in a row gain less than `KNEE_GAIN`, or a step takes longer than
+    `LONGEST_STEP_S`. It also stops if the next batch would not fit, or if the time is up. If a model fails with few
+    samples, begin with the sample batch's size.
+
+    Args:
+        prober: Runs and predicts the steps.
+        needed: Samples that must run at once, even if they do not pay off.
+    """
+    most, steps = prober.max_batch_size, prober.counts.steps
+    points: list[tuple[int, float]] = []
+    n = prober.least_batch()
+    if n > most:
+        raise does_not_fit(prober, 0)
+    shape_of = prober.shapes(0, role, (), False)
+    sample = min(prober.tracer.workload.sample_batch_size, most)
+    while True:
+        try:
+            peak_bytes = prober.traced(shape_of(n))[0]
+        except UserCodeError:
+            if points or n >= sample:
+                raise
+            n = sample  # this size runs
+            continue
+        if peak_bytes > prober.runtime.capacities_bytes[0]:
+            limit: Limit = "memory"
+            break
+        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.runtime.devices[0].label}")
+        measured = prober.measured(shape_of(n), budget_s=DOUBLING_BUDGET_S)
+        points.append((n, max(1e-9, measured.seconds - measured.update_s)))
+        is_enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or prober.out_of_time
+        if n == most or (is_enough and n >= needed):
+            limit = "max_batch_size" if n == most else "time"
+            break
+        n = min(2 * n, most)
+    if not points:
+        raise does_not_fit(prober, 0)
+    traced = {size: prober.traced(shape_of(size))[0] for size, _ in points}
+    return TimeCurve.of(points), _made(
+        *(prober, 0, role, points[-1][0], limit, lambda size: prober.traced(shape_of(size))[0]),
+        peak_bytes=traced[points[-1][0]],
+        steps=prober.counts.steps - steps,
+        confirmed=True,
+        points=tuple((size, nbytes, False) for size, nbytes in sorted(traced.items())),
+    )
+
+
+def _stops_paying(points: list[tuple[int, float]]) -> bool:
+    """Return whether two doublings in a row gained too little. One small gain may be noise."""
+    rates = [n / seconds for n, seconds in points]
+    return len(rates) > 2 and max(rates[-2:]) < (1 + KNEE_GAIN) * max(rates[:-2])
+
+
+def _made(
+    prober: Prober,
+    index: int,
+    role: Role,
+    found: int,
+    limit: Limit,
+    predict: Callable[[int], float],
+    *,
+    peak_bytes: int,
+    steps: int,
+    confirmed: bool,
+    points: tuple[tuple[int, int, bool], ...],
+    ooms: int = 0,
+) -> Ceiling:
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    fixed_bytes, bytes_per_sample = prober.line(predict, found)
+    _log.info(
+        "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
+        *(device.label, role, found, limit, "a step of it ran" if confirmed else "by traces"),
+        *(size_text(peak_bytes), size_text(capacity_bytes)),
+    )
+    return Ceiling(
+        device=device.label,
+        role=role,
+        batch_size=found,
+        limited_by=limit,
+        fixed_bytes=fixed_bytes,
+        bytes_per_sample=bytes_per_sample,
+        peak_bytes=peak_bytes,
+        capacity_bytes=capacity_bytes,
+        steps=steps,
+        ooms=ooms,
+        confirmed=confirmed,
+        points=points,
+    )
+
+
+@dataclass
+class _Traces:
+    """The memory of one device in one kind of step, by traces.
+
+    Attributes:
+        prober: Traces the steps.
+        index: Position of the device.
+        shape_of: Make the step with n samples on the device.
+        known: Predicted bytes by number of samples.
+    """
+
+    prober: Prober
+    index: int
+    shape_of: Callable[[int], StepShape]
+    known: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, n: int) -> int:
+        n = max(n, self.prober.least_batch())  # a smaller batch can't be traced
+        if n not in self.known:
+            self.known[n] = self.prober.traced(self.shape_of(n))[self.index]
+        return self.known[n]
+
+    def largest(self, start: int, most: int) -> int:
+        """Return the largest size that fits, or 0. Trace it, and search again if its prediction was wrong."""
+        least, capacity_bytes = self.prober.least_batch(), self.prober.runtime.capacities_bytes[self.index]
+        while True:
+            found = largest_fitting(self, capacity_bytes, least=0, most=most, start=start)
+            if self.prober.foretold(self.shape_of(max(found, least))):
+                return 0 if found < least else found
+            self.known.clear()
+
+
+def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallSearch, Limit]:
+    """Find a ceiling by real steps.
+
+    On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact.
+    """
+    prober, index, least = traces.prober, traces.index, traces.prober.least_batch()
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    # Equal devices in equal steps have equal ceilings.
+    kind = device.name, capacity_bytes, role, len(traces.shape_of(2).splits)
+    place, equal = prober.found_on.get(kind, (index, 0))
+    counted = not prober.decides_by_steps
+    limit: Limit = "memory"
+    search = WallSearch(
+        traces if prober.has_traces else None,
+        capacity_bytes,
+        least,
+        most,
+        start=max(start, least),
+        # Traces with real tensors were already such steps, so no smaller step is needed first.
+        known=(equal if place != index else 0) or (start if counted and not prober.tracer.fake else 0),
+        counted=counted,
+    )
+    n = search.next() if most >= least else None
+    while n is not None:
+        before, shape = prober.counts.steps, traces.shape_of(n)
+        try:
+            with named_steps(shape):
+                peak_bytes = prober.peaks(shape)[index]
+        except OutOfMemoryError as error:
+            prober.counts.ooms += 1
+            search.ran_out(n, blind=isinstance(error, StepLostError))
+            _log.info("ran %s: out of memory (%s)", shape, error)
+        except RuntimeError as error:
+            if not is_kernel_limit(error):
+                raise
+            limit = "kernel"
+            search.ran_out(n, blind=True)
+            _log.info("ran %s: too large for a kernel (%s)", shape, one_line(error))
+        else:
+            memory = prober.memories.get(shape)
+            reserved_bytes = peak_bytes if memory is None else memory.reserved_bytes[index]
+            search.ran(n, peak_bytes, reserved_bytes, prober.counts.steps - before)
+            _log.info("ran %s: %s on %s", shape, size_text(peak_bytes), device.label)
+        if prober.out_of_time and search.found:
+            break
+        n = search.next()
+        if n is None and prober.exact and search.found < most and search.failed != search.found + 1:
+            n = search.found + 1  # add one sample at a time until a step fails
+    prober.found_on[kind] = index, search.found
+    return search, limit
+
+
+def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
+    """Return the error for a device on which not even one sample fits, with the bytes needed and available."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    least = prober.least_batch()
+    held = bytes_on_accelerators(prober.tracer.workload).items()
+    needed_bytes = sum(nbytes for place, nbytes in held if (place.type, place.index) == (device.kind, device.index))
+    if needed_bytes:
+        message = (
+            f"A copy of the model does not fit {device.label} ({device.name}) at batch {least}. The model is "
+            f"there already and takes {needed_bytes} of the {capacity_bytes} bytes allowed. Tune it on the CPU "
+            "(model.cpu()), and move it afterwards."
+        )
+    elif prober.max_batch_size < least:
+        return DoesNotFitError(
+            f"A batch of {prober.max_batch_size} is the largest allowed, but BatchNorm trains on at least {least}. "
+            f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
+            code="batchnorm-least-samples",
+        )
+    else:
+        needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
+        message = _why_not(prober, index, needed_bytes)
+    return DoesNotFitError(
+        message,
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed_bytes,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
+    """Return the reason why the smallest step did not run. `needed_bytes` is the prediction of its trace."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    where = f"{device.label} ({device.name})"
+    fits = needed_bytes <= capacity_bytes
+    lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # only an isolated runtime has notes
+    if fits and (lost or prober.out_of_time):
+        return (
+            f"No step of the workload finished on {where}: {'; '.join(lost).rstrip('.') or 'the time limit was over'}. "
+            f"By its trace the smallest step takes {needed_bytes} bytes, and {capacity_bytes} are allowed. "
+            f"{'Run one step by itself to see why.' if lost else 'Raise time_limit_s.'}"
+        )
+    needs = f"it needs {needed_bytes} bytes ({size_text(needed_bytes)})"
+    if fits:
+        needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
+    return (
+        f"The workload does not fit {where} at batch {prober.least_batch()}: {needs} and may hold {capacity_bytes} "
+        f"({size_text(capacity_bytes)}). Use a smaller model, a lower precision, or a larger device."
+    )
