@@ -19,12 +19,12 @@ class Problem:
     """A problem of the machine, with a fix.
 
     Attributes:
-        problem: The problem.
-        cure: How to fix it.
+        problem: The problem. The message of an error also has the next step.
+        cure: How to fix it. Empty if `problem` has it.
     """
 
     problem: str
-    cure: str
+    cure: str = ""
 
 
 @dataclass(frozen=True)

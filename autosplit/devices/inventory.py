@@ -42,6 +42,7 @@ class DeviceReport:
         visible: Whether this process can use it.
         notes: Special properties, and values that could not be read.
         kind: Torch's name for the device type: ``"cuda"``, ``"xpu"``.
+        unsupported: Why the installed torch cannot use the GPU, with the next step. None if it can.
     """
 
     logical_index: int | None
@@ -57,6 +58,7 @@ class DeviceReport:
     visible: bool
     notes: tuple[str, ...] = ()
     kind: str = "cuda"
+    unsupported: str | None = None
 
 
 @dataclass
@@ -77,6 +79,7 @@ class _Gpu:
     utilization_percent: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
+    unsupported: str | None = None
 
 
 def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
@@ -119,8 +122,8 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
             gpu.mig = is_mig(gpu.name)
             if found.kind == "cuda":
                 gpu.pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-                problem = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
-                gpu.notes.extend([problem] if problem else [])
+                gpu.unsupported = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
+                gpu.notes.extend([gpu.unsupported] if gpu.unsupported else [])
         gpus.append(gpu)
     if mig_count(gpu.name for gpu in gpus) > 1:
         notes.append(

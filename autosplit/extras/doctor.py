@@ -9,7 +9,6 @@ model         a small model, tuned and then trained with the plan: predicted and
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -72,7 +71,7 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
     found = _devices_for(devices, problems)
     nvml, why_no_nvml = started_nvml() if found[0].kind == "cuda" else (None, "")
     if why_no_nvml:
-        problems.append(Problem(*_halves(why_no_nvml, "install nvidia-ml-py and the driver of the GPUs")))
+        problems.append(Problem(why_no_nvml, "Install nvidia-ml-py and the driver of the GPUs."))
     places = [torch.device(one.kind, one.index) if is_accelerator(one.kind) else torch.device("cpu") for one in found]
     cards = []
     for device, place in zip(found, places, strict=True):
@@ -112,7 +111,7 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
     except DeviceError as error:
         if spec is not None:
             raise
-        problems.append(Problem(*_halves(str(error), "see the message")))
+        problems.append(Problem(str(error)))
         found = parse_devices(WITHOUT_GPU)
     if spec is None and found[0].kind == "cpu" and not found[0].budgeted:
         found = parse_devices(WITHOUT_GPU)
@@ -125,18 +124,12 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
     return found
 
 
-def _halves(text: str, cure: str) -> tuple[str, str]:
-    """Split a message before its last sentence or semicolon into problem and cure."""
-    found = re.fullmatch(r"(.+)(?:; |\. )(.+?)\.?", text, re.DOTALL)
-    return (found[1], found[2]) if found else (text, cure)
-
-
 def _problems_of(report: DeviceReport) -> list[Problem]:
     """Return the problems in a GPU's inventory entry, with their cures."""
     if not report.visible:
         return []
     name = f"{report.kind}:{report.logical_index}"
-    found = [Problem(*_halves(f"{name}: {note}", "")) for note in report.notes if "; " in note]
+    found = [Problem(f"{name}: {report.unsupported}")] if report.unsupported else []
     total, others = report.total_bytes, report.used_by_others_bytes
     if total and others and others > total / 20:
         what = f"{name}: other processes use {size_text(others)} of {size_text(total)}"
@@ -233,7 +226,7 @@ def _copy_of(source: torch.device, destination: torch.device, problems: list[Pro
         check_links((source, destination))
     except DeviceError as error:
         arrives = False
-        problems.append(Problem(*_halves(str(error), "")))
+        problems.append(Problem(str(error)))
     else:
         arrives = True
     rate = rates.copy_bytes_per_s(source, destination) / 1e9

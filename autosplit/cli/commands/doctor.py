@@ -74,7 +74,7 @@ def _print(found: Examination, console: Console) -> None:
     if not found.problems:
         print_bullets([f"nothing is wrong; this took {found.took_s:.0f} s"], console)
     for one in found.problems:
-        print_plain(pairs_table([("wrong", one.problem), ("cure", one.cure or "-")]), console)
+        print_plain(pairs_table([("problem", one.problem), *([("fix", one.cure)] if one.cure else [])]), console)
 
 
 def _card_table(found: Examination) -> Table:
