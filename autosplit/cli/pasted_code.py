@@ -96,7 +96,8 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
     if any(check.count for check in of_loss) and not count:
         yield "# The plan's count of a batch is left out, because autosplit did not write it. Run autosplit check."
-    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("Split: "))
+    # `count` corrects the accumulation. The advice also has what corrects the split, if the split is wrong, too.
+    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.split_error)
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
     yield f"for step in {of}.steps(loader{count}{device and f', device={device}'}):"
