@@ -1,4 +1,4 @@
-"""What a benchmark's answer says of its run, and where it goes."""
+"""Describe a benchmark's run, and write its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_this_run() -> dict[str, Any]:
 
 
 def put(answer: dict[str, Any]) -> None:
-    """Write an answer as JSON: to the file that the command line names, else to stdout."""
+    """Write the results as JSON to the file named on the command line, or to stdout."""
     text = json.dumps(answer, indent=2) + "\n"
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(text, encoding="utf-8")

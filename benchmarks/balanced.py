@@ -1,11 +1,11 @@
-"""What a training step in BalancedDataParallel takes, as a share of what it takes without.
+"""Time a training step in BalancedDataParallel, relative to a step without it.
 
     python benchmarks/balanced.py [--rounds 101] [--output benchmarks/results/balanced.json]
 
-On the processor it is held against a loop over the chunks, written by hand. On GPUs, where there are any, against
-nn.DataParallel with the same even split, for one micro-step per optimizer step and for four; on simulated cards
-for four. The rivals step in turn, in an order that is turned round each time, so that what else the machine does meets
-both alike; the figure is the median of the ratios of neighbours.
+On CPUs, the rival is a handwritten loop over the chunks. On GPUs, the rival is nn.DataParallel with the same even
+split, with one and with four micro-steps per optimizer step. On simulated GPUs, only four micro-steps are compared. The
+rivals take turns, and each round reverses the order, so other load on the machine affects both. The result is the
+median of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import make_tracer
 
 CPU_LIMIT = 1.05
-"""The most that a step may take on the processor, as a share of the loop written by hand."""
+"""Largest time of a step on the CPU, as a share of the handwritten loop."""
 GPU_LIMIT = 1.0
-"""The most, beside the noise, as a share of nn.DataParallel with the same even split."""
+"""Largest time of a step minus the noise, as a share of nn.DataParallel with the same even split."""
 KEPT_LIMIT = 0.95
-"""The most with four micro-steps per optimizer step, as a share of nn.DataParallel: clearly below it."""
+"""Largest time with four micro-steps per optimizer step, as a share of nn.DataParallel."""
 MICRO_STEPS = 4
 SHARE = 8
-"""Samples per card and micro-step: who accumulates has small ones."""
+"""Samples per GPU and micro-step. Small, because training with accumulation has small micro-batches."""
 THREADS = 1
 SIMULATED = ("sim:2xRTX3090", "sim:4xRTX3090")
 
@@ -52,15 +52,15 @@ Step = Callable[[], None]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-# The models
+# Models
 
 
 class SmallGPT(nn.Module):
-    """A GPT of ordinary parts.
+    """A standard GPT.
 
     Args:
-        width: Of the residual stream.
-        depth: Layers.
+        width: Width of the residual stream.
+        depth: Number of layers.
         length: Tokens per sample.
     """
 
@@ -91,7 +91,7 @@ def gpt(samples: int, width: int = 128, depth: int = 4, length: int = 64) -> tup
 
 
 def larger_gpt(samples: int) -> tuple[nn.Module, Tensor, Tensor, Loss]:
-    """Return the same in a size for GPUs: 19 million parameters."""
+    """Return a GPT for GPUs, with 19 million parameters, as `gpt` does."""
     return gpt(samples, width=512, depth=6, length=128)
 
 
@@ -110,7 +110,7 @@ def cnn(samples: int) -> tuple[nn.Module, Tensor, Tensor, Loss]:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Return the median of some ratios with their quartiles, the least and the most."""
+    """Return the median of ratios with their quartiles, minimum and maximum."""
     low, _, high = statistics.quantiles(values, n=4)
     return {
         "ratio": round(statistics.median(values), 4),
@@ -125,8 +125,8 @@ def rounds_of(rivals: Mapping[str, Step], rounds: int, steps: int, wait: Step) -
     """Time the rivals in turn.
 
     Args:
-        rivals: A training step each.
-        rounds: Rounds that count; one more comes first.
+        rivals: The training step of each rival.
+        rounds: Measured rounds, after one warm-up round.
         steps: Steps of each rival in a round.
         wait: Returns when the devices have finished.
 
@@ -150,17 +150,17 @@ def rounds_of(rivals: Mapping[str, Step], rounds: int, steps: int, wait: Step) -
 
 
 def ratios(found: list[dict[str, float]], one: str, other: str) -> list[float]:
-    """Divide a rival's time by another's, round by round."""
+    """Divide one rival's time by another's in each round."""
     return [seconds[one] / seconds[other] for seconds in found]
 
 
 def medians_s(found: list[dict[str, float]]) -> dict[str, float]:
-    """Return each rival's median time of a step, in seconds."""
+    """Return the median step time of each rival, in seconds."""
     return {f"{name}_s": round(statistics.median(seconds[name] for seconds in found), 6) for name in found[0]}
 
 
 def steps_for(step: Step, wait: Step, least_s: float = 0.05) -> int:
-    """Tell how many steps last long enough to be timed together; the first two warm up."""
+    """Return how many steps last at least `least_s` together. Two steps warm up."""
     for _ in range(2):
         step()
     wait()
@@ -171,10 +171,10 @@ def steps_for(step: Step, wait: Step, least_s: float = 0.05) -> int:
 
 
 def compared(rivals: Mapping[str, Step], other: str, rounds: int, wait: Step) -> dict[str, Any]:
-    """Hold the wrapper against another rival, and that one against itself.
+    """Compare the wrapper with another rival, and that rival with its copy.
 
     Returns:
-        The ratio with its spread, each rival's time, and the noise in the ratio.
+        The ratio with its spread, each rival's time, and the noise of the ratio.
     """
     for step in rivals.values():
         step()
@@ -189,26 +189,26 @@ def compared(rivals: Mapping[str, Step], other: str, rounds: int, wait: Step) ->
 
 
 def noise(values: list[float]) -> float:
-    """Return how far the median of a rival's ratios to itself is from 1, or may well be: two standard errors."""
+    """Return the noise of a self-comparison: its distance from 1, or two standard errors if these are larger."""
     low, middle, high = statistics.quantiles(values, n=4)
-    error = 0.93 * (high - low) / math.sqrt(len(values))  # of a median, where the values are normal
+    error = 0.93 * (high - low) / math.sqrt(len(values))  # standard error of a median, for normally distributed values
     return max(abs(middle - 1), 2 * error)
 
 
 def judged(ratio: float, limit: float) -> dict[str, Any]:
-    """Return a limit, and whether a ratio keeps to it."""
+    """Return a limit, and whether the ratio is within it."""
     return {"limit": limit, "holds": ratio <= limit}
 
 
 def nothing() -> None:
-    """Wait for the processor, which is never ahead of us."""
+    """Do nothing: a CPU has no queued work."""
 
 
-# On the processor
+# CPU
 
 
 def cpu_rivals(case: tuple[nn.Module, Tensor, Tensor, Loss], split: tuple[int, ...]) -> dict[str, Step]:
-    """Return a step (forward, loss, backward) through the wrapper, and two through a loop over the chunks."""
+    """Return one step through the wrapper, and two through a loop over the chunks (forward, loss, backward)."""
     model, inputs, targets, loss_fn = case
     wrapper = BalancedDataParallel(None, model, ["cpu"] * len(split), split=split)
 
@@ -224,7 +224,7 @@ def cpu_rivals(case: tuple[nn.Module, Tensor, Tensor, Loss], split: tuple[int, .
 
 
 def on_cpu(rounds: int) -> dict[str, Any]:
-    """Hold the wrapper against the loop over three uneven chunks."""
+    """Compare the wrapper with a loop over three uneven chunks."""
     cases = {"gpt": (gpt(12), (2, 4, 6)), "cnn": (cnn(48), (8, 16, 24))}
     figures: dict[str, Any] = {
         "claim": f"forward, loss and backward take at most {CPU_LIMIT} of a hand-written loop over the same chunks",
@@ -236,7 +236,7 @@ def on_cpu(rounds: int) -> dict[str, Any]:
     return figures
 
 
-# On GPUs
+# GPUs
 
 
 def trained(
@@ -245,13 +245,13 @@ def trained(
     loss_fn: Loss,
     unfinished: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Step:
-    """Return an optimizer step over some micro-batches.
+    """Return an optimizer step over several micro-batches.
 
     Args:
         module: The wrapper.
-        batches: Inputs and targets, on the first device.
+        batches: Inputs and targets on the first device.
         loss_fn: The mean loss of a micro-batch.
-        unfinished: Around every micro-step but the last.
+        unfinished: Context of every micro-step except the last.
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
@@ -267,7 +267,7 @@ def trained(
 
 
 def gpu_rivals(devices: list[int], micro_steps: int) -> dict[str, Step]:
-    """Return an optimizer step in the wrapper, and two in nn.DataParallel: how far these differ is noise."""
+    """Return an optimizer step in the wrapper, and two in nn.DataParallel. The two show the noise."""
     home = torch.device("cuda", devices[0])
     rivals: dict[str, Step] = {}
     for name in ("ours", "data_parallel", "data_parallel_again"):
@@ -289,7 +289,7 @@ def synchronize(devices: list[int]) -> None:
 
 
 def on_gpu(rounds: int) -> dict[str, Any]:
-    """Hold the wrapper against nn.DataParallel on two cards, or on one that is named twice."""
+    """Compare the wrapper with nn.DataParallel on two GPUs, or on one GPU that is named twice."""
     if not torch.cuda.is_available():
         return {"run": False, "reason": f"torch {torch.__version__} sees no GPU here"}
     devices = [0, 1] if torch.cuda.device_count() > 1 else [0, 0]
@@ -309,11 +309,11 @@ def on_gpu(rounds: int) -> dict[str, Any]:
     }
 
 
-# On simulated cards
+# Simulated GPUs
 
 
 def simulated() -> dict[str, Any]:
-    """Hold replicas that are kept through an optimizer step against what nn.DataParallel pays, in predicted times."""
+    """Compare predicted times of replicas kept through an optimizer step with those of nn.DataParallel."""
     model, inputs, targets, loss_fn = larger_gpt(SHARE)
     workload = Workload(model, (inputs, targets), loss_fn=loss_fn, optimizer=torch.optim.AdamW)
     tracer, reason = make_tracer(workload, like_gpu=True)
@@ -338,7 +338,7 @@ def simulated() -> dict[str, Any]:
 
 
 def data_parallel_s(runtime: SimulatedRuntime, split: tuple[int, ...]) -> float:
-    """Return what nn.DataParallel takes for an optimizer step, in seconds: it copies and reduces in each micro-step."""
+    """Return the seconds of an optimizer step in nn.DataParallel, which copies and reduces in every micro-step."""
     alone = runtime.measure(StepShape((split,)))
     spec = runtime.devices[0].spec
     assert spec is not None
@@ -346,7 +346,7 @@ def data_parallel_s(runtime: SimulatedRuntime, split: tuple[int, ...]) -> float:
     return MICRO_STEPS * (alone.seconds - alone.update_s) + alone.update_s + (MICRO_STEPS - 1) * added_s
 
 
-# All of it
+# Command line
 
 
 def measured(rounds: int) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 def results_in(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each ratio that has a limit, under its part's name and its own."""
+    """Return each ratio that has a limit, named after its part."""
     return {
         f"{part} {name}": result
         for part in ("cpu", "gpu", "simulated")
@@ -374,9 +374,9 @@ def results_in(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, write the figures, print the ratios; 1 where one is over its limit."""
+    """Measure, write the results, and print the ratios. Return 1 if a ratio is over its limit."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=101, help="rounds that count (default: 101)")
+    parser.add_argument("--rounds", type=int, default=101, help="measured rounds (default: 101)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "balanced.json")
     arguments = parser.parse_args()
     figures = measured(max(2, arguments.rounds))

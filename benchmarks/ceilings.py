@@ -1,14 +1,14 @@
-"""Who finds the largest batch that fits, how exactly, and at what cost: autosplit, Lightning, accelerate, brute force.
+"""Compare methods that find the largest batch that fits: autosplit, Lightning, accelerate and brute force.
 
     pip install -e ".[benchmarks]"
     python benchmarks/ceilings.py [--quick] [--only NAME ...] [--output benchmarks/results/ceilings.json]
 
-Every rival has the same device with an enforced budget and runs the same training step on it, on a copy of the same
-workload whose optimizer has its state already. Lightning's and accelerate's own code decides what is tried; a step
-that runs out of memory is told to them in words they know. What they try is counted where the step begins, in our
-search, too: steps that are traced with real tensors count, steps with fake ones take time only.
+Every method runs the same training step on a device with an enforced memory budget. Each gets a copy of the same
+workload, with optimizer state. Lightning's and accelerate's own code chooses the sizes. If a step runs out of memory,
+it raises an error that they recognise. Steps are counted when they begin, in autosplit's search, too. Traces with real
+tensors count as steps. Traces with fake tensors only take time.
 
-On a GPU, where there is one, the same is done at four memory caps.
+With a GPU, the comparison is repeated at four memory limits.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ from autosplit.solve.memory import largest_fitting
 THREADS = 1
 MIB = 2**20
 MOST = 4096
-"""Nobody looks further on the processor."""
+"""Largest size that is tried on a CPU."""
 GPU_MOST = 32768
-"""Nor here on a GPU, whose caps are larger."""
+"""Largest size that is tried on a GPU, which has larger limits."""
 REAL_MOST = 512
-"""Where fake tensors can't follow a model, no traces of real ones are larger."""
+"""Largest size of traces with real tensors, for models that fake tensors cannot trace."""
 LARGE = 1 / 8
-"""A step of this share of the ceiling, or more, is a large one."""
+"""A step is large if its size is at least this share of the ceiling."""
 NEIGHBOURS = 4
-"""So many sizes on each side of the ceiling are run by brute force, too."""
+"""Brute force also runs this many sizes on each side of the ceiling."""
 STEPS_PER_TRIAL = 3
 """Lightning's default."""
 FIRST_GUESS = 256
-"""Where accelerate descends from: above every ceiling here. Its own default, 128, would hide some of them."""
+"""Start of accelerate's search, above every ceiling here. Its own default, 128, would hide some ceilings."""
 GPU_CAPS_GIB = (0.25, 0.5, 1, 2)
 GPU_TOLERANCE = 0.02
-"""The allocator's blocks and kernels that are chosen by size make the edge on a GPU less sharp."""
+"""On a GPU, allocator blocks and size-dependent kernels make the limit less sharp."""
 
 Step = Callable[[int], None]
 
@@ -87,8 +87,8 @@ class Meter:
     """Counts real training steps.
 
     Attributes:
-        samples: In each step that was begun.
-        ooms: How many of them ran out of memory.
+        samples: Samples of each step that was started.
+        ooms: Number of steps that ran out of memory.
         seconds: Wall time of the search.
     """
 
@@ -98,7 +98,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what runs in this context."""
+        """Count the steps that run in this context."""
         real = Trainee.step
 
         @functools.wraps(real)
@@ -112,7 +112,7 @@ class Meter:
                 self.ooms += is_oom(error)
                 raise
 
-        gc.collect()  # what an earlier search left
+        gc.collect()  # left from an earlier search
         start = time.perf_counter()
         with mock.patch.object(Trainee, "step", step):
             try:
@@ -124,8 +124,8 @@ class Meter:
         """Return the columns of a search.
 
         Args:
-            answer: What it found; None where it found nothing.
-            ceiling: The true one.
+            answer: The size found, or None.
+            ceiling: The true ceiling.
         """
         return {
             "answer": answer,
@@ -143,13 +143,13 @@ class Meter:
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture with an optimizer on a device with a budget.
+    """An architecture with an optimizer on a device with a memory budget.
 
     Attributes:
-        name: The architecture's.
+        name: Name of the architecture.
         optimizer: A key of `OPTIMIZERS`.
-        budget_bytes: What the device may hold.
-        gpu: It is a GPU.
+        budget_bytes: Memory budget of the device.
+        gpu: True for a GPU.
     """
 
     name: str
@@ -158,13 +158,13 @@ class Case:
     gpu: bool = False
 
     def workload(self) -> Workload:
-        """Build it, with the same weights each time."""
+        """Build the workload, with the same weights each time."""
         torch.manual_seed(0)
         return ARCHITECTURES[self.name](OPTIMIZERS[self.optimizer])
 
     @property
     def most(self) -> int:
-        """Nobody looks further."""
+        """Return the largest size that is tried."""
         return GPU_MOST if self.gpu else MOST
 
     def __str__(self) -> str:
@@ -173,14 +173,14 @@ class Case:
 
 
 def shape_of(n: int) -> StepShape:
-    """Return the step of a DDP rank, not alone in its job: what `find_ceiling` looks at by default."""
+    """Return the step that `find_ceiling` checks by default: a DDP rank's, in a job of several ranks."""
     return StepShape(((n,),), "rank", num_ranks=2)
 
 
 def step_of(case: Case, closing: ExitStack) -> Step:
-    """Return a training step with a number of samples that raises where the device runs out of memory.
+    """Return a training step for a number of samples. It raises if the device runs out of memory.
 
-    On a GPU it is three steps: the allocator's peak is steady in the third.
+    On a GPU it runs three steps, because the allocator's peak is steady in the third.
     """
     if case.gpu:
         runtime = AcceleratorRuntime(parse_devices("cuda:0"), (case.budget_bytes,), case.workload())
@@ -193,7 +193,7 @@ def step_of(case: Case, closing: ExitStack) -> Step:
         with kept_rng():
             run_placed(trainee, shape_of(n), Tracker(["cpu:0"], [capacity_bytes]), void)
 
-    step(2, None)  # the optimizer's state appears
+    step(2, None)  # creates optimizer state
     return step
 
 
@@ -202,7 +202,7 @@ def void(_value: object) -> None:
 
 
 def runs(step: Step, n: int) -> bool:
-    """Tell whether a step does not run out of memory."""
+    """Return whether a step fits in memory."""
     try:
         step(n)
     except OutOfMemoryError:
@@ -214,15 +214,16 @@ def runs(step: Step, n: int) -> bool:
 
 
 def brute_force(step: Step, most: int, start: int = 64) -> tuple[int, bool]:
-    """Find the ceiling by running everything that could decide it.
+    """Find the ceiling by running all sizes that could decide it.
 
     Args:
         step: The step.
-        most: Look no further.
-        start: Where to begin.
+        most: The largest size to try.
+        start: The first size.
 
     Returns:
-        The largest size that runs, and whether the edge is sharp: its neighbours below all run, those above do not.
+        The largest size that fits, and whether the limit is sharp. It is sharp if all sizes just below it fit and all
+        sizes just above it do not.
     """
     low, high = 0, most + 1
     n = start
@@ -235,7 +236,7 @@ def brute_force(step: Step, most: int, start: int = 64) -> tuple[int, bool]:
 
 
 def predicted(case: Case) -> int | None:
-    """Find the ceiling by traces alone, with no step run to check or confirm it; None beyond what is traced."""
+    """Find the ceiling from traces only. Return None if it is above the largest traced size."""
     workload = case.workload()
     tracer, _ = make_tracer(workload, like_gpu=case.gpu)
     most = case.most if tracer.fake else min(case.most, REAL_MOST)
@@ -248,7 +249,7 @@ def predicted(case: Case) -> int | None:
 
 
 def ours(case: Case) -> int:
-    """Find the ceiling as users do."""
+    """Find the ceiling with the public function."""
     if case.gpu:
         (device,) = parse_devices("cuda:0")
         reserve = device.capacity_bytes - case.budget_bytes
@@ -257,10 +258,10 @@ def ours(case: Case) -> int:
 
 
 def told(step: Step, n: int) -> None:
-    """Run a step; let what it raises where memory ends be in words that Lightning and accelerate know.
+    """Run a step. Convert its out-of-memory error to the form that Lightning and accelerate recognise.
 
     Raises:
-        RuntimeError: It ran out of memory.
+        RuntimeError: The step ran out of memory.
     """
     message = None
     try:
@@ -268,24 +269,24 @@ def told(step: Step, n: int) -> None:
     except OutOfMemoryError as error:
         message = f"CUDA out of memory. {error}"
     if message is not None:
-        raise RuntimeError(message)  # outside the except block, whose traceback pins tensors
+        raise RuntimeError(message)  # outside the except block, whose traceback keeps tensors alive
 
 
 def by_lightning(step: Step, mode: str, steps_per_trial: int, most: int) -> int | None:
-    """Ask Lightning's batch size finder.
+    """Find the ceiling with Lightning's batch size finder.
 
     Args:
-        step: What its training step runs.
-        mode: ``"power"`` or ``"binsearch"``; of the exact answer it keeps a margin of 5 %, as by default.
-        steps_per_trial: Its own argument.
-        most: It looks no further.
+        step: The step that its training step runs.
+        mode: ``"power"`` or ``"binsearch"``. The latter subtracts Lightning's default margin of 5%.
+        steps_per_trial: Lightning's argument of that name.
+        most: The largest size to try.
     """
     pl = importlib.import_module("lightning.pytorch")
     tuner = importlib.import_module("lightning.pytorch.tuner")
     numbers = torch.arange(4 * most)
 
     class Asked(pl.LightningModule):  # type: ignore[misc, name-defined]
-        """A module whose training step is ours; its own optimizer is there because Lightning counts its steps."""
+        """A module that runs our step. It has an optimizer because Lightning counts optimizer steps."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -299,11 +300,11 @@ def by_lightning(step: Step, mode: str, steps_per_trial: int, most: int) -> int 
             self.optimizers().step()
 
         def train_dataloader(self) -> Any:
-            """Return batches of the size that is tried."""
+            """Return batches of the tried size."""
             return torch.utils.data.DataLoader(numbers, batch_size=self.batch_size)
 
         def configure_optimizers(self) -> Any:
-            """Return an optimizer with nothing to do."""
+            """Return an optimizer that does nothing."""
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -322,11 +323,11 @@ def by_lightning(step: Step, mode: str, steps_per_trial: int, most: int) -> int 
 
 
 def by_accelerate(step: Step, start: int) -> int | None:
-    """Ask accelerate's decorator; the training that it runs again and again is a single step here.
+    """Find the ceiling with accelerate's decorator. The training that it repeats is one step here.
 
     Args:
         step: The step.
-        start: Where it descends from.
+        start: The first size. It descends from there.
     """
     memory = importlib.import_module("accelerate.utils.memory")
 
@@ -342,14 +343,16 @@ def by_accelerate(step: Step, start: int) -> int | None:
         return None
 
 
-# A case
+# Cases
 
 
 def searched(case: Case, ceiling: int) -> dict[str, dict[str, Any]]:
-    """Let every rival search, each on a copy of its own; what they take to be set up is not counted, ours is.
+    """Run every method, each on its own copy of the workload.
+
+    Setting up is not counted for the rivals. It is counted for autosplit.
 
     Returns:
-        The columns of each.
+        The columns of each method.
     """
     rows = {}
 
@@ -376,7 +379,7 @@ def searched(case: Case, ceiling: int) -> dict[str, dict[str, Any]]:
 
 
 def measured_case(case: Case) -> dict[str, Any]:
-    """Measure a case: what it is, its true ceiling, and each rival's columns."""
+    """Measure a case. Return its description, its true ceiling, and the columns of each method."""
     with ExitStack() as closing:
         meter = Meter()
         step = step_of(case, closing)
@@ -395,7 +398,7 @@ def measured_case(case: Case) -> dict[str, Any]:
 
 
 def cases(names: list[str], quick: bool) -> list[Case]:
-    """Return every architecture with each of its budgets, the optimizers spread over them."""
+    """Return every architecture with each of its budgets, and spread the optimizers over them."""
     optimizers = list(OPTIMIZERS)
     return [
         Case(name, optimizers[(i + j) % len(optimizers)], int(budget * MIB))
@@ -406,7 +409,7 @@ def cases(names: list[str], quick: bool) -> list[Case]:
 
 
 def gpu_cases(names: list[str], quick: bool) -> list[Case]:
-    """Return every architecture at each memory cap."""
+    """Return every architecture at each memory limit."""
     optimizers = list(OPTIMIZERS)
     return [
         Case(name, optimizers[(i + j) % len(optimizers)], int(cap * 2**30), gpu=True)
@@ -416,43 +419,49 @@ def gpu_cases(names: list[str], quick: bool) -> list[Case]:
     ]
 
 
-# What is claimed
+# Claims
 
 
 def claim(text: str, figure: float, limit: float, *, at_least: bool = False) -> dict[str, Any]:
-    """Return a claim, its figure, its limit, and whether it holds."""
+    """Return a claim with its figure, its limit, and whether it holds."""
     holds = figure >= limit if at_least else figure <= limit
     return {"claim": text, "figure": round(figure, 4), "limit": limit, "holds": holds}
 
 
 def of_exact_mode(found: list[dict[str, Any]], column: str) -> list[float]:
-    """Return ours as a share of Lightning's exact mode, case by case."""
+    """Return the ratio of autosplit's column to Lightning's exact mode, for each case."""
     return [case["ours"][column] / case["lightning_binsearch"][column] for case in found]
 
 
 def claims(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hold the cases on the processor against what is claimed of them."""
+    """Return the claims about the CPU cases."""
     rows = [case["ours"] for case in found]
     return [
         claim(
-            "share of cases with the true ceiling, to the sample",
+            "share of cases with the exact ceiling",
             statistics.mean(row["of_ceiling"] == 1 for row in rows),
             1.0,
             at_least=True,
         ),
         claim("share of cases without OOM", statistics.mean(not row["ooms"] for row in rows), 0.95, at_least=True),
-        claim("most OOMs in a case", max(row["ooms"] for row in rows), 1),
+        claim("OOMs in a case, maximum", max(row["ooms"] for row in rows), 1),
         claim("steps at 1/8 of the ceiling or more, median", statistics.median(row["large_steps"] for row in rows), 5),
-        claim("steps at 1/8 of the ceiling or more, most", max(row["large_steps"] for row in rows), 8),
+        claim("steps at 1/8 of the ceiling or more, maximum", max(row["large_steps"] for row in rows), 8),
         claim(
-            "samples run, of Lightning's exact mode, median", statistics.median(of_exact_mode(found, "samples")), 0.25
+            "samples run, as a share of Lightning's exact mode, median",
+            statistics.median(of_exact_mode(found, "samples")),
+            0.25,
         ),
-        claim("wall time, of Lightning's exact mode, median", statistics.median(of_exact_mode(found, "seconds")), 0.25),
+        claim(
+            "wall time, as a share of Lightning's exact mode, median",
+            statistics.median(of_exact_mode(found, "seconds")),
+            0.25,
+        ),
     ]
 
 
 def gpu_claims(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hold the cases on a GPU against what is claimed of them."""
+    """Return the claims about the GPU cases."""
     rows = [case["ours"] for case in found]
     return [
         claim(
@@ -468,7 +477,7 @@ RIVALS = ("ours", "prediction_alone", "lightning_binsearch", "lightning_power", 
 
 
 def medians(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the median of each column, for each rival; and how often it had the very ceiling."""
+    """Return the median of each column for each method, and how often the method found the exact ceiling."""
     table = {}
     for rival in RIVALS:
         rows = [case[rival] for case in found]
@@ -481,13 +490,13 @@ def medians(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def errors_of(found: list[dict[str, Any]], rival: str) -> dict[str, float]:
-    """Return how far a rival's answers are from the ceilings, as shares of them; what it did not answer is left out."""
+    """Return the distance of a method's results from the ceilings, as shares. Missing results are left out."""
     shares = [abs(case[rival]["of_ceiling"] - 1) for case in found if case[rival]["of_ceiling"] is not None]
     return {"median": round(statistics.median(shares), 4), "most": round(max(shares), 4)} if shares else {}
 
 
 def beyond(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the cases in which ours is not within the limits on cost, or wrong, with what it took."""
+    """Return the cases that are wrong or over the limits on cost, with their costs."""
     out = []
     for case in found:
         row, theirs = case["ours"], case["lightning_binsearch"]
@@ -499,7 +508,7 @@ def beyond(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_of(chosen: list[Case], judge: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Measure some cases, and judge them."""
+    """Measure the cases and check the claims."""
     found = []
     for case in chosen:
         found.append(measured_case(case))
@@ -517,7 +526,7 @@ def table_of(chosen: list[Case], judge: Callable[[list[dict[str, Any]]], list[di
 
 
 def line_of(case: Case, found: dict[str, Any]) -> str:
-    """Say in a line how a case went."""
+    """Return one line about a case."""
     parts = []
     for rival in RIVALS[:-1]:
         row = found[rival]
@@ -525,11 +534,11 @@ def line_of(case: Case, found: dict[str, Any]) -> str:
     return f"{case}: {found['ceiling']}; " + ", ".join(parts)
 
 
-# All of it
+# Command line
 
 
 def warmed_up() -> None:
-    """Import what the rivals import, and let no collection of garbage look at it again: all of them ask for some."""
+    """Import the methods' libraries, and freeze garbage collection: all methods collect garbage."""
     warnings.filterwarnings("ignore")
     for name in ("transformers", "optuna", "accelerate.utils.memory", "lightning.pytorch.tuner"):
         importlib.import_module(name)
@@ -548,17 +557,17 @@ def measured(names: list[str], quick: bool) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     warmed_up()
     figures: dict[str, Any] = {
-        "step": "the training step of a DDP rank, of a job of more than one, on a device with an enforced budget",
-        "not_counted": "imports; for the rivals the copy of the workload, too, and the step in which its optimizer's "
-        "state appears; collecting garbage of what was there before",
+        "step": "the training step of a DDP rank in a job of several ranks, on a device with an enforced budget",
+        "not_counted": "Imports and the collection of earlier garbage. For the rivals also the copy of the workload "
+        "and the step that creates optimizer state.",
         "threads": THREADS,
         "rivals": {
             "ours": "find_ceiling(workload, device)",
-            "prediction_alone": "the largest size that fits by its traces",
-            "lightning_binsearch": f"Tuner.scale_batch_size, binsearch, {STEPS_PER_TRIAL} steps a trial, margin 5 %",
-            "lightning_power": f"the same, mode power, {STEPS_PER_TRIAL} steps a trial",
-            "accelerate": f"find_executable_batch_size from {FIRST_GUESS}, one step for the whole training",
-            "brute_force": f"bisection, and a walk over {NEIGHBOURS} sizes on each side of its answer",
+            "prediction_alone": "prediction from traces only",
+            "lightning_binsearch": f"Tuner.scale_batch_size, binsearch, {STEPS_PER_TRIAL} steps per trial, margin 5%",
+            "lightning_power": f"Tuner.scale_batch_size, power, {STEPS_PER_TRIAL} steps per trial",
+            "accelerate": f"find_executable_batch_size from {FIRST_GUESS}, one step as the training",
+            "brute_force": f"bisection, then {NEIGHBOURS} sizes on each side of the result",
         },
         "cpu": table_of(cases(names, quick), claims),
     }
@@ -578,7 +587,7 @@ def measured(names: list[str], quick: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, write the figures, print what holds; 1 where a claim is broken."""
+    """Measure, write the results, and print the claims. Return 1 if a claim is broken."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one budget for each architecture")

@@ -1,12 +1,15 @@
-"""What DDP by a plan costs where the ranks are alike, and what it gains where they are not.
+"""Compare DDP with unequal batch sizes (autosplit) with a handwritten DistributedDataParallel loop.
 
     python benchmarks/ddp.py [--rounds 400] [--quick] [--output benchmarks/results/ddp.json]
 
-Alike: the loop of `ctx.wrap`, `ctx.steps` and `step.backward` against one written by hand in DistributedDataParallel,
-and that one against itself, step by step in the same two processes. Unlike: one rank runs every sample several times;
-equal shares against those that the plan's solver takes from times measured in the same run, and the gain beside the
-one that was predicted. On the processor each rank keeps to a core of its own, and gloo carries what they send; on GPUs
-it is NCCL, and gloo beside it, and torch's own back end on other accelerators.
+Part "alike", equal ranks: the overhead of `ctx.wrap`, `ctx.steps` and `step.backward` over a handwritten loop. A second
+copy of the handwritten loop is the control. All three loops take turns in the same two processes.
+
+Part "unlike", unequal ranks: one rank runs every sample several times. The script compares equal batch sizes with the
+solver's batch sizes, and the measured gain with the predicted gain. The solver uses times from the same run.
+
+On CPUs, each rank has one core and gloo communicates. On GPUs, the script measures NCCL and gloo. On other
+accelerators, it uses torch's own back end.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a rank has one core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the import of torch: each rank has one core
 
 import torch
 from balanced import SmallGPT, token_loss
@@ -51,14 +54,14 @@ from autosplit.solve.step_time import BACKWARD_SHARE, Fit, StepTime, TimeCurve, 
 
 RANKS = 2
 COST_LIMIT = 0.01
-"""The most that our loop may take beyond the control, as a share of a step written by hand."""
+"""Largest overhead of our loop over the control, as a share of the handwritten step."""
 GAIN_ERROR = 0.1
-"""The most by which the gain may be off the predicted one, as a share of it."""
+"""Largest difference between the measured and the predicted gain, as a share of the predicted gain."""
 QUICK_ROUNDS = 6
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 WARM_UP = 5
-"""Rounds that do not count: optimizer states, and DDP's buckets, which it orders anew after the first step."""
+"""Warm-up rounds create optimizer states. DDP also rebuilds its buckets after the first step."""
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
 
 Step = Callable[[], None]
@@ -66,13 +69,13 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """One measured setting.
 
     Attributes:
-        width: Of the GPT.
-        depth: Layers.
+        width: Width of the GPT.
+        depth: Number of layers.
         length: Tokens per sample.
-        share: Samples of a rank in one forward, where the ranks are alike.
+        share: Samples of each rank in one forward, if the ranks are equal.
         micro_steps: Forwards of an optimizer step.
     """
 
@@ -94,16 +97,16 @@ ALIKE = {
     "a model of almost nothing": Case(16, 1, 8, 2, 4),
 }
 WITHOUT_LIMIT = ("a model of almost nothing",)
-"""Tells what a micro-step costs in Python, where a step is hardly more than that."""
+"""Has no limit. Shows the Python overhead of a micro-step, because the model does nearly no work."""
 UNLIKE = Case(128, 4, 64, 8, 1)
 UNLIKE_WORK = (1, 3)
 """How often each rank runs each sample."""
 SIZES = (1, 2, 4, 6, 8, 10, 12, 14)
-"""Samples at which the ranks are timed; together they take 16."""
+"""Sample counts at which the ranks are timed. Both ranks together take 16."""
 
 
 class Texts(Dataset[tuple[Tensor, Tensor]]):
-    """So many samples of random tokens, of which a few are kept and come again."""
+    """A dataset of random tokens. It repeats 64 samples."""
 
     def __init__(self, num_samples: int, length: int) -> None:
         self.num_samples = num_samples
@@ -122,13 +125,13 @@ class Texts(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are told.
+    """Settings of the ranks.
 
     Attributes:
-        rounds: Rounds that count.
+        rounds: Rounds after the warm-up.
         backend: ``gloo``, ``nccl`` and so on.
-        devices: Of each rank.
-        folder: Where rank 0 writes what was found.
+        devices: The device of each rank.
+        folder: Rank 0 writes its results here.
     """
 
     rounds: int
@@ -138,7 +141,7 @@ class Job:
 
 
 def run_job(rounds: int, backend: str, devices: tuple[str, ...]) -> dict[str, Any]:
-    """Start the ranks, and return what they found."""
+    """Start the ranks and return rank 0's results."""
     context = torch.multiprocessing.get_context("spawn")
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -168,16 +171,15 @@ def run_rank(rank: int, port: int, job: Job) -> None:
     if rank == 0:
         Path(job.folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
-    # Models of DistributedDataParallel outlive the group, and may wait for its threads for ever.
+    # DDP models outlive the process group. Their destructors may wait for its threads forever.
     sys.stdout.flush()
     os._exit(0)
 
 
 def keep_to_a_core(rank: int, device: torch.device) -> None:
-    """Give a rank that computes on a processor a core of its own.
+    """Pin a rank that computes on a CPU to one core.
 
-    One of a GPU's has several threads that must not wait for each other: the loop, which launches its kernels, autograd
-    and the back end's own.
+    A rank on a GPU is not pinned. Its loop, autograd and the back end run in threads that must not wait for each other.
     """
     if device.type == "cpu" and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -185,7 +187,7 @@ def keep_to_a_core(rank: int, device: torch.device) -> None:
 
 
 def plan_of(devices: Sequence[str], sizes: Sequence[int], steps: int, effective: int) -> Plan:
-    """Return a plan with these ranks, made by hand."""
+    """Return a handwritten plan with these ranks."""
     ceilings = [Ceiling(label, "rank", 64, "memory", 1000, 10, 1640, 2000) for label in devices]
     kind: Any = devices[0].partition(":")[0]
     name = str(backend(kind).get_device_properties(0).name) if is_accelerator(kind) else kind
@@ -220,7 +222,7 @@ def plan_of(devices: Sequence[str], sizes: Sequence[int], steps: int, effective:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait for the work queued on a device."""
     if is_accelerator(device.type):
         backend(device.type).synchronize(device)
 
@@ -239,7 +241,7 @@ def rounds_of(rivals: Sequence[Step], rounds: int, device: torch.device) -> list
     """Time the rivals in turn, in every order equally often.
 
     Returns:
-        For each round, each rival's seconds on the rank that took longest.
+        For each round, the time of each rival on the slowest rank, in seconds.
     """
     orders = [[place for place in order if place < len(rivals)] for order in PERMUTATIONS]
     own = []
@@ -254,30 +256,30 @@ def rounds_of(rivals: Sequence[Step], rounds: int, device: torch.device) -> list
 
 
 def slowest_of(own: list[list[float]]) -> list[list[float]]:
-    """Return the most that any rank took, figure by figure."""
+    """Return the maximum over ranks of each number."""
     everyones: list[Any] = [None] * RANKS
     distributed.all_gather_object(everyones, own)
     return [[max(figures) for figures in zip(*rows, strict=True)] for rows in zip(*everyones, strict=True)]
 
 
 def interval_of(figure: Callable[[Sequence[int]], float], rounds: int) -> list[float]:
-    """Return the bootstrap interval of a figure that is made from some rounds."""
-    draw = random.Random(0)  # noqa: S311 (it guards nothing)
+    """Return the bootstrap interval of a figure over rounds."""
+    draw = random.Random(0)  # noqa: S311 (not for security)
     found = sorted(figure(draw.choices(range(rounds), k=rounds)) for _ in range(RESAMPLES))
     cut = int((1 - CONFIDENCE) / 2 * RESAMPLES)
     return [round(found[cut], 5), round(found[-1 - cut], 5)]
 
 
 def with_interval(name: str, figure: Callable[[Sequence[int]], float], rounds: int) -> dict[str, Any]:
-    """Return a figure over all rounds, and its interval."""
+    """Return a figure over all rounds with its interval."""
     return {name: round(figure(range(rounds)), 5), f"{name}_interval": interval_of(figure, rounds)}
 
 
-# Ranks that are alike
+# Equal ranks
 
 
 def by_hand(rank: int, job: Job, case: Case, num_samples: int) -> Step:
-    """Return an optimizer step as it is written for DistributedDataParallel."""
+    """Return an optimizer step in plain DistributedDataParallel."""
     device = torch.device(job.devices[rank])
     ids = [device.index] if is_accelerator(device.type) else None
     model = DistributedDataParallel(case.model().to(device), device_ids=ids, gradient_as_bucket_view=True)
@@ -299,7 +301,7 @@ def by_hand(rank: int, job: Job, case: Case, num_samples: int) -> Step:
 
 
 def by_plan(ctx: ddp.Context, model: nn.Module, loader: DataLoader[Any]) -> Step:
-    """Return an optimizer step as the README has it."""
+    """Return an optimizer step as in the README."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     steps = ctx.steps(loader)
 
@@ -314,7 +316,7 @@ def by_plan(ctx: ddp.Context, model: nn.Module, loader: DataLoader[Any]) -> Step
 
 
 def alike(rank: int, job: Job, case: Case) -> dict[str, Any]:
-    """Hold our loop against the one by hand, and that one against itself."""
+    """Compare our loop with the handwritten loop, and that loop with its copy."""
     effective = RANKS * case.share * case.micro_steps
     num_samples = effective * (job.rounds + WARM_UP)
     plan = plan_of(job.devices, (case.share,) * RANKS, case.micro_steps, effective)
@@ -328,7 +330,7 @@ def alike(rank: int, job: Job, case: Case) -> dict[str, Any]:
 
 
 def judged_cost(found: list[list[float]], case: Case) -> dict[str, Any]:
-    """Return the ratios of our steps and of the control, and what is between them."""
+    """Return the ratios of our loop and of the control, and their difference."""
 
     def ratio(place: int, rows: Sequence[int]) -> float:
         return statistics.median(found[row][place] / found[row][0] for row in rows)
@@ -347,24 +349,24 @@ def judged_cost(found: list[list[float]], case: Case) -> dict[str, Any]:
     }
 
 
-# Ranks that are not
+# Unequal ranks
 
 
 class Slower(nn.Module):
-    """A model on a rank that runs every sample several times, forward and backward.
+    """A model that runs every sample several times, forward and backward.
 
-    What it does beside goes on in a copy, whose gradients nobody looks at.
+    The extra runs use a copy of the model. Its gradients are not used.
 
     Args:
-        model: What is trained.
-        work: How often each sample is run; 1 for once.
+        model: The trained model.
+        work: Number of runs per sample.
     """
 
     def __init__(self, model: nn.Module, work: int) -> None:
         super().__init__()
         self.model = model
         self.work = work
-        # In a list, so that it is no part of the model: DDP would want its gradients, too.
+        # A list hides the copy from DDP, which would otherwise reduce its gradients.
         self.beside = [copy.deepcopy(model)]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -379,7 +381,7 @@ class Slower(nn.Module):
 
 
 def curve_of(rank: int, job: Job, rounds: int) -> TimeCurve:
-    """Time a rank's forward and backward on its own, at a few sizes in turn; all ranks do so at once."""
+    """Time the forward and backward of a rank at several sizes. All ranks run at once."""
     device = torch.device(job.devices[rank])
     model = Slower(UNLIKE.model().to(device), UNLIKE_WORK[rank])
     texts = Texts(64, UNLIKE.length)
@@ -415,7 +417,7 @@ def shared_costs(job: Job, rank: int, rounds: int) -> tuple[float, float]:
 
 
 def unlike(rank: int, job: Job) -> dict[str, Any]:
-    """Hold equal shares against the solved ones, and the gain against the predicted one."""
+    """Compare equal batch sizes with the solver's, and the measured gain with the predicted gain."""
     effective = RANKS * UNLIKE.share
     curves: list[Any] = [None] * RANKS
     distributed.all_gather_object(curves, curve_of(rank, job, max(3, job.rounds // 16)))
@@ -459,7 +461,7 @@ def unlike(rank: int, job: Job) -> dict[str, Any]:
 
 
 def slowed_step(ctx: ddp.Context, rounds: int) -> Step:
-    """Return an optimizer step by a plan on a rank that may be slower than the other."""
+    """Return an optimizer step with a plan, on a rank that may be slower than the other."""
     num_samples = ctx.effective_batch_size * (rounds + WARM_UP)
     texts = Texts(num_samples, UNLIKE.length)
     loader = DataLoader(texts, batch_sampler=ctx.batch_sampler(num_samples, shuffle=True))
@@ -469,13 +471,13 @@ def slowed_step(ctx: ddp.Context, rounds: int) -> Step:
 # All of it
 
 
-def claim(said: str, figure: float, limit: float) -> dict[str, Any]:
-    """Return a claim with its figure and its limit, and whether it holds."""
-    return {"claim": said, "figure": round(figure, 5), "limit": limit, "holds": figure <= limit}
+def claim(text: str, figure: float, limit: float) -> dict[str, Any]:
+    """Return a claim with its figure, its limit, and whether it holds."""
+    return {"claim": text, "figure": round(figure, 5), "limit": limit, "holds": figure <= limit}
 
 
 def places() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield what the ranks may run on here: a name, the backend, and each rank's device."""
+    """Yield the variants for this machine: name, back end, and device of each rank."""
     yield "cpu, gloo", "gloo", ("cpu:0", "cpu:1")
     kind = accelerator_kind()
     count = 0 if kind is None else backend(kind).device_count()
@@ -488,23 +490,27 @@ def places() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def not_here() -> dict[str, str]:
-    """Say what could not be run, and why."""
+    """Return the variants that cannot run here, with the reason."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     seen = f"torch {torch.__version__} sees {count or 'no'} GPU{'s' * (count > 1)} here"
     missing = {0: ("nccl", "gloo on GPUs"), 1: ("nccl",)}.get(count, ())
-    return dict.fromkeys(missing, f"{seen}; NCCL takes no two ranks of one" if count else seen)
+    return dict.fromkeys(missing, f"{seen}; NCCL needs one GPU per rank" if count else seen)
 
 
 def measured_at(backend: str, devices: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """Measure both parts on some devices."""
     found = run_job(rounds, backend, devices)
     costs, gain = found["alike"], found["unlike"]
-    said = "a step by a plan beyond the control, as a share of a step by hand ({}; its interval is beside it)"
+    text = "overhead of a step with a plan over the control, as a share of a handwritten step ({})"
     claims = [
-        claim(said.format(name), cost["cost"], COST_LIMIT) for name, cost in costs.items() if name not in WITHOUT_LIMIT
+        claim(text.format(name), cost["cost"], COST_LIMIT) for name, cost in costs.items() if name not in WITHOUT_LIMIT
     ]
     off = abs(gain["gain"] / gain["predicted"] - 1)
-    claims.append(claim("the gain by unequal shares is off the predicted one, as a share of it", off, GAIN_ERROR))
+    claims.append(
+        claim(
+            "difference between the measured and the predicted gain, as a share of the predicted gain", off, GAIN_ERROR
+        )
+    )
     return {**found, "claims": claims}
 
 
@@ -526,10 +532,10 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, write the figures, print what holds; 1 where a claim is broken."""
+    """Measure, write the results, and print the claims. Return 1 if a claim is broken."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=400, help="rounds that count (default: 400)")
-    parser.add_argument("--quick", action="store_true", help="a few rounds: nothing to go by")
+    parser.add_argument("--rounds", type=int, default=400, help="measured rounds (default: 400)")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to test the script only")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "ddp.json")
     arguments = parser.parse_args()
     figures = measured(QUICK_ROUNDS if arguments.quick else max(QUICK_ROUNDS, arguments.rounds))

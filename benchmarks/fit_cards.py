@@ -1,10 +1,10 @@
-"""Fit what classes of kernels reach of a card, ``autosplit/runtime/kernel_rates.json``, to published step times.
+"""Fit the kernel rates in ``autosplit/runtime/kernel_rates.json`` to published step times.
 
     python benchmarks/fit_cards.py [--cache DIR] [--seed 0] [--write]
 
-The data are timm's models on an RTX 3090 in ``published.csv``, half of them drawn by the seed; the other half judges.
-A few figures for each class of kernels, none for a model: least squares of the logarithms of predicted over measured,
-beyond 30 % as absolute values, held near the figures that it starts from where the data say little.
+The data are timm's models on an RTX 3090 in ``published.csv``. The seed draws half of them for the fit. The other half
+tests it. Each class of kernels has a few figures, and models have none. The fit minimises squared logarithms of
+predicted / measured. Errors beyond 30% count as absolute values. Figures with little data stay near their start.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RATES = Path(__file__).parents[1] / "autosplit" / "runtime" / "kernel_rates.json
 RESULTS = Path(__file__).parent / "results" / "fit_cards.json"
 
 PRIOR = 0.7
-"""How far a figure may stray from where it starts, as a logarithm, at the cost of one model that is off by SCALE."""
+"""Distance of a figure from its start, as a logarithm, that costs as much as one model with an error of SCALE."""
 SCALE = 0.3
 
 RECURRENT = "sequencer"
-"""Models of LSTMs: cuDNN runs a layer as one call, a trace has an op for each of its steps."""
+"""Models with LSTMs. cuDNN runs a layer as one call, but a trace has an op for each time step."""
 
 MEMORY_BOUND = (
     "batch_norm",
@@ -94,7 +94,7 @@ class Step:
         return cls(row, numbers, work_codes([label for work in works for label in work.labels]))
 
     def seconds(self, spec: GpuSpec, rates: KernelRates) -> float:
-        """Return the time on one card, host and device as they run on."""
+        """Return the time on one GPU, with host and device overlapped."""
         kernels = kernel_seconds(self.numbers, self.codes, spec, rates)
         started = np.cumsum(host_seconds(self.numbers, self.codes, spec, rates=rates))
         left = np.cumsum(kernels[::-1])[::-1]
@@ -102,19 +102,19 @@ class Step:
 
 
 def names() -> list[tuple[str, ...]]:
-    """Return the figures that are fitted."""
+    """Return the names of the fitted figures."""
     found: list[tuple[str, ...]] = [("kinds", kind, "passes") for kind in MEMORY_BOUND]
     found += [("kinds", kind, "reached") for kind in ARITHMETIC]
     return [*found, ("start_s",), ("group_exponent",)]
 
 
 def host_names() -> list[tuple[str, ...]]:
-    """Return the figures that small batches tell, after the others."""
+    """Return the names of the figures that are fitted last, from small batches."""
     return [("winograd",), ("host", "forward"), ("host", "backward")]
 
 
 def with_figures(rates: KernelRates, logs: Any, paths: list[tuple[str, ...]]) -> KernelRates:
-    """Return figures multiplied by the exponentials of some numbers."""
+    """Return rates with figures multiplied by the exponentials of the numbers."""
     table = msgspec.to_builtins(rates)
     for path, log in zip(paths, logs, strict=True):
         place = table
@@ -125,13 +125,13 @@ def with_figures(rates: KernelRates, logs: Any, paths: list[tuple[str, ...]]) ->
 
 
 def cards_of(steps: list[Step]) -> list[tuple[str, str]]:
-    """Return the cards and rates whose sustained share is fitted, too: those that no other table knows."""
+    """Return the GPUs and precisions whose sustained share is also fitted, because no other table has it."""
     found = {(step.row.card, "float16" if step.row.precision == "fp16" else "float32") for step in steps}
     return sorted(found - {("V100-PCIe-16GB", "float32")})
 
 
 def specs_of(steps: list[Step], logs: Any) -> dict[tuple[str, str], GpuSpec]:
-    """Return each card as a precision uses it, its sustained share multiplied by the exponential of a number."""
+    """Return each GPU in its precision, with its sustained share multiplied by the exponential of a number."""
     found = {(step.row.card, step.row.precision): find_card(step.row.card) for step in steps}
     for (card, rate), log in zip(cards_of(steps), logs, strict=True):
         precision = "fp16" if rate == "float16" else "fp32"
@@ -145,7 +145,7 @@ def specs_of(steps: list[Step], logs: Any) -> dict[tuple[str, str], GpuSpec]:
 def fit(
     steps: list[Step], start: KernelRates, paths: list[tuple[str, ...]]
 ) -> tuple[KernelRates, dict[tuple[str, str], float]]:
-    """Return figures, those of some names such that they fit steps best, and the sustained shares of their cards."""
+    """Return rates with the named figures fitted to the steps, and the GPUs' sustained shares."""
     count = len(paths)
 
     def residuals(logs: Any) -> Any:
@@ -161,7 +161,7 @@ def fit(
 
 
 def errors(steps: list[Step], rates: KernelRates, spec: GpuSpec) -> dict[str, float]:
-    """Return how far steps are off."""
+    """Return the relative errors of the steps."""
     ratios = [step.seconds(spec, rates) / step.row.step_s for step in steps]
     off = np.abs(np.array(ratios) - 1)
     return {
@@ -174,7 +174,7 @@ def errors(steps: list[Step], rates: KernelRates, spec: GpuSpec) -> dict[str, fl
 
 
 def main() -> None:
-    """Fit, and say how far off both halves are."""
+    """Fit, and return the errors of both halves."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -224,10 +224,10 @@ def table_of(
     old: KernelRates,
     shares: Mapping[tuple[str, str], float],
 ) -> dict[str, dict[str, float]]:
-    """Return the errors by card and precision, of steps that were fitted and of others, and print them.
+    """Return and print the errors by GPU and precision, for fitted and other steps.
 
     Args:
-        old: For torchvision's models, which ran under an old torch.
+        old: The rates for torchvision's models, which ran with an old torch.
     """
     found = {}
     for card, precision, layout in sorted({(step.row.card, step.row.precision, step.row.layout) for step in steps}):
@@ -250,14 +250,14 @@ def table_of(
 
 
 def traced(cache: Path | None, *, cached_only: bool) -> list[Step]:
-    """Trace what is published of one card; what can't be traced is left out, and said to be."""
+    """Trace the published steps of one GPU. Steps that cannot be traced are reported and left out."""
     steps = []
     for row in rows():
         if row.cards > 1 or (cached_only and not kept_at(row, row.batch, cache).exists()):
             continue
         try:
             steps.append(Step.of(row, cache))
-        except Exception as error:  # noqa: BLE001  # a model that is gone, a package that is not here
+        except Exception as error:  # noqa: BLE001 # the model or its package may be missing
             print(f"left out: {row.model}: {type(error).__name__}: {error}")
     return steps
 

@@ -43,7 +43,7 @@ def _only_cuda() -> None:
 
 
 def _child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own that imports this checkout."""
+    """Run code in a separate process that imports this checkout."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(  # noqa: S603
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -311,7 +311,7 @@ def _allocator(setting: str) -> tuple[bool, dict[str, Any]]:
     os.environ.setdefault("GPU_FINDINGS", os.devnull)
     import gpu_checks as checks
     from autosplit.oom import OutOfMemoryError
-    runtime = checks._runtime(checks.mlp(small=True), 2**31)  # of which the context takes 0.5 GiB
+    runtime = checks._runtime(checks.mlp(small=True), 2**31)  # the context takes 0.5 GiB of this
     print("peak_mib", runtime.peaks(checks._shape(64))[0] // 2**20)
     try:
         runtime.peaks(checks._shape(4_000_000))

@@ -1,4 +1,4 @@
-"""Record the findings of one stage of `gpu.py`, one JSON line each, as soon as they are known."""
+"""Record the findings of one stage of `gpu.py` as JSON lines, each one immediately."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ GPU = f"{KIND}:0"
 MIB, GIB = 2**20, 2**30
 
 _PATH = re.compile(r"/[^\s\"']*/(autosplit|benchmarks|site-packages|tests)/")
-"""A path of this machine, down to the part that says something to others."""
+"""Matches a path of this machine up to the part that other machines share."""
 
 
 class Skipped(Exception):  # noqa: N818 (not an error)
-    """A check does not apply on this machine; the message says why."""
+    """Raised if a check does not apply on this machine. The message gives the reason."""
 
 
 def record(name: str, verdict: str, **figures: Any) -> None:
     """Append a finding to the stage's file.
 
     Args:
-        name: What was checked.
+        name: Name of the check.
         verdict: ``"holds"``, ``"fails"``, ``"number"`` (a figure without a limit), ``"error"`` or ``"skipped"``.
-        **figures: What was measured.
+        **figures: The measured figures.
     """
     line = json.dumps({"name": name, "verdict": verdict, **figures}, default=str)
     with Path(os.environ["GPU_FINDINGS"]).open("a", encoding="utf-8") as file:
@@ -40,13 +40,13 @@ def record(name: str, verdict: str, **figures: Any) -> None:
 
 
 def checked(name: str, check: Callable[[], tuple[bool | None, dict[str, Any]]]) -> None:
-    """Run a check, and record its answer: True holds, False fails, None is a number. An exception is an error."""
+    """Run a check and record its result: True holds, False fails, None is a number. An exception is an error."""
     began_s = time.perf_counter()
     try:
         answer, figures = check()
     except Skipped as why:
         record(name, "skipped", why=str(why))
-    except Exception as error:  # noqa: BLE001 (the next check has to run)
+    except Exception as error:  # noqa: BLE001 (continue with the next check)
         text = "".join(traceback.format_exception(error)[-3:])[-1200:]
         record(name, "error", error=one_line(error)[:400], where=text)
     else:

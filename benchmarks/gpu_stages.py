@@ -48,7 +48,7 @@ REACHED_WITHIN = 0.1
 _RESULT = re.compile(
     r"(?:\[gw\d+\] \[ *\d+%\] )?(?P<before>\S+::.*? )?(?P<result>PASSED|FAILED|ERROR|SKIPPED)(?: (?P<after>\S+::.*))?"
 )
-"""A line of ``pytest -v``: the result stands behind the test, or before it with several workers."""
+"""A line of ``pytest -v``. With several workers, the result is before the test's name."""
 
 
 def tests_stage(*, small: bool) -> None:

@@ -78,7 +78,7 @@ class _BackwardTracker(Tracker):
 
 @contextmanager
 def _kept_trackers() -> Iterator[list[_BackwardTracker]]:
-    """Yield a list to which each trace adds its tracker."""
+    """Yield a list. Each trace appends its tracker to it."""
     trackers: list[_BackwardTracker] = []
 
     def made(*args: Any, **kwargs: Any) -> _BackwardTracker:

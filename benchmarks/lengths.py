@@ -1,11 +1,11 @@
-"""Train on samples of unlike length in batches of like length and in batches of one size, side by side.
+"""Compare training in batches of similar lengths with training in batches of one size.
 
     python benchmarks/lengths.py
 
-A small transformer trains on a corpus with lengths from 8 to 2,048 under enforced processor budgets, an epoch of
-batches of the one kind and of the other in turn, from the same weights. Wanted: no batch over a budget, 1.5 times the
-samples/s, and in float64 the weights of one process on the same batches to 1e-9. Beside that, what the constants of the
-cutting bring is computed from the lengths that were measured.
+A small transformer trains on a corpus with lengths from 8 to 2,048, within enforced CPU memory budgets. Epochs with
+both kinds of batches take turns, from the same weights. Expected: no batch exceeds a budget, 1.5 times the samples/s,
+and in float64 the same weights as one process, to 1e-9. The script also computes the effect of the constants that cut
+the batches, from the measured lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autosplit.solve import padded_length
 
 DEVICES = "cpu:24MiB,cpu:8MiB"
 SIMULATED = "sim:2xL4"
-"""Whose plan the constants are looked at for, too: its batches are large."""
+"""The constants are also evaluated for a plan on these GPUs, because its batches are large."""
 SAMPLES, SHORTEST, LONGEST, WORDS = 800, 8, 2048, 30_000
 EPOCHS = 3
 STEPS = 12
@@ -38,7 +38,7 @@ STEPS = 12
 
 
 class Classifier(nn.Module):
-    """A transformer of one layer that tells apart two kinds of sequences; padding is masked."""
+    """A transformer with one layer that classifies sequences into two kinds. Padding is masked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Classifier(nn.Module):
         self.head = nn.Linear(32, 2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of each sequence, by the mean over its own tokens."""
+        """Return the scores of each sequence from the mean over its tokens."""
         known = (tokens != 0).unsqueeze(-1)
         outputs = self.layer(self.embedding(tokens), src_key_padding_mask=~known.squeeze(-1))
         return self.head((outputs * known).sum(1) / known.sum(1))
 
 
 def corpus() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw sequences whose lengths are log-normal, as those of text mostly are."""
+    """Draw sequences with log-normal lengths, which are typical of text."""
     drawn, chance = random.Random(0), torch.Generator().manual_seed(0)  # noqa: S311
     lengths = [min(LONGEST, max(SHORTEST, int(drawn.lognormvariate(5, 1)))) for _ in range(SAMPLES)]
     lengths[:2] = [LONGEST, SHORTEST]
@@ -63,18 +63,18 @@ def corpus() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def pad(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put samples together, padded to the longest."""
+    """Stack samples, padded to the longest."""
     tokens, labels = zip(*samples, strict=True)
     return pad_sequence([*tokens], batch_first=True), torch.stack(labels)
 
 
 def loader_of(data: list[Any], sampler: Any) -> DataLoader[Any]:
-    """Make a loader of padded batches."""
+    """Make a DataLoader of padded batches."""
     return DataLoader(data, batch_sampler=sampler, collate_fn=pad)  # type: ignore[arg-type]
 
 
 def epoch(plan: Plan, loader: DataLoader[Any]) -> tuple[float, tuple[int, ...]]:
-    """Train an epoch within the budgets; return its seconds, and the devices' peaks in bytes."""
+    """Train one epoch within the budgets. Return its seconds and the peak bytes of each device."""
     loss_fn = nn.CrossEntropyLoss()
     with plan.budgets() as tracker:
         model = plan.wrap(Classifier())
@@ -91,7 +91,7 @@ def epoch(plan: Plan, loader: DataLoader[Any]) -> tuple[float, tuple[int, ...]]:
 
 
 def weights_apart(plan: Plan, data: list[Any], lengths: list[int]) -> float:
-    """Train some steps split and in one process, in float64; return the largest difference of a weight."""
+    """Train some steps split and in one process, in float64. Return the largest difference between weights."""
     trained = []
     for split in (True, False):
         net = Classifier().double()
@@ -108,7 +108,7 @@ def weights_apart(plan: Plan, data: list[Any], lengths: list[int]) -> float:
 
 
 def constants(plan: Plan, lengths: list[int]) -> dict[str, list[dict[str, float]]]:
-    """Compute samples/s and padding of a larger corpus for other constants of the cutting."""
+    """Compute samples/s and padding of a larger corpus for other constants."""
     assert plan.lengths is not None
     points, drawn = plan.lengths.points, random.Random(1)  # noqa: S311
     many = [drawn.choice(lengths) for _ in range(50_000)]
@@ -133,7 +133,7 @@ def constants(plan: Plan, lengths: list[int]) -> dict[str, list[dict[str, float]
 
 
 def tuned(data: list[Any], lengths: list[int], devices: str) -> Plan:
-    """Tune for the corpus."""
+    """Tune for the corpus on the given devices."""
     return autosplit.tune(
         Classifier(),
         pad(data[2:6]),
@@ -146,7 +146,7 @@ def tuned(data: list[Any], lengths: list[int], devices: str) -> Plan:
 
 
 def main() -> None:
-    """Tune, train in turn, compare, and print the answer."""
+    """Tune, train both kinds of batches, and print the results."""
     data = corpus()
     lengths = [len(tokens) for tokens, _ in data]
     plan, simulated = tuned(data, lengths, DEVICES), tuned(data, lengths, SIMULATED)

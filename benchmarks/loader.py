@@ -1,10 +1,10 @@
-"""How near `autosplit.measure_loader` comes to the best of a full grid, and in how much of the grid's time.
+"""Compare `autosplit.measure_loader` with a full grid search: samples/s, and time.
 
 python benchmarks/loader.py [FILE]
 
-Three data sets: images to decode, many small files, samples in memory. The grid is every number of workers up to
-the cores with 1, 2, 4 and 8 batches ahead, each loaded for `SECONDS` after its first batch; what was found is
-scored by the grid's own figures. Prints JSON, or writes it to FILE.
+Three datasets: images to decode, many small files, and samples in memory. The grid has every number of workers up to
+the number of cores, with 1, 2, 4 and 8 batches ahead. Each setting loads for `SECONDS` after its first batch. The
+grid's figures also score the setting that `measure_loader` finds. Prints JSON, or writes it to FILE.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import autosplit
 from autosplit.probe.loader_result import LoaderSettings
 
 SECONDS = 5.0
-"""Seconds of each setting of the grid, after its first batch."""
+"""Loading time of each setting after its first batch."""
 
 
 class Files(Dataset[torch.Tensor]):
-    """Samples of 4 KiB, each in a file of its own."""
+    """Samples of 4 KiB, one file each."""
 
     def __init__(self, folder: Path, samples: int = 4096) -> None:
         self.paths = [folder / f"{index}" for index in range(samples)]
@@ -43,7 +43,7 @@ class Files(Dataset[torch.Tensor]):
 
 
 def rate(dataset: Any, settings: LoaderSettings) -> float:
-    """Return the samples/s of settings over `SECONDS`, epoch after epoch, without the first batch of each."""
+    """Return the samples/s of each setting over `SECONDS`, without the first batch of each epoch."""
     kept = {**settings.to_dict(), "persistent_workers": settings.num_workers > 0}
     loader = DataLoader(dataset, batch_size=32, shuffle=True, **kept)
     samples, seconds = 0, 0.0
@@ -60,7 +60,7 @@ def rate(dataset: Any, settings: LoaderSettings) -> float:
 
 
 def compared(name: str, dataset: Any, cores: int) -> dict[str, Any]:
-    """Return the grid and what was found, with the seconds of both."""
+    """Return the grid and the setting found, with the seconds of both."""
     began = time.perf_counter()
     found = autosplit.measure_loader(DataLoader(dataset, batch_size=32, shuffle=True))
     found_s = time.perf_counter() - began
@@ -83,7 +83,7 @@ def compared(name: str, dataset: Any, cores: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare on the three data sets."""
+    """Compare on the three datasets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     compressed = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "loader.py"))["Compressed"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
-"""Hold the effective batch that `plan.goodput` recommends against the best of a grid, by training to a target loss.
+"""Compare the effective batch size that `plan.goodput` recommends with the best of a grid.
 
     python benchmarks/noise_scale.py
 
-A classifier of a random network's noisy labels trains with SGD from the same weights on fresh samples at each effective
-batch, its learning rate by `goodput`'s factor, until a held-out loss is at the target. Times are the machine's own: run
-it on a quiet one. Wanted: the recommended batch takes at most 10 % longer than the best.
+A classifier learns a random network's noisy labels with SGD until a held-out loss reaches the target. At each effective
+batch size it starts from the same weights, sees fresh samples, and uses `goodput`'s factor for the learning rate. Run
+the script on a quiet machine, because it measures time. Expected: the recommended batch takes at most 10% longer than
+the best.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from autosplit.plan.plan import Plan
 
 PLAN_BATCH, MICRO_BATCH = 512, 256
 LEARNING_RATE = 3.2
-"""The best at the plan's batch of those with powers of two between them, as the noise scale's theory asks for."""
+"""The best rate at the plan's batch size among powers of two. The theory of the noise scale assumes the best rate."""
 TARGET = 1.1
-"""Held-out loss; the labels' own noise is 0.78 of it."""
+"""Target of the held-out loss. The noise of the labels alone gives 0.78."""
 REPEATS = 3
 MOST_SAMPLES = 400_000
 GRID = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 def network(seed: int = 0, width: int = 256) -> nn.Module:
-    """Make a model, with the same weights each time."""
+    """Return the model, always with the same weights."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
 
 
 def teacher() -> nn.Module:
-    """Make the network that knows the labels' probabilities."""
+    """Return the network that gives the labels' probabilities."""
     made = network(9, 32)
     with torch.no_grad():
         made[0].weight *= 3
@@ -49,7 +50,7 @@ def teacher() -> nn.Module:
 
 
 def batches(size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw fresh samples, each label by the teacher's probabilities."""
+    """Draw fresh samples with labels from the teacher's probabilities."""
     chance, knows = torch.Generator().manual_seed(seed), teacher()
     for _drawn in range(0, MOST_SAMPLES, size):
         inputs = torch.randn(size, 64, generator=chance)
@@ -59,12 +60,12 @@ def batches(size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw what the loss is looked at by."""
+    """Draw the held-out samples."""
     return next(batches(8192, 10_000))
 
 
 def to_target(effective: int, factor: float, seed: int) -> tuple[int, float] | None:
-    """Train at an effective batch; return its steps and their seconds, evaluation left out, or None without success."""
+    """Train at an effective batch size. Return the steps and their seconds without evaluation, or None on failure."""
     net, loss_fn, spent_s = network(), nn.CrossEntropyLoss(), 0.0
     held_inputs, held_labels = held_out()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE * factor)
@@ -87,7 +88,7 @@ def to_target(effective: int, factor: float, seed: int) -> tuple[int, float] | N
 
 
 def recommended(plan: Plan) -> Goodput:
-    """Estimate the noise scale by training at the plan's own batch, and recommend a batch for it."""
+    """Estimate the noise scale at the plan's batch size, and recommend a batch size."""
     net, loss_fn = network(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
     noise_scale = autosplit.NoiseScale()
@@ -101,7 +102,7 @@ def recommended(plan: Plan) -> Goodput:
 
 
 def measured(found: Goodput, factors: dict[int, float]) -> dict[int, dict[str, float] | None]:
-    """Train at each batch in turn, several times; return medians."""
+    """Train at each batch size in turn, several times. Return the medians."""
     runs: dict[int, list[tuple[int, float] | None]] = {size: [] for size in factors}
     for seed in range(2, 2 + REPEATS):
         for size, factor in factors.items():
@@ -126,7 +127,7 @@ def measured(found: Goodput, factors: dict[int, float]) -> dict[int, dict[str, f
 
 
 def main() -> None:
-    """Tune, recommend, and train at each batch of the grid."""
+    """Tune, recommend, and train at each batch size of the grid."""
     torch.set_num_threads(1)
     plan = autosplit.tune(
         network(),

@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["TIMM_FUSED_ATTN"] = "0"  # what was measured had none
+os.environ["TIMM_FUSED_ATTN"] = "0"  # the measured models had none
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,13 @@ TABLE = Path(__file__).with_name("published.csv")
 RESULTS = Path(__file__).parent / "results" / "published.json"
 
 LATER = ("H100-80GB", "A100-PCIe-80GB", "L4")
-"""Cards that came to the table after the fit."""
+"""GPUs that were added to the table after the fit."""
 
 CHANGED = ("ig_resnext101_32x16d", "ig_resnext101_32x32d", "ig_resnext101_32x48d")
-"""Models that today's timm builds with an eighth to a half of the parameters that were measured."""
+"""Models that have an eighth to a half of the measured parameters in today's timm."""
 
 HELD_OUT = ("TITAN-Xp", "V100-PCIe-16GB", *LATER)
-"""Cards that nothing is fitted to."""
+"""GPUs that nothing is fitted to."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Row:
     """A published step.
 
     Attributes:
-        batch: Samples of each card.
+        batch: Samples of each GPU.
         size: Pixels of a side, or tokens.
-        failed: The next larger batch that was tried and failed; 0 where none was.
+        failed: The next larger batch size that was tried and failed, or 0.
     """
 
     family: str
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def step(self) -> tuple[Any, ...]:
-        """What has to be traced for it."""
+        """Return the fields that determine the trace."""
         return self.family, self.model, self.precision, self.layout, self.size
 
 
@@ -111,10 +111,10 @@ def rows() -> list[Row]:
 
 
 def workload(row: Row) -> Workload:
-    """Build what was trained.
+    """Build the model that was trained.
 
     Raises:
-        ImportError: Its family's package is not here.
+        ImportError: The package of its family is missing.
     """
     if row.family == "transformers":
         return _language_model(row)
@@ -164,7 +164,7 @@ _GPTS = {
     "gpt3_27": {"n_embd": 2560, "n_layer": 32, "n_head": 32, "n_positions": 2048},
     "gpt3_xl": {"n_embd": 3072, "n_layer": 24, "n_head": 24, "n_positions": 2048},
 }
-"""Configurations of the source's scripts/asplos/data/DLmodel_configs, beside those of BERT and OPT below."""
+"""Configurations from the source's scripts/asplos/data/DLmodel_configs. BERT and OPT are below."""
 
 
 def _language_model(row: Row) -> Workload:
@@ -187,7 +187,7 @@ def _language_model(row: Row) -> Workload:
             return transformers.OPTForCausalLM(config)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPTS[row.model], **eager))
 
-    # The largest takes 10 GB, which none of its numbers is needed for.
+    # The largest model takes 10 GB, and its weights' values are not needed.
     built = built_without_memory(model, fake_mode())
     return Workload(built, {"input_ids": tokens, "labels": tokens}, optimizer=torch.optim.SGD, precision="none")
 
@@ -275,7 +275,7 @@ class _Kept:
 
 
 def summary(ratios: list[float]) -> dict[str, float]:
-    """Return the bias, the median, the 90 % quantile and the worst of errors."""
+    """Return the bias, the median, the 90% quantile and the worst of errors."""
     off = sorted(abs(ratio - 1) for ratio in ratios)
     return {
         "steps": len(ratios),
@@ -287,14 +287,14 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def fitted_models(seed: int) -> set[str]:
-    """Return the models that are fitted: half of those that the table had then."""
+    """Return the fitted models: half of the models that the table had at the time of the fit."""
     models = sorted({row.model for row in rows() if row.card not in LATER} | set(CHANGED))
     random.Random(seed).shuffle(models)
     return set(models[: len(models) // 2])
 
 
 def step_times(known: list[Row], seed: int, cache: Path | None) -> dict[str, dict[str, float]]:
-    """Return the errors of step times on one card, by card, precision and layout, of fitted models and of others."""
+    """Return the errors of step times on one GPU, by GPU, precision and layout, for fitted and other models."""
     fitted = fitted_models(seed)
     ratios: dict[str, list[float]] = {}
     for row in known:
@@ -311,10 +311,10 @@ def step_times(known: list[Row], seed: int, cache: Path | None) -> dict[str, dic
 
 
 def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str, float]]:
-    """Return the errors of what nn.DataParallel gains: samples/s of several cards over those of one.
+    """Return the errors of nn.DataParallel's gain: samples/s of several GPUs over those of one.
 
     Args:
-        most: Models, drawn evenly from the table: each takes traces of its own.
+        most: Number of models, drawn evenly from the table. Each needs its own traces.
     """
     models = sorted({row.model for row in known if row.cards > 1})
     chosen = set(models[:: max(1, len(models) // most)])
@@ -334,7 +334,7 @@ def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str
 
 
 def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
-    """Return how often the largest batch lies between the largest that was run and the next that failed."""
+    """Return how often the largest batch is between the largest successful batch and the next failed batch."""
     usable = parse_devices("sim:RTX3090")[0].capacity_bytes
     inside = above = count = 0
     for row in known:
@@ -347,20 +347,20 @@ def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
 
 @contextmanager
 def _leaving_out(row: Row) -> Iterator[None]:
-    """Leave out what can't be built, and say so: a model that is gone, a package that is not here."""
+    """Leave out and report rows that cannot be built. The model or its package may be missing."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # what others' models raise when they are built
+    except Exception as error:  # noqa: BLE001 # models of other packages may raise anything
         print(f"left out: {row.model}: {type(error).__name__}: {str(error)[:100]}")
 
 
 def main() -> None:
     """Replay the tables."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cache", type=Path, help="a folder of your own for traces: they take most of the time")
-    parser.add_argument("--cached-only", action="store_true", help="leave out what is not there")
+    parser.add_argument("--cache", type=Path, help="a folder that keeps traces, which take most of the time")
+    parser.add_argument("--cached-only", action="store_true", help="leave out steps without a trace in the cache")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", type=int, default=10, help="models whose gain by several cards is looked at")
+    parser.add_argument("--models", type=int, default=10, help="models whose gain with several GPUs is compared")
     parser.add_argument("--sample", action="store_true", help="write only the entry `sample`, and keep all others")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

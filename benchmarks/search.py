@@ -1,22 +1,20 @@
-"""How far from the best split the search ends, by exhaustive search on simulated machines; and what it costs.
+"""Compare the search with an exhaustive search on simulated machines, and measure what the search costs.
 
     python benchmarks/search.py [--quick] [--models NAME ...] [--machines NAME ...] [--jobs 2]
                                 [--output benchmarks/results/search.json]
 
-On each machine, for each model, at a fixed effective batch, everything that fits is searched by the event simulator,
-never by the tuner's formulas: every batch size with the accumulation steps that it takes, every share of device 0,
-every choice of how many of the other cards of each kind take part. The rest of the batch goes to these by the times
-that their traces take there, each next sample to the card that finishes it first; then single samples are moved
-between any two cards, from the best few, for as long as the simulator says that it helps.
+The exhaustive search uses the event simulator and never the tuner's formulas. For each machine, model and effective
+batch size, it tries every batch size with its accumulation steps, every number of samples on device 0, and every number
+of other GPUs of each kind. The rest of the batch is assigned greedily: each next sample goes to the GPU that finishes
+it first by the traced times. From the best splits, single samples are then moved between GPUs while that helps.
 
-What is left out is left out by proof. A simulated step is a network of events that wait for one another: its time is a
-sum of durations along some path, the longest. So it is no less than the sum along any path: a card's own work over all
-micro-steps, the copies of parameters and gradients over its link, and the optimizer, one after another. This bound is
-held against each step that is simulated, and a claim says that it was never above it. The samples that a card may get
-are bounded by the simulator's peaks.
+Splits are ruled out only by proof. A simulated step is a network of events that wait for each other. Its time is the
+longest path, so the sum of durations along any path is a lower bound. The bound is a GPU's own work over all
+micro-steps, the copies over its link, and the optimizer. A claim checks that no simulated step is below its bound. The
+simulator's peaks bound the samples of each GPU.
 
-Steps are told by laws of a few traces, as the tuner has them; so random ones are held against the same steps followed
-whole, over all their cards, and a claim says how far they are off.
+The tuner composes steps from a few traces, and so does this script. A claim compares random composed steps with the
+same steps traced completely on all GPUs.
 """
 
 from __future__ import annotations
@@ -73,43 +71,43 @@ from autosplit.solve.split import even_split, micro_batch_sizes, proportional_sp
 from autosplit.solve.step_time import TimeCurve, overlapped_seconds
 
 FIRST_REGRET = 0.01
-"""The most after one trial, in the median."""
+"""Limit of the median regret after one trial."""
 LATER_REGRET = 0.003
-"""The most after `LATER` trials, in the median."""
+"""Limit of the median regret after `LATER` trials."""
 WORST_REGRET = 0.03
-"""The most after `LATER` trials, anywhere."""
+"""Limit of the worst regret after `LATER` trials."""
 NOISY_REGRET = 0.02
-"""The most with `NOISE`, in the median."""
+"""Limit of the median regret with `NOISE`."""
 COMPOSED_ERROR = 0.01
-"""The most that a composed step is off a whole one."""
+"""Limit of the difference between a composed and a completely traced step."""
 SOLVER_S = 1.0
 SOLVER_GROWTH = 2.6
-"""The most, for twice as many devices and samples."""
+"""Limit of the growth if devices and samples double."""
 OVERHEAD = 0.05
-"""The most of a real tuning's wall time that is neither in steps nor in traces."""
+"""Limit of the share of a real tuning's wall time that is not in steps or traces."""
 
 LATER = 12
 TRIALS = 24
 FIRST = 5
-"""Trials of the tuner that a sampler begins with when it is warm."""
+"""Trials of the tuner that a warm sampler starts with."""
 NOISE = 0.03
 POINTS = 30
-"""Points that are cross-checked on each machine."""
+"""Points that are compared on each machine."""
 NEAR, STARTS = 0.02, 12
-"""Single samples are moved from so many splits, as far as they take no more than this over the best."""
+"""Single samples are moved in at most `STARTS` splits, each within `NEAR` of the best time."""
 MIB = 2**20
 ROUNDING = 1e-9
-"""Sums of the same durations in another order."""
+"""Difference between sums of the same durations in different orders."""
 
 Split = tuple[int, ...]
 Splits = tuple[Split, ...]
 
 
-# The models: few layers, heavy samples
+# Models with few layers and large samples
 
 
 class Inverted(nn.Module):
-    """A block of EfficientNet: wider, a depthwise convolution, squeeze and excitation, narrow again."""
+    """A block of EfficientNet: expansion, depthwise convolution, squeeze and excitation, projection."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int = 4) -> None:
         super().__init__()
@@ -125,14 +123,14 @@ class Inverted(nn.Module):
         self.narrow = nn.Sequential(nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return as many features as it was made for."""
+        """Return features of the block's output width."""
         y = self.depthwise(self.widen(x))
         out: Tensor = self.narrow(y * self.squeeze(y).sigmoid())
         return x + out if self.adds else out
 
 
 def efficient() -> Workload:
-    """An EfficientNet in small: its depthwise convolutions are bound by memory, not by arithmetic."""
+    """A small EfficientNet. Memory bandwidth limits its depthwise convolutions."""
     shapes = ((32, 24, 3, 2), (24, 48, 5, 2), (48, 192, 3, 2))
     blocks = [Inverted(*shape) for shape in shapes]
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU())
@@ -158,7 +156,7 @@ class Decoder(nn.Module):
 
 
 def gpt() -> Workload:
-    """A GPT whose logits, gathered on device 0, weigh as much as its activations."""
+    """A GPT whose logits, gathered on device 0, are as large as its activations."""
     tokens = torch.randint(0, 4096, (architectures.SAMPLES, 512))
     model = Decoder(768, 2, 512, 4096)
     batch = (tokens, tokens.roll(-1, 1))
@@ -166,7 +164,7 @@ def gpt() -> Workload:
 
 
 class WithLoss(nn.Module):
-    """An encoder that returns its loss: nothing is gathered but a number."""
+    """An encoder that returns its loss, so only a number is gathered."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -181,13 +179,13 @@ class WithLoss(nn.Module):
 
 
 def encoder() -> Workload:
-    """An encoder with its loss inside."""
+    """Return an encoder that computes its loss itself."""
     batch = (torch.randint(0, 1024, (architectures.SAMPLES, 384)), torch.randint(0, 10, (architectures.SAMPLES,)))
     return Workload(WithLoss(512, 2), batch, optimizer=torch.optim.AdamW)
 
 
 class Windows(nn.Module):
-    """An LSTM over the windows of a sample, which are independent of each other."""
+    """An LSTM over the independent windows of a sample."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -201,13 +199,13 @@ class Windows(nn.Module):
 
 
 def lstm() -> Workload:
-    """An LSTM over 64 windows of 6 time steps a sample."""
+    """Return an LSTM over 64 windows of 6 time steps per sample."""
     batch = (torch.randn(architectures.SAMPLES, 64, 6, 768), torch.randint(0, 10, (architectures.SAMPLES,)))
     return Workload(Windows(768), batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
 
 
 def mlp() -> Workload:
-    """An MLP over 256 tokens a sample."""
+    """Return an MLP over 256 tokens per sample."""
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 256))
     batch = (torch.randn(4, 256, 1024), torch.randn(4, 256, 256))
     return Workload(model, batch, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW)
@@ -222,16 +220,16 @@ MODELS: dict[str, Callable[[], Workload]] = {
 }
 
 
-# The machines
+# Machines
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Cards that are not there, and the samples of an optimizer step on them.
+    """Simulated GPUs, and the samples of an optimizer step.
 
     Attributes:
-        cards: How many of which card, device 0's first, and how much each holds: so many times its even share of the
-            optimizer step, or all that its memory holds (None).
+        cards: Number and name of the GPUs, device 0's kind first, and their memory: a multiple of the even
+            share of the optimizer step, or None for all of the GPU's memory.
         num_samples: The effective batch size.
     """
 
@@ -239,7 +237,7 @@ class Machine:
     num_samples: int = 48
 
     def spec(self, traces: AffineTraces) -> str:
-        """Return the device spec, for a model; with tight memory it depends on what a sample of it takes."""
+        """Return the device spec for a model. Tight memory depends on the memory per sample of the model."""
         count = sum(number for number, _, _ in self.cards)
         parts = []
         for number, card, room in self.cards:
@@ -254,7 +252,7 @@ class Machine:
 
 
 REPORTED = "2xRTX-A6000+2xRTX2080Ti"
-"""Of a user, who went from 2,000 to 2,500 images/s by setting batch sizes by hand (timm, pull request 580)."""
+"""The machine of a user who went from 2,000 to 2,500 images/s with handwritten batch sizes (timm, pull request 580)."""
 
 MACHINES = {
     "2xRTX3090": Machine(((2, "RTX3090", None),)),
@@ -270,17 +268,17 @@ MACHINES = {
 }
 
 SAMPLED = (REPORTED, "4xV100-16GB tight", "T4+3xP100 tight")
-"""On these Optuna's samplers are compared: what they try at random has to be followed, and that takes long."""
+"""Machines on which Optuna's samplers are compared. Their random trials take long to simulate."""
 
 QUICK_MODELS = ("lstm", "mlp")
 QUICK_MACHINES = ("2xRTX3090", REPORTED)
 
 
-# The judge: times by the event simulator, and a bound below them
+# The judge: simulated times and a lower bound
 
 
 class _AsOne(SimulatedRuntime):
-    """Follows every step whole, over all its cards."""
+    """Traces every step completely, on all GPUs."""
 
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
         """Return the time and the peaks of a step."""
@@ -290,14 +288,14 @@ class _AsOne(SimulatedRuntime):
 
 @dataclass
 class Judge:
-    """Tells how long steps take on a machine, and how long at least.
+    """Computes the time of steps on a machine, and a lower bound.
 
     Attributes:
-        traces: Kept for all machines.
-        devices: The cards.
+        traces: The traces, shared by all machines.
+        devices: The GPUs.
         num_samples: The effective batch size.
-        simulated: Steps that were simulated, and what they took.
-        bounds_broken: Steps whose bound was above what they took.
+        simulated: Times of the simulated steps.
+        bounds_broken: Steps that took less than their bound.
     """
 
     traces: AffineTraces
@@ -324,7 +322,7 @@ class Judge:
     # Times
 
     def seconds(self, splits: Splits) -> float:
-        """Return the simulated time of an optimizer step; infinite where it does not fit."""
+        """Return the simulated time of an optimizer step, or infinity if it does not fit."""
         if splits not in self.simulated:
             try:
                 self.simulated[splits] = self.runtime.measure(StepShape(splits)).seconds
@@ -334,11 +332,11 @@ class Judge:
         return self.simulated[splits]
 
     def rate(self, split: Split) -> float:
-        """Return the samples/s of a split; 0 where it does not fit."""
+        """Return the samples/s of a split, or 0 if it does not fit."""
         return self.num_samples / self.seconds(self.splits_of(split))
 
     def splits_of(self, split: Split) -> Splits:
-        """Return the micro-steps of a split; the last shares what is left in proportion."""
+        """Return the micro-steps of a split. The last micro-step splits the remaining samples in proportion."""
         batch_size = sum(split)
         *full, last = micro_batch_sizes(self.num_samples, batch_size)
         return (*((split,) * len(full)), split if last == batch_size else proportional_split(last, split))
@@ -346,9 +344,9 @@ class Judge:
     # The bound
 
     def path_seconds(self, splits: Splits) -> float:
-        """Bound a step from below: a card's work in a row, with the copies of parameters and gradients over its link.
+        """Return a lower bound of a step: a GPU's work, and the copies of parameters and gradients over its link.
 
-        All links are used at once; device 0, at an end of each, waits for the slowest.
+        All links work at once. Device 0 is an end of each link and waits for the slowest.
         """
         copies_s = [self._copies_s[index] if share else 0.0 for index, share in enumerate(splits[0])]
         copies_s[0] = max(copies_s)
@@ -359,7 +357,7 @@ class Judge:
         return max(map(operator.add, worked_s, copies_s)) + self.update_s
 
     def work(self, index: int, samples: int) -> float:
-        """Return the seconds a card works in a micro-step that adds to earlier gradients, without what it waits for."""
+        """Return the seconds that a GPU works in an accumulating micro-step, without waiting."""
         key = (index, samples)
         if samples and key not in self._work:
             trace = self._part(index, samples, accumulates=True)
@@ -372,7 +370,7 @@ class Judge:
         return self.traces.trace(StepShape(((0, samples),), accumulates=accumulates))
 
     def _cap(self, index: int, accumulates: bool) -> int:
-        """Return the most samples that a card holds, by the simulator's peaks; none over the optimizer step's."""
+        """Return the most samples that fit on a GPU by the simulator's peaks, at most those of the optimizer step."""
         capacity_bytes = self.devices[index].capacity_bytes
         role = min(index, 1)
         low, high = 0, self.num_samples
@@ -383,7 +381,7 @@ class Judge:
         return low
 
     def _copy_seconds(self, index: int) -> float:
-        """Return the time of a replica's parameters and gradients on its link: they are the same in any step."""
+        """Return the time of a replica's parameters and gradients on its link. It is the same in every step."""
         trace = self._part(index, 1, accumulates=True)
         link = min(_spec(device).link_bytes_per_s for device in (self.devices[0], self.devices[index]))
         moves = [e for e in (*trace.broadcast, *trace.reduce) if isinstance(e, Move)]
@@ -404,15 +402,15 @@ def _work_seconds(events: Sequence[Event], role: int, device: Device) -> float:
 
 @dataclass(frozen=True)
 class Best:
-    """The best there is, and what it took to know.
+    """The best split, and the cost of finding it.
 
     Attributes:
         split: Samples per device.
         rate: Samples/s.
-        considered: Splits that were looked at.
-        ruled_out: How many the bound ruled out.
-        simulated: How many were simulated.
-        moved: Whether moving single samples improved on the best of the grid.
+        considered: Number of splits considered.
+        ruled_out: Number of splits that the bound ruled out.
+        simulated: Number of splits simulated.
+        moved: Whether moving single samples improved the result.
     """
 
     split: Split
@@ -424,10 +422,10 @@ class Best:
 
 
 def divisions(judge: Judge, accumulates: bool) -> Iterator[list[Split]]:
-    """Yield, for each choice of cards beside device 0, how these share 1, 2, ... samples: by their times, greedily.
+    """Yield greedy splits of 1, 2, ... samples for each choice of GPUs besides device 0.
 
-    Of cards that are alike so many take part; which of them makes no difference to the simulator but for their order.
-    Outputs are gathered in that order, and the last card's are waited for last: it gets the odd sample.
+    Only the number of equal GPUs matters. Outputs are gathered in order and the last GPU is waited for last, so it gets
+    the odd sample.
     """
     caps = judge.caps[accumulates]
     kinds: dict[tuple[str, int], list[int]] = {}
@@ -449,7 +447,7 @@ def divisions(judge: Judge, accumulates: bool) -> Iterator[list[Split]]:
 
 
 def grid(judge: Judge) -> Iterator[Split]:
-    """Yield every batch size, every share of device 0 of it, and every choice of other cards for the rest."""
+    """Yield every batch size, every number of samples on device 0, and every choice of other GPUs."""
     total, others = judge.num_samples, len(judge.devices) - 1
     for accumulates in (False, True):
         most = judge.caps[accumulates][0]
@@ -463,11 +461,11 @@ def grid(judge: Judge) -> Iterator[Split]:
 
 
 def exhaustive(judge: Judge, known: Sequence[Split] = ()) -> Best:
-    """Find the fastest split of all that fit.
+    """Find the fastest split that fits.
 
     Args:
-        judge: Of the machine.
-        known: Splits to begin with: the faster the first, the more is ruled out.
+        judge: The judge of the machine.
+        known: Splits to start with. A fast first split rules out more.
     """
     best_s = min((judge.seconds(judge.splits_of(split)) for split in known), default=math.inf)
     before = len(judge.simulated)
@@ -489,7 +487,7 @@ def exhaustive(judge: Judge, known: Sequence[Split] = ()) -> Best:
 
 
 def improved(judge: Judge, split: Split) -> tuple[float, Split]:
-    """Move single samples between cards, as long as the simulator says that it helps."""
+    """Move single samples between GPUs while the simulated time improves."""
     best_s = judge.seconds(judge.splits_of(split))
     while True:
         for nearby in moves(split):
@@ -504,18 +502,18 @@ def improved(judge: Judge, split: Split) -> tuple[float, Split]:
 
 
 def moves(split: Split) -> Iterator[Split]:
-    """Yield a split with one sample on another card."""
+    """Yield the splits that differ by one sample moved to another GPU."""
     for source, target in itertools.permutations(range(len(split)), 2):
         if split[source]:
             yield tuple(n - (i == source) + (i == target) for i, n in enumerate(split))
 
 
-# The tuner
+# Tuner
 
 
 @contextmanager
 def shared_traces(traces: AffineTraces) -> Iterator[None]:
-    """Let every tuning ask kept traces, so that no step is followed twice."""
+    """Use the shared traces in every tuning, so each step is traced once."""
     with (
         mock.patch.object(prepare, "make_tracer", return_value=(traces.tracer, None)),
         mock.patch.object(prepare, "AffineTraces", return_value=traces),
@@ -524,7 +522,7 @@ def shared_traces(traces: AffineTraces) -> Iterator[None]:
 
 
 def tuned(traces: AffineTraces, spec: str, num_samples: int) -> Plan:
-    """Tune as a user does."""
+    """Tune with the public function."""
     with shared_traces(traces):
         return tune(
             traces.tracer.workload,
@@ -538,8 +536,8 @@ def tuned(traces: AffineTraces, spec: str, num_samples: int) -> Plan:
 
 @contextmanager
 def noise(seed: int) -> Iterator[None]:
-    """Let every measured time be off by `NOISE`, and say so."""
-    generator = random.Random(seed)  # noqa: S311 (it guards nothing)
+    """Add noise of `NOISE` to every measured time, and report it as the measurement's noise."""
+    generator = random.Random(seed)  # noqa: S311 (not for security)
     exact = SimulatedRuntime.measure
 
     def measure(self: SimulatedRuntime, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
@@ -556,13 +554,13 @@ def best_after(rates: Sequence[float | None], best: float, count: int) -> float:
     return 1 - max((rate or 0.0 for rate in rates[:count]), default=0.0) / best
 
 
-# What a user has without it
+# Settings without the tuner
 
 
 def by_hand(judge: Judge) -> float:
-    """Return the rate of the largest power of two that fits on all cards, in as many accumulation steps as it takes.
+    """Return the rate of the largest power of two that fits on all GPUs, with the accumulation steps that it needs.
 
-    In BalancedDataParallel, to its favour: replicas are kept.
+    It uses BalancedDataParallel, which keeps replicas and is faster than nn.DataParallel.
     """
     count = len(judge.devices)
     size = 1 << (judge.num_samples // count).bit_length()
@@ -576,9 +574,9 @@ def by_hand(judge: Judge) -> float:
 
 
 def even_rates(judge: Judge) -> tuple[float, float]:
-    """Return the best rates of an even split: in nn.DataParallel, and in BalancedDataParallel, which keeps replicas.
+    """Return the best rates of an even split, in nn.DataParallel and in BalancedDataParallel.
 
-    Over all accumulation steps from the fewest that fit, as long as one more may still be faster.
+    Tries accumulation steps from the fewest that fit, while one more may still be faster.
     """
     count = len(judge.devices)
     theirs = ours = 0.0
@@ -596,7 +594,7 @@ def even_rates(judge: Judge) -> tuple[float, float]:
 
 
 def data_parallel_seconds(judge: Judge, splits: Splits) -> float:
-    """Return what nn.DataParallel takes: it copies parameters and reduces gradients in each micro-step."""
+    """Return the time in nn.DataParallel, which copies parameters and reduces gradients in each micro-step."""
     if not math.isfinite(judge.seconds(splits)):  # device 0 holds the gradients of earlier micro-steps
         return math.inf
     total_s = 0.0
@@ -611,7 +609,7 @@ def data_parallel_seconds(judge: Judge, splits: Splits) -> float:
 
 
 def sum_of_best(judge: Judge) -> float:
-    """Return the sum of the cards' own best rates, each by itself: nothing is faster."""
+    """Return the sum of the best rates of the single GPUs. No split is faster."""
     total = 0.0
     for index in range(len(judge.devices)):
         sizes = range(1, judge.caps[False][index] + 1)
@@ -620,7 +618,7 @@ def sum_of_best(judge: Judge) -> float:
 
 
 def equal_ranks_rate(plan: Plan, num_samples: int) -> float | None:
-    """Predict DDP with equal shares, by the model and the curves that the plan's own answer for DDP is from."""
+    """Predict DDP with equal batch sizes, from the model and curves that predict the plan's DDP."""
     if plan.fit is None or not plan.ddp.ranks:
         return None
     count = len(plan.ddp.ranks)
@@ -632,7 +630,7 @@ def equal_ranks_rate(plan: Plan, num_samples: int) -> float | None:
         if share > ceiling:
             continue
         slowest = [curve(share) for curve in step_time.curves]
-        # The last micro-step is the shorter by what it lacks, as in the plan's own answer.
+        # As in the plan's DDP, the last micro-step is shorter by the missing samples.
         amount = num_samples / (share * count)
         hidden_s = 2 / 3 * max(slowest) * (amount - (math.ceil(amount) - 1))
         seconds = overlapped_seconds(
@@ -642,7 +640,7 @@ def equal_ranks_rate(plan: Plan, num_samples: int) -> float | None:
     return best or None
 
 
-# Optuna's samplers, in the same space with the same trials
+# Optuna's samplers, with the same space and number of trials
 
 
 def _installed(*names: str) -> bool:
@@ -650,7 +648,7 @@ def _installed(*names: str) -> bool:
 
 
 def samplers() -> dict[str, Callable[[int], Any]]:
-    """Return the samplers that are installed, by name, each as a function of a seed."""
+    """Return the installed samplers by name, as functions of a seed."""
     import optuna
 
     found: dict[str, Callable[[int], Any]] = {
@@ -666,10 +664,10 @@ def samplers() -> dict[str, Callable[[int], Any]]:
 
 
 class Sampled:
-    """The search space as a sampler sees it: accumulation steps, and where in their bounds batch and share are.
+    """The search space of a sampler: accumulation steps, and positions of batch size and split within their bounds.
 
     Args:
-        judge: Of the machine.
+        judge: The judge of the machine.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -679,20 +677,20 @@ class Sampled:
         self.most = min(judge.num_samples, self.fewest + max(3, self.fewest))
 
     def batch_bounds(self, steps: int) -> tuple[int, int]:
-        """Return the least and the largest batch that make the optimizer step in so many micro-steps, and may fit."""
+        """Return the smallest and largest batch size for a number of micro-steps that may fit."""
         total, caps = self.judge.num_samples, self.judge.caps[steps > 1]
         least = -(-total // steps)
         most = total if steps == 1 else -(-total // (steps - 1)) - 1
         return least, max(least, min(most, sum(caps)))
 
     def share_bounds(self, batch_size: int, steps: int) -> tuple[int, int]:
-        """Return the least and the most that device 0 may get."""
+        """Return the fewest and most samples for device 0."""
         own, *others = self.judge.caps[steps > 1]
         least = max(0, batch_size - sum(others))
         return least, max(least, min(own, batch_size))
 
     def split_of(self, steps: int, batch_at: float, share_at: float) -> Split:
-        """Return the split at a place in the space; the rest goes to the other cards by their times."""
+        """Return the split at a point. The other GPUs get the rest by their times."""
         least, most = self.batch_bounds(steps)
         batch_size = min(most, least + int(batch_at * (most - least + 1)))
         lowest, highest = self.share_bounds(batch_size, steps)
@@ -704,7 +702,7 @@ class Sampled:
         return (share, *fastest_split(batch_size - share, times, caps[1:]))
 
     def place_of(self, steps: int, batch_size: int, share: int) -> dict[str, Any]:
-        """Return the parameters of a configuration."""
+        """Return the parameters of a point."""
         least, most = self.batch_bounds(steps)
         lowest, highest = self.share_bounds(batch_size, steps)
         batch_at = (batch_size - least + 0.5) / (most - least + 1)
@@ -712,10 +710,10 @@ class Sampled:
         return {"steps": steps, "batch": min(1.0, max(0.0, batch_at)), "share": min(1.0, max(0.0, share_at))}
 
     def run(self, sampler: Any, count: int, first: Sequence[dict[str, Any]] = ()) -> tuple[list[float], float]:
-        """Search with a sampler; what it suggests again costs no trial.
+        """Search with a sampler. Repeated suggestions cost no trial.
 
         Returns:
-            The rate of each trial, 0 for one that fails; and the seconds that the sampler took for each.
+            The rate of each trial, or 0 if it fails, and the sampler's seconds for each trial.
         """
         import optuna
 
@@ -760,12 +758,12 @@ def sampled(judge: Judge, plan: Plan, best: float, seed: int) -> dict[str, Any]:
     return table
 
 
-# A model on a machine
+# One model on one machine
 
 
 def cross_checked(judge: Judge, count: int, seed: int) -> dict[str, Any]:
-    """Hold random steps that fit, composed from what traces tell, against the same steps followed whole."""
-    generator = random.Random(seed)  # noqa: S311 (it guards nothing)
+    """Compare random composed steps that fit with the same steps traced completely."""
+    generator = random.Random(seed)  # noqa: S311 (not for security)
     whole = _AsOne(judge.devices, judge.runtime.capacities_bytes, judge.traces.tracer)
     space = Sampled(judge)
     errors: list[float] = []
@@ -837,9 +835,9 @@ def case(model: str, traces: AffineTraces, name: str, points: int) -> dict[str, 
 
 
 def model_error(judge: Judge, plan: Plan, split: Split) -> float | None:
-    """Return how far the plan's fitted model is off the simulator at a split: where the search is led astray, and why.
+    """Return the relative error of the plan's fitted model at a split.
 
-    This judges nothing; it says where to look when a claim is broken.
+    It is no claim. It shows the cause of a broken claim.
     """
     if plan.fit is None:
         return None
@@ -852,7 +850,7 @@ def _ratio(one: float, other: float | None) -> float | None:
 
 
 def model_rows(model: str, machines: Sequence[str], points: int) -> list[dict[str, Any]]:
-    """Measure a model on all machines, with the same traces."""
+    """Measure a model on all machines with the same traces."""
     import optuna
 
     torch.set_num_threads(1)
@@ -869,7 +867,7 @@ def model_rows(model: str, machines: Sequence[str], points: int) -> list[dict[st
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Say in a line how a model on a machine went."""
+    """Return one line about a model on a machine."""
     regret = row["regret"]
     shown = ", ".join(f"{name} {value:.2%}" for name, value in regret.items())
     return (
@@ -879,25 +877,25 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-# The solver
+# Solver
 
 
 def random_curve(generator: random.Random) -> TimeCurve:
-    """Return a card's times as they are measured: a few points, a fixed part, and a slope that is nearly one."""
+    """Return a realistic time curve of a GPU: a few points, a fixed part, and a nearly constant slope."""
     fixed_s, sample_s = generator.uniform(0.001, 0.02), generator.uniform(0.0005, 0.004)
     sizes = (1, 8, 32, 96, 200, 400)
     return TimeCurve.of([(n, fixed_s + sample_s * n * generator.uniform(0.97, 1.03)) for n in sizes])
 
 
 def solver_figures() -> dict[str, Any]:
-    """Time the fastest split of 250 samples a device, for more and more devices, in turn: the best of five.
+    """Time the solver with 250 samples per device and a growing number of devices. Return the best of five runs.
 
-    What counts is the processor's time of this one thread, so that what else the machine does counts little.
+    The CPU time of this thread counts, so other load on the machine has little effect.
     """
     seconds = dict.fromkeys((1250, 2500, 5000, 10_000), math.inf)
     for round_ in range(5):
         for count in seconds:
-            generator = random.Random(round_)  # noqa: S311 (it guards nothing)
+            generator = random.Random(round_)  # noqa: S311 (not for security)
             curves = [random_curve(generator) for _ in range(count)]
             caps = [generator.randint(200, 600) for _ in range(count)]
             start = time.process_time()
@@ -910,23 +908,23 @@ def solver_figures() -> dict[str, Any]:
         "growth_when_doubled": [round(ratio, 3) for ratio in growth],
         "claims": [
             claim("seconds for 2.5 million samples over 10,000 devices", seconds[10_000], SOLVER_S),
-            claim("growth of the solver's time when devices and samples double, at most", max(growth), SOLVER_GROWTH),
+            claim("growth of the solver's time if devices and samples double, maximum", max(growth), SOLVER_GROWTH),
         ],
     }
 
 
-# What the search itself costs
+# Overhead of the search
 
 
 class _Stopwatch:
-    """Adds up the time in some functions, that of one inside another once."""
+    """Adds up the time in some functions. Nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._inside = False
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, timed."""
+        """Return the function with timing."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
@@ -943,7 +941,7 @@ class _Stopwatch:
 
 
 def overhead_here() -> dict[str, Any]:
-    """Tune the char GPT on the processor, for real, and tell where the time went."""
+    """Tune the character GPT with real steps on the CPU, and return where the time went."""
     import char_gpt
 
     torch.set_num_threads(1)
@@ -952,7 +950,7 @@ def overhead_here() -> dict[str, Any]:
     with (
         mock.patch.object(CpuRuntime, "measure", watch.around("steps", CpuRuntime.measure)),
         mock.patch.object(CpuRuntime, "peaks", watch.around("steps", CpuRuntime.peaks)),
-        # With what torch imports for its first fake tensor: 1.1 s, whatever is traced.
+        # Includes torch's imports for the first fake tensor, 1.1 s for any trace.
         mock.patch.object(Tracer, "__init__", watch.around("traces", Tracer.__init__)),
         mock.patch.object(Tracer, "trace", watch.around("traces", Tracer.trace)),
         mock.patch.object(Tracer, "trace_resized", watch.around("traces", Tracer.trace_resized)),
@@ -975,24 +973,24 @@ CPU_DEVICES = "cpu:256MiB,cpu:192MiB"
 
 
 def overhead_figures() -> dict[str, Any]:
-    """Do so in a new process, in which Optuna is imported by the tuning."""
+    """Measure the overhead in a new process, so tuning also imports Optuna."""
     command = [sys.executable, str(Path(__file__)), "--overhead"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (it is this file)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (runs this file)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    said = "share of a real tuning's wall time that is neither in steps nor in traces"
-    return {**figures, "claims": [claim(said, figures["share"], OVERHEAD)]}
+    text = "share of a real tuning's wall time outside of steps and traces"
+    return {**figures, "claims": [claim(text, figures["share"], OVERHEAD)]}
 
 
-# All of it
+# Command line
 
 
-def claim(said: str, figure: float, limit: float) -> dict[str, Any]:
-    """Return a claim with its figure and its limit, and whether it holds."""
-    return {"claim": said, "figure": round(figure, 5), "limit": limit, "holds": figure <= limit}
+def claim(text: str, figure: float, limit: float) -> dict[str, Any]:
+    """Return a claim with its figure, its limit, and whether it holds."""
+    return {"claim": text, "figure": round(figure, 5), "limit": limit, "holds": figure <= limit}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hold the rows against what is claimed of them."""
+    """Return the claims about the rows."""
     regrets = {name: [row["regret"][name] for row in rows] for name in rows[0]["regret"]}
     later = regrets[f"after_{LATER}"]
     rivals = [rival[f"after_{TRIALS}"] for row in rows for rival in row["rivals"].values()]
@@ -1002,14 +1000,18 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         claim(f"regret after {LATER} trials, median", statistics.median(later), LATER_REGRET),
         claim(f"regret after {LATER} trials, worst", max(later), WORST_REGRET),
         claim(f"regret with {NOISE:.0%} noise, median", statistics.median(regrets["with_noise"]), NOISY_REGRET),
-        claim("by how much anyone beat exhaustive search", max(0.0, -min(everyone)), 1e-5),
-        claim("steps of the exhaustive search below their bound", sum(row["bounds_broken"] for row in rows), 0),
-        claim("composed steps off whole ones, at most", max(row["composed"]["most"] for row in rows), COMPOSED_ERROR),
+        claim("largest gain of any method over exhaustive search", max(0.0, -min(everyone)), 1e-5),
+        claim("simulated steps below their lower bound", sum(row["bounds_broken"] for row in rows), 0),
+        claim(
+            "difference of composed from completely traced steps, maximum",
+            max(row["composed"]["most"] for row in rows),
+            COMPOSED_ERROR,
+        ),
     ]
 
 
 def sampler_medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each sampler's regret over the cases in which all of them ran, beside the tuner's own."""
+    """Return the regret of each sampler and of the tuner, over the cases in which all samplers ran."""
     compared = [row for row in rows if row["rivals"]]
     table = {}
     for name in compared[0]["rivals"] if compared else ():
@@ -1024,7 +1026,7 @@ def sampler_medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def by_machine(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each machine's median gains over its models, and the worst regret there."""
+    """Return each machine's median gains over the models, and its worst regret."""
     table = {}
     for name in dict.fromkeys(row["machine"] for row in rows):
         found = [row for row in rows if row["machine"] == name]
@@ -1037,7 +1039,7 @@ def by_machine(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def searched(models: Sequence[str], machines: Sequence[str], jobs: int) -> dict[str, Any]:
-    """Measure all models on all machines, each model in a process of its own."""
+    """Measure all models on all machines, each model in a separate process."""
     points = -(-POINTS // len(models))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -1068,7 +1070,7 @@ def measured(models: Sequence[str], machines: Sequence[str], jobs: int) -> dict[
 
 
 def main() -> int:
-    """Measure, write the figures, print what holds; 1 where a claim is broken."""
+    """Measure, write the results, and print the claims. Return 1 if a claim is broken."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models on two machines")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), metavar="NAME")

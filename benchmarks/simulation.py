@@ -1,14 +1,12 @@
-"""How far the simulator is off a real card: predicted against measured step times, peaks and ceilings.
+"""Compare the simulator with a real GPU: predicted and measured step times, peaks and ceilings.
 
     python benchmarks/simulation.py [--quick] [--only NAME ...] [--card NAME] [--time-limit-s 420] [--output FILE]
 
-The same optimizer step (forward, loss, backward, update, the batch copied from the host) runs on `cuda:0` and on
-`sim:` with the row of that very card. A ratio is predicted / measured: above 1, the simulator promised samples/s that
-the card did not give, or feared for memory that it did not take. The card's peak is what its allocator reserved, which
-counts against its ceiling; what it had handed out is beside it.
+The same optimizer step (copy of the batch, forward, loss, backward, update) runs on `cuda:0` and on `sim:` with the
+same GPU. A ratio is predicted / measured. The measured peak is the memory that the allocator reserved, because reserved
+memory limits the ceiling. The allocated memory is also recorded.
 
-What one card can't tell is how far transfers between cards are off. Without a GPU there is no time to compare: steps
-run on the processor, and only what they hold is held against its prediction.
+One GPU cannot check transfers between GPUs. Without a GPU, the steps run on the CPU, and only memory is compared.
 """
 
 from __future__ import annotations
@@ -51,21 +49,21 @@ from autosplit.workload.workload import Workload
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
 
 BUDGET_S = 1.0
-"""Repeating one step stops after this long."""
+"""Stop repeating a step after this time."""
 CEILING_BYTES = 4 * 2**30
-"""What a card may hold when its ceiling is looked for: a search in all of a large one would take minutes."""
+"""Memory limit of the search for a ceiling. A search in all memory of a large GPU would take minutes."""
 QUICK_CEILING_BYTES = 16 * 2**20
 MOST = 65536
-"""No ceiling above it is looked for."""
+"""Largest ceiling that is searched for."""
 STAND_IN = "A100-80GB"
-"""The card whose memory is simulated where there is none; its time is not told."""
+"""GPU whose memory is simulated if this machine has none. Its times are not compared."""
 
 
-# What is trained
+# Models
 
 
 class Bottleneck(nn.Module):
-    """The block of ResNet-50: three convolutions, and what came in added again."""
+    """The block of ResNet-50: three convolutions with a residual connection."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ def gpt(width: int, depth: int, length: int, vocabulary: int, precision: str) ->
 
 
 def mlp(width: int, depth: int, precision: str) -> Workload:
-    """Return a deep MLP: little but matrix products."""
+    """Return a deep MLP, mostly matrix products."""
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(width, 100))
     batch = (torch.randn(4, width), torch.randint(0, 100, (4,)))
@@ -123,7 +121,7 @@ def mlp(width: int, depth: int, precision: str) -> Workload:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, and a class for its last output."""
+    """A recurrent layer with a classifier on its last output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -144,7 +142,7 @@ def lstm(width: int, length: int, precision: str) -> Workload:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model, and the batches that it is run with.
+    """A kind of model, and its batch sizes.
 
     Attributes:
         make: Builds the workload in a precision.
@@ -157,7 +155,7 @@ class Kind:
 
 KINDS = {
     "gpt": Kind(partial(gpt, 768, 12, 512, 32768), (4, 16, 64)),  # 137 million parameters
-    "small gpt": Kind(partial(gpt, 256, 4, 128, 4096), (16, 128, 1024)),  # launches count
+    "small gpt": Kind(partial(gpt, 256, 4, 128, 4096), (16, 128, 1024)),  # bound by kernel launches
     "resnet50": Kind(partial(resnet, (3, 4, 6, 3), 64, 224), (16, 64, 256)),
     "mlp": Kind(partial(mlp, 4096, 8), (256, 2048, 16384)),
     "lstm": Kind(partial(lstm, 1024, 64), (16, 64, 256)),
@@ -176,10 +174,10 @@ PRECISIONS = ("none", "bf16")
 
 
 class Place:
-    """Where steps really run, and the simulated card that they are predicted for.
+    """The device that runs the steps, and the simulated GPU that predicts them.
 
     Args:
-        name: The card in the catalogue; None for the processor, of whose time nothing is predicted.
+        name: The GPU in the catalogue. None on a CPU, whose time is not predicted.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -189,7 +187,7 @@ class Place:
 
     @contextmanager
     def runtime(self, workload: Workload) -> Iterator[AcceleratorRuntime | CpuRuntime]:
-        """Make the runtime that really runs steps, and free what it holds in the end."""
+        """Return the noise of a self-comparison: its distance from 1, or two standard errors if these are larger."""
         devices, capacities_bytes = (self.real,), (self.real.capacity_bytes,)
         if not self.timed:
             trainee = training_copy(workload, device=torch.device("cpu"))
@@ -205,20 +203,20 @@ class Place:
             runtime.close()
 
     def simulated(self, tracer: Tracer) -> SimulatedRuntime:
-        """Make the runtime that predicts steps; what the card holds refuses nothing."""
+        """Return the runtime that predicts steps. It has no memory limit."""
         return SimulatedRuntime((self.card,), (2**62,), tracer)
 
 
 def shape_of(samples: int) -> StepShape:
-    """Return the step: one forward and an update, on one device."""
+    """Return the step: one forward and one update on one device."""
     return StepShape(((samples,),))
 
 
 def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[Tracer, list[dict[str, Any]]]:
-    """Run each size really, and predict it.
+    """Run and predict a step of each size.
 
     Returns:
-        What predicted them, and a row for each size.
+        The predicting runtime, and a row for each size.
     """
     begun_s = time.perf_counter()
     tracer, why_real = make_tracer(workload, like_gpu=place.timed)
@@ -246,7 +244,7 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
 
 
 def measured_step(place: Place, runtime: AcceleratorRuntime | CpuRuntime, size: int) -> dict[str, Any]:
-    """Run a step for its time and its peak."""
+    """Measure the time and the peak of a step."""
     if not place.timed:
         return {"measured_bytes": runtime.peaks(shape_of(size))[0]}
     measured = runtime.measure(shape_of(size), budget_s=BUDGET_S)
@@ -260,13 +258,13 @@ def measured_step(place: Place, runtime: AcceleratorRuntime | CpuRuntime, size: 
 
 
 def ceilings(place: Place, workload: Workload, tracer: Tracer, within_bytes: int) -> dict[str, Any]:
-    """Find the largest batch within some memory really, and by traces alone."""
+    """Find the largest batch within a memory limit, with real steps and with traces only."""
 
     def peak_bytes(samples: int) -> int:
         return place.simulated(tracer).peaks(shape_of(samples))[0]
 
     if place.timed:
-        # What is free now: kernels that were loaded meanwhile have taken some of it.
+        # Use the memory that is free now. Loading kernels has taken some of it.
         reserve = parse_devices("cuda:0")[0].capacity_bytes - within_bytes
         found = find_ceiling(workload, "cuda:0", role="primary", reserve=reserve, max_batch_size=MOST)
     else:
@@ -280,7 +278,7 @@ def ceilings(place: Place, workload: Workload, tracer: Tracer, within_bytes: int
 
 
 def measured_case(place: Place, kind: Kind, precision: str, within_bytes: int) -> dict[str, Any]:
-    """Compare one model in one precision: what went wrong is a line of it, and not the end."""
+    """Compare one model in one precision. An exception becomes a line of the results, and the run continues."""
     torch.manual_seed(0)
     try:
         workload = kind.make(precision)
@@ -289,7 +287,7 @@ def measured_case(place: Place, kind: Kind, precision: str, within_bytes: int) -
         case["parameters"] = sum(p.numel() for p in workload.model.parameters())
         case["ceiling"] = ceilings(place, workload, tracer, within_bytes)
         tracer.trainee.restore()
-    except Exception as error:  # noqa: BLE001  # the other cases are worth having
+    except Exception as error:  # noqa: BLE001 # continue with the other cases
         case = {"failed": f"{type(error).__name__}: {error}"}
     gc.collect()
     if place.timed:
@@ -297,11 +295,11 @@ def measured_case(place: Place, kind: Kind, precision: str, within_bytes: int) -
     return case
 
 
-# What is made of it
+# Summary
 
 
 def spread(ratios: list[float]) -> dict[str, Any]:
-    """Sum ratios of predicted to measured up: where they lie, and how far they are from 1."""
+    """Summarise ratios of predicted to measured: quantiles, and distance from 1."""
     if not ratios:
         return {"count": 0}
     errors = [abs(ratio - 1) for ratio in ratios]
@@ -316,7 +314,7 @@ def spread(ratios: list[float]) -> dict[str, Any]:
 
 
 def summed_up(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of each figure that was compared, over all cases."""
+    """Return the spread of each compared figure over all cases."""
     steps = [row for case in cases.values() for row in case.get("steps", ())]
     found = [case["ceiling"]["ratio"] for case in cases.values() if case.get("ceiling", {}).get("ratio")]
     return {
@@ -328,7 +326,7 @@ def summed_up(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def measured(kinds: dict[str, Kind], card: str | None, limit_s: float, output: Path, *, quick: bool) -> dict[str, Any]:
-    """Measure everything that there is time for; the file is written after each case."""
+    """Measure until the time limit. The file is written after each case."""
     begun_s = time.perf_counter()
     place = Place(card)
     figures: dict[str, Any] = {
@@ -342,7 +340,7 @@ def measured(kinds: dict[str, Kind], card: str | None, limit_s: float, output: P
         "left_out_for_time": [],
     }
     if card is None:
-        figures["no_times"] = f"torch {torch.__version__} sees no GPU: only memory is compared, on the processor"
+        figures["no_times"] = f"torch {torch.__version__} sees no GPU: only memory is compared, on the CPU"
     else:
         warmed_up()
     for name, precision in ((name, precision) for precision in PRECISIONS for name in kinds):
@@ -362,7 +360,7 @@ def measured(kinds: dict[str, Kind], card: str | None, limit_s: float, output: P
 
 
 def warmed_up() -> None:
-    """Keep the card busy until its clocks are up."""
+    """Run until the GPU's clocks have risen."""
     square = torch.randn(4096, 4096, device="cuda:0")
     end_s = time.perf_counter() + 2.0
     while time.perf_counter() < end_s:
@@ -371,7 +369,7 @@ def warmed_up() -> None:
 
 
 def written(output: Path, figures: dict[str, Any], begun_s: float) -> dict[str, Any]:
-    """Write the figures, with the machine, the versions and the date."""
+    """Write the results with the machine, the versions and the date."""
     names = ["torch"] if not torch.version.cuda else ["torch", "cuda"]
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     whole = {
@@ -387,7 +385,7 @@ def written(output: Path, figures: dict[str, Any], begun_s: float) -> dict[str, 
 
 
 def line_of(case: dict[str, Any]) -> str:
-    """Say in a line how a case went."""
+    """Return one line about a case."""
     if "failed" in case:
         return f"failed: {case['failed']}"
     parts = []
@@ -401,11 +399,11 @@ def line_of(case: dict[str, Any]) -> str:
     return "; ".join([*parts, f"ceiling {found['predicted']} for {found['measured']}"]) + f" ({case['seconds']} s)"
 
 
-# What the package quotes
+# Command line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, write the figures, and print their summary."""
+    """Measure, write the results, and print their summary."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*KINDS, *QUICK_KINDS], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="tiny models: tells that it runs")
@@ -416,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     card = None
     if torch.cuda.is_available():
         card = find_card(arguments.card or torch.cuda.get_device_name(0)).name
-    quick = arguments.quick or card is None  # the large ones would take a processor hours
+    quick = arguments.quick or card is None  # the large models would take hours on a CPU
     kinds = QUICK_KINDS if quick else KINDS
     chosen = {name: kind for name, kind in kinds.items() if name in (arguments.only or kinds)}
     figures = measured(chosen, card, arguments.time_limit_s, arguments.output, quick=quick)

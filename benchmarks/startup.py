@@ -1,11 +1,11 @@
-"""How long commands take that need no tuning, as shares of `python -c "import torch"`.
+"""Time commands that need no tuning, as shares of `python -c "import torch"`.
 
     python benchmarks/startup.py [--runs 21] [--output benchmarks/results/startup.json]
 
-`--help`, `show`, `profiles list` and `export` never import torch; `tune` of a workload whose plan is remembered loads
-the model, and answers from its profile. All run in turn, so that what else the machine does meets all alike; each run
-is a fresh process, timed from outside, and held against the import of its own round. The first of each is not counted:
-it fills the page cache and writes the bytecode, as a package's first use does.
+`--help`, `show`, `profiles list` and `export` never import torch. `tune` of a workload with a profile loads the model
+and returns the saved plan. Each run is a new process, timed from outside. The commands take turns, and each run is
+divided by the import of the same round, so other load on the machine affects all equally. The first round is not
+counted, because it fills the page cache and writes bytecode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS = {
     "tune_again": 1.5,
     "tune_again_simulated": 1.5,
 }
-"""The most that each may take, as a share of importing torch."""
+"""Largest time of each command, as a share of importing torch."""
 
 AUTOSPLIT = [sys.executable, "-m", "autosplit"]
 TUNE = [*AUTOSPLIT, "tune", "examples/char_gpt.py", "--n-trials", "1"]
@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def seconds_of(command: list[str], environment: Mapping[str, str]) -> float:
-    """Run a command once, and return how long it took, in seconds."""
+    """Run a command once, and return its time in seconds."""
     start = time.perf_counter()
     subprocess.run(  # noqa: S603 (the commands are those above)
         command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1], env=environment
@@ -61,7 +61,7 @@ def seconds_of(command: list[str], environment: Mapping[str, str]) -> float:
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
-    """Return the median and the spread of some runs, in seconds."""
+    """Return the median and the spread of the runs, in seconds."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return {
         "median_s": round(statistics.median(seconds), 5),
@@ -73,7 +73,7 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 
 def shares(seconds: list[float], imports: list[float]) -> dict[str, float]:
-    """Return how a command's runs compare with the imports of their own rounds."""
+    """Return the ratio of a command's runs to the imports of the same rounds."""
     ratios = [one / other for one, other in zip(seconds, imports, strict=True)]
     return {
         "ratio_of_medians": round(statistics.median(seconds) / statistics.median(imports), 4),
@@ -83,7 +83,7 @@ def shares(seconds: list[float], imports: list[float]) -> dict[str, float]:
 
 
 def processor() -> str:
-    """Name the processor, as far as the system tells."""
+    """Return the CPU's name if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -93,20 +93,20 @@ def processor() -> str:
 
 
 def measured(runs: int) -> dict[str, Any]:
-    """Time the commands in turn, in a cache of their own with one plan in it.
+    """Time the commands in turn, with a new cache that holds one plan.
 
     Args:
-        runs: Runs of each that count.
+        runs: Measured runs of each command.
 
     Returns:
-        The figures with the machine, its load, the versions and the date.
+        The results with the machine, its load, the versions and the date.
     """
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": cache}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for command in (TUNE_REAL, TUNE_SIMULATED):  # the simulated one last: it is what `show` shows
+        for command in (TUNE_REAL, TUNE_SIMULATED):  # last, because `show` prints the newest plan
             seconds_of(command, environment)
         for run in range(runs + 1):
             loads.append(os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
@@ -115,7 +115,7 @@ def measured(runs: int) -> dict[str, Any]:
                 if run:
                     times[name].append(seconds)
     return {
-        "claim": "of the time of python -c 'import torch', at most: "
+        "claim": "at most these shares of the time of python -c 'import torch': "
         + ", ".join(f"{name} {limit}" for name, limit in LIMITS.items()),
         "commands": {name: " ".join(["python", *command[1:]]) for name, command in COMMANDS.items()},
         "shares": {name: shares(times[name], times["import_torch"]) for name in times},
@@ -135,7 +135,7 @@ def measured(runs: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, write the figures, print the shares; 1 where one is over its limit."""
+    """Measure, write the results, and print the shares. Return 1 if a share is over its limit."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--runs", type=int, default=21, help="runs of each command (default: 21)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "startup.json")

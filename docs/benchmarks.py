@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the results that are committed: python docs/benchmarks.py; a test compares."""
+"""Writes docs/benchmarks.md from the committed results: python docs/benchmarks.py. A test compares the page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 INTRODUCTION = """# Benchmarks
 
-Made from `benchmarks/results/*.json` by `python docs/benchmarks.py`: each figure with the command that measured it,
-when, where and with what. Only the section "On a GPU" was measured on one. The other figures about GPUs are
-predictions, or are compared with what others published. A claim that does not hold says so. The predictions of a
-section are those of the code of its date.
+`python docs/benchmarks.py` makes this page from `benchmarks/results/*.json`. Each section names the command, the date,
+the machine and the versions. Only the section "On a GPU" was measured on a GPU. All other figures about GPUs are
+predictions, or comparisons with published measurements. The column "holds" marks claims that fail. The predictions
+of a section come from autosplit at its date.
 """
 
 
@@ -46,17 +46,17 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def _opened(title: str, said: str, name: str, found: Mapping[str, Any]) -> list[str]:
-    """Begin a section: its title, its subject, and where, with what and when it was measured."""
+def _opened(title: str, text: str, name: str, found: Mapping[str, Any]) -> list[str]:
+    """Return a section's heading: title, description, and where, when and with which versions it was measured."""
     machine = found.get("machine")
-    where = "the predictions are those of any machine"
+    where = "predictions, the same on every machine"
     if machine is not None:
-        where = f"{machine['processor']}, {machine['cpus']} processors, {machine['system']}"
+        where = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['system']}"
     versions = found.get("versions") or {"torch": found["torch"]}
     with_what = ", ".join(f"{tool} {version}" for tool, version in versions.items())
     return [
         f"## {title}\n",
-        f"{said}\n",
+        f"{text}\n",
         f"`python benchmarks/{name}.py`, {found['date']}; {where}; {with_what}.\n",
     ]
 
@@ -73,18 +73,18 @@ def _claims(claims: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}%"
 
 
 _PREDICTED = (
-    "Predictions are shares of the measured values: 1.00 is exact. At the time of this run, `sim:` followed the CPU's "
+    "Predictions are divided by the measured values: 1.00 is exact. In this run, `sim:` still simulated the CPU's "
     "kernels for attention with dropout, so its predictions were too high there.\n"
 )
 
 
 def _gpu() -> list[str]:
     found = _read("gpu/h100")
-    said = (
+    text = (
         f"Largest batches, step times and memory on one {found['gpu']['name']}. The `sim:` predictions were made "
         "before the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
     )
@@ -111,11 +111,11 @@ def _gpu() -> list[str]:
     ]
     unfinished = [stage["name"] for stage in found["stages"] if stage["status"] != "done"]
     return [
-        *_opened("On a GPU", said, "gpu", found),
+        *_opened("On a GPU", text, "gpu", found),
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps", "seconds"), ceilings),
-        *_table(("step", "measured, ms", "of a plain loop", "time predicted", "memory predicted"), steps),
+        *_table(("step", "measured, ms", "relative to a plain loop", "time predicted", "memory predicted"), steps),
         _PREDICTED,
-        f"Stages that did not finish in their time: {', '.join(unfinished) or 'none'}.\n",
+        f"Stages that exceeded their time budget: {', '.join(unfinished) or 'none'}.\n",
         "All findings are in `benchmarks/results/gpu/h100.json`; `h100_first.json` is a run before the first fixes.\n",
     ]
 
@@ -123,8 +123,8 @@ def _gpu() -> list[str]:
 def _ceilings() -> list[str]:
     found = _read("ceilings")
     cpu = found["cpu"]
-    said = (
-        "Who finds the largest batch that fits, how exactly and at what cost: medians over "
+    text = (
+        "Methods that find the largest batch that fits, with their accuracy and cost: medians over "
         f"{len(cpu['cases'])} pairs of a model and a budget. The step is {found['step']}."
     )
     rows = [
@@ -139,16 +139,16 @@ def _ceilings() -> list[str]:
         )
         for name, one in cpu["medians"].items()
     ]
-    columns = ("way", "of the ceiling", "exact", "steps", "samples", "out of memory", "seconds")
-    opened = _opened("The largest batch that fits", said, "ceilings", found)
+    columns = ("method", "share of the ceiling", "exact", "steps", "samples", "out of memory", "seconds")
+    opened = _opened("The largest batch that fits", text, "ceilings", found)
     return [*opened, *_table(columns, rows), *_claims(cpu["claims"])]
 
 
 def _search() -> list[str]:
     found = _read("search")
-    said = (
-        "How far from the best split the search ends, by exhaustive search in the event simulator, and what the split "
-        "gains there. “Regret” is the share of the best samples/s that is lost; “tight” machines have little memory."
+    text = (
+        "The search compared with an exhaustive search in the event simulator, and the speedup of its splits. "
+        "“Regret” is the lost share of the best samples/s. “Tight” machines have little memory."
     )
     columns = ("machine", "over nn.DataParallel", "over our even split", "over equal ranks in DDP", "worst regret")
     rows = [
@@ -162,11 +162,11 @@ def _search() -> list[str]:
         for name, one in found["search"]["machines"].items()
     ]
     claims = [claim for part in ("search", "solver", "overhead") for claim in found[part]["claims"]]
-    return [*_opened("The search", said, "search", found), *_table(columns, rows), *_claims(claims)]
+    return [*_opened("The search", text, "search", found), *_table(columns, rows), *_claims(claims)]
 
 
 def _errors(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
-    columns = ("steps of", "how many", "bias", "half within", "nine in ten within", "worst")
+    columns = ("steps of", "steps", "bias", "50% within", "90% within", "worst")
     rows = (
         (name, one["steps"], f"{one['bias']:.2f}", *(_percent(one[key]) for key in ("median", "p90", "worst")))
         for name, one in sorted(errors.items())
@@ -176,33 +176,33 @@ def _errors(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _simulation() -> list[str]:
     found, largest = _read("published"), _read("published")["largest batch"]
-    said = (
-        "Predictions for `sim:` cards beside what others published of real ones; “held out” models and cards were not "
-        "fitted. A bias of 1.1 is a prediction of 1.1 times what was measured, in the median."
+    text = (
+        "Predictions for simulated GPUs compared with published measurements. “Held out” models and GPUs were not "
+        "fitted. A bias of 1.1 means that the median prediction is 1.1 times the measured value."
     )
     batches = (
-        f"Largest batches: of {largest['models']} published ones {_percent(largest['inside'])} are met, and "
+        f"Of {largest['models']} published largest batches, {_percent(largest['inside'])} are predicted correctly, and "
         f"{_percent(largest['above'])} are predicted too large.\n"
     )
-    opened = _opened("Simulated cards", said, "published", found)
+    opened = _opened("Simulated GPUs", text, "published", found)
     again = found.get("sample")
     if again:
         own = again["largest batch"]
         batches += (
-            f"\nA random sample of these steps was predicted again with later code ({again['date']}). Of "
-            f"{own['models']} largest batches {_percent(own['inside'])} are met, and {_percent(own['above'])} are "
-            "predicted too large.\n"
+            f"\nLater code predicted a random sample of these steps ({again['date']}). Of "
+            f"{own['models']} largest batches, {_percent(own['inside'])} are correct, and {_percent(own['above'])} are "
+            "too large.\n"
         )
     sampled = _errors(again["step times"]) if again else []
-    gained = f"What several cards gain by nn.DataParallel over one ({found['gain date']}):\n"
+    gained = f"Speedup of nn.DataParallel on several GPUs over one GPU ({found['gain date']}):\n"
     gains = [gained, *_errors(found["gain of DataParallel"])]
     return [*opened, *_errors(found["step times"]), batches, *sampled, *gains]
 
 
 def _language() -> list[str]:
     found = _read("published_language")
-    said = (
-        "Predictions for `sim:` next to published steps of language models in bfloat16, run eagerly on one GPU. "
+    text = (
+        "Predictions for `sim:` compared with published eager steps of language models in bfloat16 on one GPU. "
         "Nothing is fitted to them. A ratio is predicted / published. Reserved memory includes the gaps of the "
         "allocator."
     )
@@ -213,7 +213,7 @@ def _language() -> list[str]:
         rows.append((one["model"], one["card"], one["precision"], one["attention"], *ratio, kind, one["source"]))
     columns = ("model", "GPU", "precision", "attention", "time", "memory", "kind of memory", "source")
     return [
-        *_opened("Language models in bfloat16", said, "published_language", found),
+        *_opened("Language models in bfloat16", text, "published_language", found),
         *_table(columns, rows),
         f"Not compared: {'; '.join(found['not compared'])}.\n",
     ]
@@ -230,13 +230,13 @@ def _compiled() -> list[str]:
         memory = f"{min(shares):.2f} to {max(shares):.2f} ({len(shares)} pairs)" if shares else ""
         middle = f"{statistics.median(times):.2f}"
         rows.append((kind, precision, len(own), f"{min(times):.2f} to {max(times):.2f}", middle, memory))
-    said = (
+    text = (
         "`sim:` does not simulate `torch.compile`. These are published pairs of an eager and a compiled step with the "
         "same model, GPU and batch, in `benchmarks/compiled.csv`. The numbers are compiled / eager.\n"
     )
     return [
         "## Compiled models\n",
-        said,
+        text,
         *_table(("models", "precision", "pairs", "time", "median", "memory"), rows),
     ]
 
@@ -246,7 +246,7 @@ def _kernels() -> list[str]:
     column = _read(f"kernels/{found['column'].removesuffix('.json')}")
     uncompared, failed = found["summary"]["not compared"], found["summary"]["error"]
     coverage = f"This run traced {found['summary']['rows']} of the {len(column['rows'])} steps in the CUDA column."
-    said = (
+    text = (
         "`sim:` traces a step on the CPU and replaces the operators that differ on CUDA. The same steps were traced "
         "with fake `cuda` tensors in a CUDA build of torch, over a CUDA runtime that does nothing. The ratios are "
         "`sim:` / CUDA. Memory is the activations at the peak, and saved memory is in use when the backward begins, "
@@ -257,10 +257,10 @@ def _kernels() -> list[str]:
     parts = {name: found["summary"][name] for name in names}
     shares = [(names[name], one["rows"], _percent(one["close"]), len(one["far"])) for name, one in parts.items()]
     far = sorted((row, names[name], f"{ratio:.2f}") for name, one in parts.items() for row, ratio in one["far"].items())
-    columns = ("quantity", "steps", "within 5 %", "outside 0.8 to 1.25")
+    columns = ("quantity", "steps", "within 5%", "outside 0.8 to 1.25")
     outside = _table(("step", "quantity", "ratio"), far) if far else []
     return [
-        *_opened("CUDA's operators on the CPU", said, "cuda_kernels", found),
+        *_opened("CUDA's operators on the CPU", text, "cuda_kernels", found),
         *_table(columns, shares),
         *outside,
         f"{coverage} `sim:` could not trace: {', '.join(failed) or 'none'}.\n",
@@ -270,35 +270,35 @@ def _kernels() -> list[str]:
 
 def _fit() -> list[str]:
     found = _read("fit_cards")
-    said = (
-        "What kernels reach of a card is fitted to those published steps: the errors that the fit leaves, by the rates "
-        "that it found for each card."
+    text = (
+        "The rates of kernels are fitted to these published steps. The table shows the remaining errors with the rates "
+        "that the fit found for each GPU."
     )
-    return [*_opened("The fit of the cards", said, "fit_cards", found), *_errors(found["errors"])]
+    return [*_opened("The fit of the GPUs", text, "fit_cards", found), *_errors(found["errors"])]
 
 
 def _balanced() -> list[str]:
     found = _read("balanced")
-    said = "What a step in `BalancedDataParallel` takes, as a share of what it takes without."
+    text = "The time of a step in `BalancedDataParallel`, divided by the time in a rival."
     rows: list[tuple[object, ...]] = []
-    for part, rival in (("cpu", "a loop over the chunks, by hand"), ("simulated", "nn.DataParallel, simulated")):
+    for part, rival in (("cpu", "a handwritten loop over the chunks"), ("simulated", "nn.DataParallel, simulated")):
         for name, one in found[part].items():
             if isinstance(one, dict):
                 holds = "yes" if one["holds"] else "**no**"
                 rows.append((name, tuple(one["split"]), rival, f"{one['ratio']:.3f}", one["limit"], holds))
-    columns = ("what", "split", "beside", "ratio", "limit", "holds")
-    return [*_opened("The wrapper", said, "balanced", found), *_table(columns, rows)]
+    columns = ("model or machine", "split", "rival", "ratio", "limit", "holds")
+    return [*_opened("The wrapper", text, "balanced", found), *_table(columns, rows)]
 
 
 def _ddp() -> list[str]:
     found = _read("ddp")
-    said = "What DDP by a plan costs where the ranks are alike, and what it gains where they are not."
-    parts = _opened("DDP", said, "ddp", found)
+    text = "The overhead of DDP with a plan if the ranks are equal, and its speedup if they differ."
+    parts = _opened("DDP", text, "ddp", found)
     for place, one in found["places"].items():
         unlike = one["unlike"]
         gained = (
-            f"{place}, {found['ranks']} ranks: where one does {max(unlike['work'])} times the work, "
-            f"{tuple(unlike['solved'])} in place of {tuple(unlike['even'])} is {unlike['gain']:.2f} times as fast "
+            f"{place}, {found['ranks']} ranks: one rank does {max(unlike['work'])} times the work. "
+            f"{tuple(unlike['solved'])} instead of {tuple(unlike['even'])} is {unlike['gain']:.2f} times as fast "
             f"({unlike['predicted']:.2f} predicted).\n"
         )
         parts += [gained, *_claims(one["claims"])]
@@ -307,38 +307,38 @@ def _ddp() -> list[str]:
 
 def _loader() -> list[str]:
     found = _read("loader")
-    said = (
-        "What `autosplit.measure_loader` finds beside the best of a full grid of workers and batches ahead, and in how "
-        "much of the grid's time. Wanted: 95 % of the best, in a fifth of the time."
+    text = (
+        "`autosplit.measure_loader` compared with a full grid of workers and batches ahead: samples/s of the setting "
+        "found, and time of the search. Expected: 95% of the best samples/s in a fifth of the time."
     )
-    columns = ("data set", "workers found", "of the best samples/s", "of the grid's time")
+    columns = ("dataset", "workers found", "share of the best samples/s", "share of the grid's time")
     rows = [
         (one["data_set"], one["found"]["num_workers"], _percent(one["share_of_best"]), _percent(one["share_of_time"]))
         for one in found["results"]
     ]
-    return [*_opened("The loader", said, "loader", found), *_table(columns, rows)]
+    return [*_opened("The loader", text, "loader", found), *_table(columns, rows)]
 
 
 def _lengths() -> list[str]:
     found = _read("lengths")
     least, most = found["lengths"]
-    said = (
+    text = (
         f"An epoch of {found['samples']} samples with lengths from {least} to {most:,} on {found['devices']}, in "
-        f"batches of like length and in batches of {sum(found['split'])}, padded to the longest: "
+        f"batches of similar lengths and in batches of {sum(found['split'])}, padded to the longest: "
         f"{found['gain']:.1f} times as fast ({found['predicted_gain']:.1f} predicted), with "
-        f"{_percent(found['padding_share'])} of padding in place of {_percent(found['fixed_padding_share'])}."
+        f"{_percent(found['padding_share'])} of padding instead of {_percent(found['fixed_padding_share'])}."
     )
     fullest = max(found["fullest_share_of_budget"])
     claims = [
         (
-            "samples/s in batches of like length, of those in batches of one size",
+            "speedup of batches of similar lengths over batches of one size",
             found["gain"],
             "1.5 or more",
             found["gain"] >= 1.5,
         ),
-        ("the fullest device, of its enforced budget", fullest, "1", fullest <= 1),
+        ("largest share of an enforced memory budget in use", fullest, "1", fullest <= 1),
         (
-            "weights in float64 off those of one process, at most",
+            "largest difference of float64 weights from training in one process",
             f"{found['weights_apart']:.1g}",
             "1e-9",
             found["weights_apart"] <= 1e-9,
@@ -346,7 +346,7 @@ def _lengths() -> list[str]:
     ]
     rows = [(what, measured, limit, "yes" if holds else "no") for what, measured, limit, holds in claims]
     return [
-        *_opened("Batches of like length", said, "lengths", found),
+        *_opened("Batches of like length", text, "lengths", found),
         *_table(("claim", "measured", "limit", "holds"), rows),
     ]
 
@@ -354,33 +354,33 @@ def _lengths() -> list[str]:
 def _noise_scale() -> list[str]:
     found = _read("noise_scale")
     recommended, own = found["recommended"], found["plan_effective_batch_size"]
-    said = (
-        "Training to a target loss at several effective batches, each with the learning rate by `plan.goodput`'s "
-        "factor. "
-        f"At a noise scale of {found['noise_scale']:,.0f}, estimated at {own}, it recommended {recommended}: "
-        f"{found['ratio_to_best']:.2f} times as long as the best, {found['best']} (wanted: at most 1.10), and "
+    text = (
+        "Training to a target loss at several effective batch sizes, each with `plan.goodput`'s factor for the "
+        "learning rate. "
+        f"With a noise scale of {found['noise_scale']:,.0f}, estimated at {own}, it recommended {recommended}. It took "
+        f"{found['ratio_to_best']:.2f} times as long as the best, {found['best']} (expected: at most 1.10), and "
         f"{found['ratio_to_plan']:.2f} times as long as {own} ({1 / found['predicted_gain']:.2f} predicted)."
     )
     columns = ("effective batch", "steps", "seconds", "samples/s", "predicted")
     rows: list[tuple[object, ...]] = []
     for size, row in found["batches"].items():
         if row is None:
-            rows.append((size, "did not reach it", "", "", ""))
+            rows.append((size, "did not reach the target", "", "", ""))
         else:
             rates = f"{row['samples_per_s']:,}", f"{row['predicted_samples_per_s']:,}"
             rows.append((size, f"{row['steps']:,g}", f"{row['seconds']:.2f}", *rates))
-    return [*_opened("The effective batch", said, "noise_scale", found), *_table(columns, rows)]
+    return [*_opened("The effective batch", text, "noise_scale", found), *_table(columns, rows)]
 
 
 def _startup() -> list[str]:
     found = _read("startup")
-    said = "What commands take that need no tuning, beside the import of torch."
+    text = "The time of commands that need no tuning, compared with importing torch."
     rows = [
         (f"`{command}`", f"{found[name]['median_s']:.2f}", f"{found['shares'][name]['ratio_of_medians']:.2f}")
         for name, command in found["commands"].items()
     ]
-    columns = ("command", "seconds", "of the import of torch")
-    return [*_opened("Start-up", said, "startup", found), *_table(columns, rows), f"Claimed {found['claim']}."]
+    columns = ("command", "seconds", "relative to importing torch")
+    return [*_opened("Start-up", text, "startup", found), *_table(columns, rows), f"Limits: {found['claim']}."]
 
 
 if __name__ == "__main__":

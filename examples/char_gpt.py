@@ -1,4 +1,4 @@
-"""A character-level GPT on the English of Python's own documentation topics, as a workload to tune.
+"""A character-level GPT to tune. It learns the English of Python's own documentation topics.
 
     python -m autosplit tune examples/char_gpt.py
     python -m autosplit tune examples/char_gpt.py --devices sim:3xRTX3090 --effective-batch-size 512
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autosplit
 
 CONTEXT = 64
-"""Characters the model sees at once."""
+"""Characters of context."""
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
 CHARACTERS = sorted(set(TEXT))
@@ -25,7 +25,7 @@ CODES = {character: code for code, character in enumerate(CHARACTERS)}
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each added to what came in."""
+    """Causal self-attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """A small GPT: the next character of each in a text.
+    """A small GPT that predicts the next character.
 
     Args:
         width: Features per character.
-        depth: Blocks.
+        depth: Number of blocks.
         heads: Attention heads per block.
     """
 
@@ -75,7 +75,7 @@ def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Snippets(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of the text with, as targets, the same pieces one character on."""
+    """Pieces of the text. The targets are the same pieces shifted by one character."""
 
     def __init__(self) -> None:
         self.codes = torch.tensor([CODES[character] for character in TEXT])
@@ -90,7 +90,7 @@ class Snippets(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def workload() -> autosplit.Workload:
-    """Return what is tuned: the model, a real batch, the loss and the optimizer."""
+    """Return the workload to tune: the model, a real batch, the loss and the optimizer."""
     snippets = Snippets()
     inputs, targets = zip(*(snippets[index] for index in range(8)), strict=True)
     batch = (torch.stack(inputs), torch.stack(targets))

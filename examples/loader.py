@@ -1,4 +1,4 @@
-"""A loader whose samples are decoded by the processor; run: autosplit loader examples/loader.py."""
+"""A DataLoader whose samples are decoded on the CPU. Run: autosplit loader examples/loader.py."""
 
 import zlib
 
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Compressed(Dataset[torch.Tensor]):
-    """Images that are kept compressed and decoded one by one, as files of pictures are."""
+    """Compressed images that are decoded one by one, like image files."""
 
     def __init__(self, samples: int, pixels: int = 256) -> None:
         image = torch.arange(3 * pixels * pixels, dtype=torch.uint8).numpy().tobytes()

@@ -1,10 +1,10 @@
-"""Trains a small network on made-up points with accelerate; where there is a plan, by its shares.
+"""Train a small network on synthetic points with accelerate. With a plan, each process uses its own batch size.
 
     python examples/train_accelerate.py
     python -m autosplit tune examples/train_accelerate.py --strategy ddp --output plan.json
     python -m autosplit launch --plan plan.json examples/train_accelerate.py
 
-Training differs by one line from a script without autosplit: where Accelerator is imported from.
+Only one line of the training differs from a script without autosplit: the import of Accelerator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT, STEPS = 1000, 40
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Return a network, its optimizer, and points of which it tells whether they lie within a circle."""
+    """Return a network, its optimizer, and points labelled by whether they are inside a circle."""
     torch.manual_seed(0)
     points = torch.rand(COUNT, 2) * 2 - 1
     data = [{"point": point, "label": (point.norm() < 0.8).long()} for point in points]
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def workload() -> autosplit.Workload:
-    """Return what is tuned: the network, a batch of its data, its loss and its optimizer."""
+    """Return the workload to tune: the network, a batch of its data, its loss and its optimizer."""
     network, adam, data = made()
     return autosplit.Workload(network, default_collate(data[:8]), compute_loss=loss_of, optimizer=adam)
 
@@ -45,7 +45,7 @@ def workload() -> autosplit.Workload:
 if __name__ == "__main__":
     network, adam, data = made()
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, STEPS)
-    shuffled = DataLoader(data, batch_size=32, shuffle=True)  # with a plan, its batch size instead
+    shuffled = DataLoader(data, batch_size=32, shuffle=True)  # a plan replaces this batch size
 
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = accelerator.prepare(network, adam, shuffled, cosine)

@@ -2,7 +2,7 @@
 
     python examples/train_balanced.py
 
-Without a GPU two processor devices with memory budgets stand in for two unlike cards; the code is the same.
+Without a GPU, two CPU devices with memory budgets replace two different GPUs. The code stays the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EFFECTIVE_BATCH_SIZE = 64
 
 
 def main() -> None:
-    """Tune, wrap, train, and print how the loss falls."""
+    """Tune, wrap and train the model, and print the loss."""
     torch.manual_seed(0)
     devices = "cuda" if torch.cuda.is_available() else "cpu:512MiB,cpu:256MiB"
     plan = autosplit.tune(char_gpt.workload, devices=devices, effective_batch_size=EFFECTIVE_BATCH_SIZE)

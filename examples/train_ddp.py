@@ -1,9 +1,9 @@
-"""Trains the character-level GPT with DistributedDataParallel, by a plan's settings for each rank.
+"""Train the character-level GPT with DistributedDataParallel and a plan's batch size for each rank.
 
     python examples/train_ddp.py
 
-tunes for two processor devices and starts itself twice, once for each of them: the second job goes on from the first
-one's checkpoint. With a plan of your own: autosplit launch --plan plan.json examples/train_ddp.py last.pt 40
+This command tunes for two CPU devices and starts two jobs with one rank for each device. The second job resumes from
+the first job's checkpoint. With your own plan: autosplit launch --plan plan.json examples/train_ddp.py last.pt 40
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import autosplit.ddp
 
 
 def train(checkpoint: str, num_steps: int) -> None:
-    """Train as one rank of the job, and leave a checkpoint; rank 0 prints the mean loss over its own samples."""
+    """Train as one rank of the job and save a checkpoint. Rank 0 prints the mean loss of its samples."""
     torch.manual_seed(0)
     with autosplit.ddp.setup() as ctx:
         model = ctx.wrap(CharGPT())
@@ -49,11 +49,11 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         train(sys.argv[1], int(sys.argv[2]))
         sys.exit()
-    os.environ["OMP_NUM_THREADS"] = "1"  # the two share a processor
+    os.environ["OMP_NUM_THREADS"] = "1"  # the two ranks share the CPU
     devices, size = "cpu:512MiB,cpu:512MiB", 32
     plan = autosplit.tune(workload(), devices=devices, effective_batch_size=size, max_batch_size=size, n_trials=2)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(f"{folder}/plan.json")
         command = [sys.executable, "-m", "autosplit", "launch", "--plan", f"{folder}/plan.json", __file__]
         for last in ("20", "40"):
-            subprocess.run([*command, f"{folder}/last.pt", last], check=True)  # noqa: S603 - the command is our own
+            subprocess.run([*command, f"{folder}/last.pt", last], check=True)  # noqa: S603 - a fixed command

@@ -1,10 +1,10 @@
-"""Trains a small network on made-up points with Lightning; where there is a plan, by its shares.
+"""Train a small network on synthetic points with Lightning. With a plan, each process uses its own batch size.
 
     python examples/train_lightning.py
     python -m autosplit tune examples/train_lightning.py --strategy ddp --output plan.json
     python -m autosplit launch --plan plan.json examples/train_lightning.py
 
-Two things of training differ from a script without autosplit: the callback, and the loader that comes through it.
+The training differs in two places from a script without autosplit: the callback and the loader.
 """
 
 import os
@@ -22,7 +22,7 @@ from autosplit.integrations.lightning import Shares
 
 
 class Circle(pl.LightningModule):
-    """Tells the points within a circle from those outside of it."""
+    """Classifies points as inside or outside a circle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class Circle(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch."""
-        del batch_idx  # every batch is alike
+        del batch_idx  # all batches are treated the same
         return F.cross_entropy(self.network(batch["point"]), batch["label"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Print the loss now and then; where `training_step` asks for the trainer, tuning has to be given one."""
+        """Print the loss now and then. If `training_step` uses `self.trainer`, pass `trainer=` to `workload`."""
         if self.trainer.is_global_zero and self.global_step % 10 == 0:
-            said = f"loss {outputs['loss']:.3f} over {len(batch['label'])} samples"
-            print(f"step {self.global_step:3}, batch {batch_idx + 1}: {said}")
+            text = f"loss {outputs['loss']:.3f} over {len(batch['label'])} samples"
+            print(f"step {self.global_step:3}, batch {batch_idx + 1}: {text}")
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer."""
@@ -45,14 +45,14 @@ class Circle(pl.LightningModule):
 
 
 def made_loader() -> DataLoader[Any]:
-    """Return a loader of points and of whether they lie within the circle."""
+    """Return a DataLoader of points labelled by whether they are inside the circle."""
     torch.manual_seed(0)
     data: Any = [{"point": point, "label": (point.norm() < 0.8).long()} for point in torch.rand(1000, 2) * 2 - 1]
-    return DataLoader(data, batch_size=32, shuffle=True)  # with a plan, its batch size instead
+    return DataLoader(data, batch_size=32, shuffle=True)  # a plan replaces this batch size
 
 
 def workload() -> autosplit.Workload:
-    """Return what is tuned: the module's own training step and optimizer, on a batch of the loader."""
+    """Return the workload to tune: the module's training step and optimizer on a batch of the loader."""
     return autosplit.integrations.lightning.workload(Circle(), made_loader())
 
 

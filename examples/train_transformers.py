@@ -1,10 +1,12 @@
-"""Trains a small GPT-2 on made-up sequences with transformers' Trainer; where there is a plan, by its shares.
+"""Train a small GPT-2 on synthetic sequences with transformers' Trainer.
+
+With a plan, each process uses its own batch size.
 
     python examples/train_transformers.py
     python -m autosplit tune examples/train_transformers.py --strategy ddp --output plan.json
     python -m autosplit launch --plan plan.json examples/train_transformers.py
 
-Training differs by one line from a script without autosplit: where Trainer is imported from.
+Only one line of the training differs from a script without autosplit: the import of Trainer.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ COUNT, LENGTH, TOKENS = 512, 24, 64
 
 
 def sequence(index: int) -> list[int]:
-    """Return tokens that count up from somewhere, for a while."""
-    start, length = random.Random(index).choices(range(1, TOKENS // 2), k=2)  # noqa: S311 - nothing is at stake
+    """Return consecutive tokens with a random start and length."""
+    start, length = random.Random(index).choices(range(1, TOKENS // 2), k=2)  # noqa: S311 - not for security
     return [*range(start, start + min(length + 4, LENGTH))]
 
 
 def collate(sequences: list[list[int]]) -> dict[str, Any]:
-    """Pad sequences; what is padding has no label."""
+    """Pad the sequences. Padding has no label."""
     lengths = torch.tensor([len(tokens) for tokens in sequences])
     ids = torch.tensor([tokens + [0] * (LENGTH - len(tokens)) for tokens in sequences])
     mask = torch.arange(LENGTH) < lengths[:, None]
@@ -38,7 +40,7 @@ def collate(sequences: list[list[int]]) -> dict[str, Any]:
 
 
 def made_trainer() -> Trainer:
-    """Return what trains: a model, its arguments and its data."""
+    """Return the Trainer with its model, arguments and data."""
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **ends))
@@ -49,7 +51,7 @@ def made_trainer() -> Trainer:
 
 
 def workload() -> autosplit.Workload:
-    """Return what is tuned: the Trainer as it is."""
+    """Return the workload to tune: the unchanged Trainer."""
     return autosplit.integrations.transformers.workload(made_trainer())
 
 
