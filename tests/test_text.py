@@ -183,7 +183,7 @@ class TestCommands:
         assert main(list(arguments)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
-        assert "longer than a file's name can be; expected" in line
+        assert "longer than a file name can be. Correct" in line
 
     def test_what_the_users_code_raises(self, tmp_path, capsys):
         path = tmp_path / "train.py"

@@ -162,7 +162,7 @@ def test_an_idle_device_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tuen"], "did you mean tune?"),
+        (["tuen"], "Did you mean tune?"),
         (["show", "zzz"], "There is no plan 'zzz'"),
         (["tune", "{file}"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
         (["tune", "{file}:model"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),

@@ -26,7 +26,7 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
     for check in checks:
         if check.advice:
             subjects.setdefault(check.advice, []).append(check.subject)
-    advice = [f"{' and '.join([of[0], *_others(of)])}: {said}" for said, of in subjects.items()]
+    advice = [f"{' and '.join([of[0], *_others(of)])}: {text}" for text, of in subjects.items()]
     remarks = dict.fromkeys(check.remark for check in checks if check.remark)
     print_bullets([*advice, *remarks], console)
 
@@ -43,8 +43,8 @@ def dependence_line(checks: Sequence[Check]) -> str:
     # The causes of a changed gradient come first.
     causes = [check for check in found if check.subject != "gradient"]
     gradient = [check for check in found if check.subject == "gradient"]
-    said = [_most_text(alike) for alike in (causes, gradient) if alike]
-    return f"changed by splitting: {'; '.join(said)} (--details)"
+    texts = [_most_text(alike) for alike in (causes, gradient) if alike]
+    return f"changed by splitting: {'; '.join(texts)} (--details)"
 
 
 def _most_text(checks: Sequence[Check]) -> str:

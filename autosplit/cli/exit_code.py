@@ -46,7 +46,7 @@ _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-def leaves_at_the_second(
+def exit_at_second_ctrl_c(
     last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
 ) -> None:
     """End this process at the second Ctrl-C. The first one is handled by Python.
@@ -61,14 +61,14 @@ def leaves_at_the_second(
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         return  # Windows needs sockets for this, so Python handles the second, too
-    hears, tells = os.pipe()
-    os.set_blocking(tells, False)
-    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def listen() -> None:
         came_s: list[float] = []
         while len(came_s) < 2:
-            for number in os.read(hears, 4096):
+            for number in os.read(read_end, 4096):
                 if number == signal.SIGINT and (not came_s or time.monotonic() - came_s[-1] >= apart_s):
                     came_s.append(time.monotonic())
                     if first is not None and len(came_s) == 1:

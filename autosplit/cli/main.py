@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from autosplit.cli.exit_code import leaves_at_the_second, reported
+from autosplit.cli.exit_code import exit_at_second_ctrl_c, reported
 from autosplit.cli.output import EXIT_INTERRUPTED, failed
 from autosplit.cli.parser import parse
-from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
+from autosplit.cli.terminal import restored_terminal, sent_nowhere, show_stopping, streams_made_fit
 from autosplit.errors import AutosplitError, InputError, shown
 
-_INTERRUPTED_BEFORE = {"doctor": "the examination was over", "loader": "the loader was measured"}
+_INTERRUPTED_BEFORE = {"doctor": "the diagnosis was complete", "loader": "the loader was measured"}
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
 """Errors of a stdout that accepts no more: its disk is full, its terminal is gone, or it is read-only."""
@@ -40,13 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     except AutosplitError as error:
         return failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
-        before = _INTERRUPTED_BEFORE.get(words[0], "there was any plan")
-        return failed(f"interrupted before {before}; run it again", EXIT_INTERRUPTED)
+        before = _INTERRUPTED_BEFORE.get(words[0], "any plan was found")
+        return failed(f"Interrupted before {before}. Run the command again.", EXIT_INTERRUPTED)
     except BrokenPipeError:
         sent_nowhere(sys.stdout)  # the reader, such as `head`, closed the pipe
         return 0
     except OSError as error:
-        if (message := _users_to_fix(error)) is None:
+        if (message := _message_for_user(error)) is None:
             raise
         return failed(message, InputError.exit_code)
 
@@ -59,17 +59,17 @@ def _run(words: list[str]) -> int:
     return run_command()
 
 
-def _users_to_fix(error: OSError) -> str | None:
+def _message_for_user(error: OSError) -> str | None:
     """Return the message for an OSError that the user can fix, or None."""
     if error.errno == errno.ENAMETOOLONG:
-        return f"{shown(error.filename)} is longer than a file's name can be; expected a file; correct it"
+        return f"{shown(error.filename)} is longer than a file name can be. Correct the name."
     if error.filename is None and error.errno in UNWRITABLE:  # errors of our own files have a name
         sent_nowhere(sys.stdout)
-        return f"stdout can't be written: {error.strerror}; expected one that takes the answer; send it elsewhere"
+        return f"The answer can't be written to stdout: {error.strerror}. Redirect stdout to another place."
     with contextlib.suppress(FileNotFoundError):
         if error.errno != errno.ENOENT or Path.cwd():
             return None
-    return "the working directory is gone; expected one that exists; change to another one with cd"
+    return "The working directory no longer exists. Change to another directory with cd."
 
 
 def run() -> NoReturn:
@@ -78,7 +78,7 @@ def run() -> NoReturn:
     if sys.argv[1:2] in (["show"], ["profiles"]):
         gc.disable()  # these commands end soon and keep their objects: collection takes a tenth of their time
     # A rank may get one Ctrl-C twice: from the terminal and from torchrun.
-    leaves_at_the_second(_left, first=bars_say_it_stops, apart_s=1.0 if os.environ.get("RANK") else 0.0)
+    exit_at_second_ctrl_c(_left, first=show_stopping, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
         code = main()
     except KeyboardInterrupt:  # during the message about the first Ctrl-C

@@ -16,7 +16,7 @@ def plan_file(which: str) -> Path:
     """Return the file of a plan from a file name or the first digits of a key. A file takes precedence."""
     if which.endswith(".py") or ".py:" in which:
         raise InputError(
-            f"{which} is a Python file; expected a plan; make one with autosplit tune {which}",
+            f"{which} is a Python file, not a plan. Make a plan with autosplit tune {which}.",
             code="plan-is-python-file",
         )
     return Path(which) if _is_file(which) else profile_path(which)
@@ -42,7 +42,7 @@ def profile_path(key: str) -> Path:
     problem = f"{len(matches)} plans begin with {key!r}: {found}." if matches else f"There is no plan {key!r}."
     newest = f" The newest keys are: {found}." if found and not matches else ""
     raise InputError(
-        f"{problem}{newest} Expected a plan's file or the first digits of its key. autosplit profiles lists the keys.",
+        f"{problem}{newest} Name a plan's file or the first digits of its key. autosplit profiles lists the keys.",
         code="plan-not-found",
     )
 
@@ -58,11 +58,11 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
     found = _newest_profile()
     if found is None:
         raise InputError(
-            "no plan is remembered; expected one; make one with autosplit tune FILE, or name its file",
+            "No plan is saved as a profile. Make one with autosplit tune FILE, or name a plan's file.",
             code="no-profile",
         )
     count = len(profile_paths())
-    note(f"plan: {_told(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)
+    note(f"plan: {_description(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)
     return found
 
 
@@ -80,12 +80,12 @@ def _newest_profile() -> tuple[Path, Plan] | None:
     return interrupted
 
 
-def _told(path: Path, plan: Plan) -> str:
+def _description(path: Path, plan: Plan) -> str:
     """Return a short description of a plan, for a user who did not name it."""
     devices = " + ".join(f"{count}x {name}" for name, count in Counter(one.name for one in plan.devices).items())
     name = plan.request.get("name")
-    said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], devices]
-    said += [f"name {name}"] if name else []
-    said += ["simulated"] if plan.simulated else []
-    said += [] if plan.complete else ["interrupted: the best so far"]
-    return f"{path.stem[:KEY_DIGITS]} ({'; '.join(said)})"
+    parts = [str(plan.workload.get("model") or "a model").rpartition(".")[2], devices]
+    parts += [f"name {name}"] if name else []
+    parts += ["simulated"] if plan.simulated else []
+    parts += [] if plan.complete else ["interrupted: the best plan so far"]
+    return f"{path.stem[:KEY_DIGITS]} ({'; '.join(parts)})"

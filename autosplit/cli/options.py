@@ -23,7 +23,7 @@ def whole(text: str) -> int:
     """Read a whole number. The called function checks its range."""
     # int() raises an error of its own for thousands of digits.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
-        raise ArgumentTypeError(f"{shown(text)}: expected a whole number in digits, such as 64 or 1024")
+        raise ArgumentTypeError(f"{shown(text)} is not a whole number. Write digits, such as 64 or 1024.")
     return int(text)
 
 
@@ -33,7 +33,7 @@ def whole_or_range(text: str) -> int | str:
         return whole(text)
     ends = text.split(":")
     if len(ends) != 2:
-        raise ArgumentTypeError(f"{shown(text)}: expected a whole number or a range, such as 256:1024")
+        raise ArgumentTypeError(f"{shown(text)} is not a whole number or a range, such as 256:1024.")
     return ":".join(str(whole(end)) for end in ends)
 
 
@@ -42,7 +42,7 @@ def seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{shown(text)}: expected a number of seconds, such as 60") from None
+        raise ArgumentTypeError(f"{shown(text)} is not a number of seconds, such as 60.") from None
 
 
 def split(text: str) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def split(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(whole, text.split(",")))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"{shown(text)}: expected a whole number for each device, such as 4,8") from None
+        raise ArgumentTypeError(f"{shown(text)} is not a whole number for each device, such as 4,8.") from None
 
 
 def price(text: str) -> tuple[str, float]:
@@ -60,7 +60,7 @@ def price(text: str) -> tuple[str, float]:
         if equals and machine.strip():
             return machine, float(money)
     raise ArgumentTypeError(
-        f"{shown(text)}: expected a machine and money for an hour, a number without a currency, such as 2xL4=1.2"
+        f"{shown(text)} is not a machine and its price per hour, such as 2xL4=1.2. Leave out the currency."
     )
 
 

@@ -39,12 +39,12 @@ class Manner:
         given = [flag for flag in self.flags() if flag not in ("--quiet", "--verbose")]
         if len(given) > 1:
             raise InputError(
-                f"{' and '.join(given)} are given together; expected one of them at most; choose one",
+                f"{' and '.join(given)} are given together. Choose one of them.",
                 code="output-flags-together",
             )
         if self.quiet and self.verbose:
             raise InputError(
-                "--quiet and --verbose are both given; expected one of them at most; leave one out",
+                "--quiet and --verbose are both given. Leave one of them out.",
                 code="quiet-and-verbose",
             )
 
@@ -66,14 +66,14 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     first, *rest = _fitted(f"error: {_harmless(' '.join(message.split()))}")
     lines = [_red(first, "error:"), *rest, *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
-        _tell(lines)
+        _write(lines)
     return exit_code
 
 
 def note(message: str, manner: Manner) -> None:
     """Print a note to stderr, unless the output is quiet."""
     if speaks() and not manner.quiet:
-        _tell(_fitted(_harmless(message)))
+        _write(_fitted(_harmless(message)))
 
 
 def _red(line: str, word: str) -> str:
@@ -83,7 +83,7 @@ def _red(line: str, word: str) -> str:
     return f"\x1b[1;31m{word}\x1b[0m{line.removeprefix(word)}"
 
 
-def _tell(lines: list[str]) -> None:
+def _write(lines: list[str]) -> None:
     """Write lines to stderr. An error of stderr does not affect the command."""
     try:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
@@ -113,8 +113,8 @@ def progress(manner: Manner) -> Iterator[Callable[[Progress], None]]:
     Draw a progress bar, or write one line per stage, or nothing.
     """
     drawn = progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
-    with stdout_kept_clean(), drawn as tell:
-        yield tell
+    with stdout_kept_clean(), drawn as report:
+        yield report
 
 
 class _Lines(logging.Handler):
@@ -123,15 +123,15 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         rank = os.environ.get("RANK")
-        self._whose = "" if rank in (None, "0") else f"rank {rank}: "
+        self._prefix = "" if rank in (None, "0") else f"rank {rank}: "
         self._began_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = self._whose + printable(without_passwords(" ".join(record.getMessage().split())))
+        line = self._prefix + printable(without_passwords(" ".join(record.getMessage().split())))
         if record.levelno < logging.WARNING:
-            said = f"{time.monotonic() - self._began_s:7.2f} s  {said}"
+            line = f"{time.monotonic() - self._began_s:7.2f} s  {line}"
         # Use the present sys.stderr. A progress bar replaces it, so that lines do not disturb the bar.
-        sys.stderr.write(f"{said}\n")
+        sys.stderr.write(f"{line}\n")
 
 
 @contextmanager

@@ -242,7 +242,7 @@ EXIT_CODES = """Exit codes:
   0  done
   2  bad input
   3  does not fit
-  4  interrupted; the best plan so far is shown and saved
+  4  interrupted: the best plan so far is shown and saved
   5  the workload's own code raised
 Ctrl-C stops with the best plan so far. A second Ctrl-C stops at once."""
 
@@ -259,7 +259,8 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError with the message of argparse, which begins with the flag."""
         message = message.removeprefix("argument ").replace(": '", " '", 1)
-        raise InputError(f"{message}; see {self.prog} --help", code="command-line")
+        end = "" if message[-1] in ".?" else "."
+        raise InputError(f"{message}{end} See {self.prog} --help.", code="command-line")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Raise InputError for words that the parser does not know, and suggest the nearest option."""
@@ -269,7 +270,7 @@ class _Parser(ArgumentParser):
         if wrong is None:
             self.error(f"unexpected argument {shown(unknown[0])}")
         near = difflib.get_close_matches(wrong.partition("=")[0], self._option_string_actions, 1)
-        self.error(f"{shown(wrong)} is not an option; expected {near[0] if near else 'one of its options'}")
+        self.error(f"{shown(wrong)} is not an option{f'. Did you mean {near[0]}?' if near else ''}")
 
 
 _SETTINGS: Mapping[str, Any] = {
@@ -329,19 +330,19 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
     """Return the command that was typed, as a function without arguments.
 
     Raises:
-        InputError: It is no command, or an option is wrong.
+        InputError: The command does not exist, or an option is wrong.
         SystemExit: The help was printed.
     """
     parser = make_parser()
     _refuse_unknown_command(parser, words)
-    found, unknown = parser.parse_known_args(_with_torchruns_words_apart(words) if words[:1] == ["launch"] else words)
+    found, unknown = parser.parse_known_args(_with_separator(words) if words[:1] == ["launch"] else words)
     typed = vars(found)
     if unknown:
         typed["parser"].refuse(unknown)
     if typed.pop("version", False):
         return _print_version
     if "command" not in typed:
-        parser.error("the command is missing")
+        parser.error("The command is missing")
     del typed["parser"]
     command: Command = typed.pop("command")
     manner = Manner(**{one.name: typed.pop(one.name) for one in fields(Manner) if one.name in typed})
@@ -356,10 +357,10 @@ def _refuse_unknown_command(parser: _Parser, words: Sequence[str]) -> None:
     known = [name for name in COMMANDS if " " not in name]
     if words and not words[0].startswith("-") and words[0] not in known:
         near = difflib.get_close_matches(words[0], known, 1)
-        parser.error(f"{shown(words[0])} is not a command; did you mean {near[0] if near else ' or '.join(known)}?")
+        parser.error(f"{shown(words[0])} is not a command. Did you mean {near[0] if near else ' or '.join(known)}?")
 
 
-def _with_torchruns_words_apart(words: Sequence[str]) -> list[str]:
+def _with_separator(words: Sequence[str]) -> list[str]:
     """Put ``--`` before the first word that is not an option of `launch`. argparse leaves the words after it alone."""
     declared = " ".join([*o.OF_ALL, *itertools.chain(*COMMANDS["launch"].panels.values())])
     own = {word for word in declared.split() if word.startswith("-")}

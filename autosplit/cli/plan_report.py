@@ -94,7 +94,7 @@ def _status(plan: Plan) -> Iterator[Text]:
     if plan.simulated:
         yield Text("simulated: predicted for GPUs that this machine does not have", "yellow")
     if not plan.complete:
-        yield Text("interrupted: the best so far", "yellow")
+        yield Text("interrupted: the best plan so far", "yellow")
 
 
 def _styles(plan: Plan) -> dict[str, str]:
@@ -243,8 +243,8 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("also fits", ", ".join(roles)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
-        said = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"
-        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
+        speed = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"
+        rows.append(("loader", f"{speed}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
     if plan.lengths is not None:
         like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s
         rows.append(("by length", f"{rate_text(like)}, {gain:.2f} times batches of one size (predicted)"))
@@ -286,7 +286,7 @@ def _gain_text(plan: Plan) -> str:
     if plan.even_samples_per_s is not None:
         return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {shares_text(even)}"
     pairs = zip(plan.devices, even, plan.ceilings, strict=True)
-    over = [f"{device.label} holds {most}" for device, share, most in pairs if share > most]
+    over = [f"{device.label} fits {most}" for device, share, most in pairs if share > most]
     if over:
         return f"the even split {shares_text(even)} does not fit: {', '.join(over)}"
     return f"the even split {shares_text(even)} was not run"

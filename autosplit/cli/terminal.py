@@ -39,7 +39,7 @@ SILENT_S = 10.0
 Scripts may read stderr, so short commands leave it empty.
 """
 
-STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
+STOPPING = "Stopping with the best plan so far, if any. Ctrl-C again exits."
 """Text of a bar after the first Ctrl-C. It may be shown until the present step ends."""
 
 _stopping = threading.Event()
@@ -124,18 +124,18 @@ def _stage_lines() -> Callable[[Progress], None]:
     """Return a function that writes a line to stderr for each stage of a long command."""
     last, begun_s = "", time.monotonic()
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         nonlocal last
         waits = progress.stage == "waiting"
         if progress.stage in (last, "done") or (not waits and time.monotonic() < begun_s + SILENT_S):
             return
         last, message = progress.stage, printable(progress.message)
-        line = f"{message}; --profile off waits for nobody" if waits else f"{progress.fraction:4.0%}  {message}"
+        line = f"{message}. --profile off does not wait." if waits else f"{progress.fraction:4.0%}  {message}"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 
-    return tell
+    return report
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield advance
 
 
-def bars_say_it_stops() -> None:
+def show_stopping() -> None:
     """Change the text of the bar to the reply to Ctrl-C. This may be called from any thread, and does not wait."""
     _stopping.set()
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch(Command):
-    """A command that replaces this process. `told` describes its plan."""
+    """A command that replaces this process. `description` is a text on its plan."""
 
-    told: str = ""
+    description: str = ""
 
     def run(self) -> None:
         """Replace this process, so that torchrun gets the signals and sets the exit code."""
@@ -39,7 +39,7 @@ class Launch(Command):
 def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     """Make torchrun's command for a plan's file. Without a file, use the environment's plan or a stored plan."""
     plan, path = plan_for_job(profile)
-    assert path is not None, "a plan that is not given as one has a file"
+    assert path is not None, "only a plan that was passed as an object has no file"
     found = command_for(plan, path, arguments)
     return Launch(found.command, found.variables, printable(f"{described(plan)}, {path}"))
 
@@ -86,14 +86,14 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         raise KeyboardInterrupt
     if lost is None:
         raise RankFailedError(
-            f"rank 0 of {num_processes} ended without a plan or an error; expected its plan; read its output above, or "
-            "see whether the workload's code ends the process"
+            f"Rank 0 of {num_processes} ended without a plan or an error. Read its output above, or check whether the "
+            "workload's code exits the process."
         )
     rank, failure = _first_failure(lost.failures)
-    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
     raise RankFailedError(
-        f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
-        "end; see what stands above, or whether the system ran out of memory (dmesg)"
+        f"Rank {rank} of {num_processes} {how} without an error message, so the other ranks were stopped. Read the "
+        "output above, or check with dmesg whether the system ran out of memory."
     )
 
 

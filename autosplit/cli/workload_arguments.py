@@ -34,13 +34,13 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         return
     if Path(output).is_dir():
         raise InputError(
-            f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}",
+            f"--output {output} is a folder, not a file. Write --output {Path(output) / 'plan.json'}.",
             code="output-is-folder",
         )
     if not Path(output).is_file():
         raise InputError(
-            f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
-            "have the plan on stdout (--json)",
+            f"--output {output} is not a regular file. Name a file, or leave the option out and print the plan with "
+            "--json.",
             code="output-not-replaceable",
         )
     from autosplit.plan.plan import Plan
@@ -49,8 +49,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         Plan.load(output)
     except PlanError:
         raise InputError(
-            f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; choose another "
-            "name",
+            f"--output {output} exists and is not a plan, so it is not replaced. Choose another name.",
             code="output-is-no-plan",
         ) from None
 
@@ -68,13 +67,13 @@ def lengths_in(path: str) -> list[int]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"--lengths {path} can't be read ({reason}); expected a text file; check the path",
+            f"--lengths {path} can't be read ({reason}). Name a text file.",
             code="lengths-file-unreadable",
         ) from error
     wrong = next((word for word in words if not word.isdecimal()), None)
     if wrong is not None:
         raise InputError(
-            f"--lengths {path} has {shown(wrong)} in it; expected whole numbers; write the length of one sample a line",
+            f"--lengths {path} contains {shown(wrong)}, which is not a whole number. Write one length per line.",
             code="lengths-file-values",
         )
     return checked_lengths([*map(int, words)], f"the lengths in {path}")
@@ -95,8 +94,8 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         return False, keywords
     if keywords.get("strategy", "auto") == "balanced":
         raise InputError(
-            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
-            "leave torchrun out",
+            "--strategy balanced was given in a job of several processes, but BalancedDataParallel uses one process. "
+            "Run the command without torchrun.",
             code="balanced-in-several-processes",
         )
     return True, {**keywords, "strategy": "ddp"}
@@ -171,8 +170,8 @@ def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
     from autosplit.tuning import tune as tuning
 
     with users_errors(spec), warnings.catch_warnings():
-        for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
-            warnings.simplefilter("ignore", said)
+        for category in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
+            warnings.simplefilter("ignore", category)
         return tuning.tune(workload, **keywords)
 
 

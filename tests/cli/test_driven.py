@@ -73,8 +73,8 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     assert gone(terminal)
     screen = terminal.screen()
     said = " ".join(line.strip() for line in screen)
-    assert "error: interrupted: the best plan so far is shown and saved as" in said
-    assert "interrupted: the best so far" in screen
+    assert "error: Interrupted: the best plan so far is shown and saved as" in said
+    assert "interrupted: the best plan so far" in screen
     assert re.search(r" \d+\.\d\d s  trial 0, split \(", said)
     # Lines that the terminal itself had to break are those to copy.
     printed = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.text).replace("\r", "\n").splitlines()
@@ -88,7 +88,7 @@ def test_ctrl_c_twice_leaves_at_once(script):
     terminal = opened([*AUTOSPLIT, "tune", script(STUBBORN), "--devices", "cpu:8MiB", "--no-isolate"])
     terminal.wait_for("here")
     terminal.press(CTRL_C)
-    terminal.wait_for("stopping with the best so far, if any; Ctrl-C again ends at once")
+    terminal.wait_for("Stopping with the best plan so far, if any. Ctrl-C again exits.")
     time.sleep(0.5)  # signals that arrive closer together count as one key press
     terminal.press(CTRL_C)
     assert terminal.end() == 4

@@ -84,7 +84,7 @@ def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
 
 def test_quiet_and_verbose_are_one_or_the_other(capsys):
     assert main(["devices", "--quiet", "--verbose"]) == 2
-    assert "--quiet and --verbose are both given; expected one of them at most" in capsys.readouterr().err
+    assert "--quiet and --verbose are both given. Leave one of them out" in capsys.readouterr().err
 
 
 def test_quiet_keeps_errors_and_the_answer(tmp_path, capsys):

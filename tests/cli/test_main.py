@@ -184,16 +184,16 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tun"], "'tun' is not a command; did you mean tune?; see autosplit --help"),
-        (["--nothing"], "'--nothing' is not an option; expected one of its options; see autosplit --help"),
-        (["--"], "; see autosplit --help"),
-        (["tune", "a.py", "--device=cpu"], "'--device=cpu' is not an option; expected --devices; see autosplit tune"),
-        (["tune", "a.py", "--devices"], "--devices: expected one argument; see autosplit tune --help"),
-        (["measure", "a.py", "--split", "4,x"], "--split '4,x': expected a whole number for each device, such as"),
-        (["show", "a.json", "b.json"], "unexpected argument 'b.json'; see autosplit show --help"),
+        (["tun"], "'tun' is not a command. Did you mean tune? See autosplit --help."),
+        (["--nothing"], "'--nothing' is not an option. See autosplit --help."),
+        (["--"], ". See autosplit --help."),
+        (["tune", "a.py", "--device=cpu"], "'--device=cpu' is not an option. Did you mean --devices? See autosplit tune"),
+        (["tune", "a.py", "--devices"], "--devices: expected one argument. See autosplit tune --help."),
+        (["measure", "a.py", "--split", "4,x"], "--split '4,x' is not a whole number for each device, such as"),
+        (["show", "a.json", "b.json"], "unexpected argument 'b.json'. See autosplit show --help."),
         (
             ["profiles", "path", "--jsn"],
-            "'--jsn' is not an option; expected --json; see autosplit profiles path --help",
+            "'--jsn' is not an option. Did you mean --json? See autosplit profiles path --help.",
         ),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
@@ -212,7 +212,7 @@ def test_a_flag_of_profiles_may_stand_before_its_command(capsys):
 def test_python_m_autosplit_runs_the_command_line():
     done = subprocess.run([sys.executable, "-m", "autosplit", "tune"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: the following arguments are required: FILE[:NAME]; see autosplit tune --help\n"
+    assert done.stderr == "error: the following arguments are required: FILE[:NAME]. See autosplit tune --help.\n"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
@@ -229,9 +229,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "--lengths lengths.txt can't be read (No such file or directory); expected a text file"),
-        ("length\n8\n", "--lengths lengths.txt has 'length' in it; expected whole numbers; write the length of one"),
-        ("8\ntwo\n", "has 'two' in it; expected"),
+        (None, "--lengths lengths.txt can't be read (No such file or directory). Name a text file"),
+        ("length\n8\n", "--lengths lengths.txt contains 'length', which is not a whole number. Write one length"),
+        ("8\ntwo\n", "contains 'two', which"),
         ("8\n0\n", "the lengths in lengths.txt contain 0 at position 1. Expected a length of at least 1"),
         ("", "the lengths in lengths.txt are empty. Expected"),
     ],
@@ -359,8 +359,8 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
     tuned.answer = tune.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
-    assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
-    assert out.startswith("interrupted: the best so far")
+    assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}. Run the command again" in err
+    assert out.startswith("interrupted: the best plan so far")
     assert f"python -m autosplit show {tmp_path / 'kept.json'} --code" in out
 
 
@@ -382,7 +382,7 @@ def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsy
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), tune.TuningInterrupted(None)])
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
-    assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"
+    assert fails("tune", script(), code=4)[0] == "error: Interrupted before any plan was found. Run the command again."
 
 
 def test_what_does_not_fit_exits_with_3(script, tuned, fails):
@@ -409,19 +409,19 @@ def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
         (["--devices", "sim:RTX3090@0GiB"], "0GiB"),
         (["--devices", ""], "expected"),
         ([*SIM, "--reserve=-1GiB"], "'-1GiB'"),
-        ([*SIM, "--reserve", "-1GiB"], "--reserve: expected one argument; see autosplit tune --help"),
+        ([*SIM, "--reserve", "-1GiB"], "--reserve: expected one argument. See autosplit tune --help."),
         ([*SIM, "--reserve", "some"], "'some'"),
         ([*SIM, "--reserve", "100%"], "100%"),
         (
             [*SIM, "--effective-batch-size", "many"],
-            "--effective-batch-size 'many': expected a whole number in digits, such as 64 or 1024; see",
+            "--effective-batch-size 'many' is not a whole number. Write digits, such as 64 or 1024. See",
         ),
         ([*SIM, "--effective-batch-size", "1.5"], "'1.5'"),
-        ([*SIM, "--max-batch-size", "9" * 5000], "expected a whole number"),
+        ([*SIM, "--max-batch-size", "9" * 5000], "is not a whole number"),
         ([*SIM, "--n-trials=--5"], "'--5'"),
         ([*SIM, "--seed", ""], "--seed ''"),
-        ([*SIM, "--time-limit-s", "soon"], "--time-limit-s 'soon': expected a number of seconds, such as 60; see"),
-        ([*SIM, "--output", "."], "--output . is a folder; expected a file; write it as plan.json"),
+        ([*SIM, "--time-limit-s", "soon"], "--time-limit-s 'soon' is not a number of seconds, such as 60. See"),
+        ([*SIM, "--output", "."], "--output . is a folder, not a file. Write --output plan.json."),
     ],
 )
 def test_bad_flags_are_refused_before_the_file_runs(script, tuned, fails, arguments, said):
@@ -491,7 +491,7 @@ def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
 
     monkeypatch.setattr("autosplit.cli.main.parse", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
-    assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
+    assert capsys.readouterr().err.startswith("error: Interrupted before any plan was found.")
 
 
 USER_ERRORS = {
@@ -653,7 +653,7 @@ def test_cards_that_are_alike_are_probed_once(script, probed, capsys):
     assert main(["probe", script(), "--devices", "sim:2xRTX3090+1xA100-40GB"]) == 0
     assert [device.label for _, device, _ in probed.calls] == ["sim:0", "sim:2"]
     out = capsys.readouterr().out
-    assert out.startswith("simulated: predicted for cards that are not here\n")
+    assert out.startswith("simulated: predicted for GPUs that this machine does not have\n")
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" sim:")] == ["sim:0", "sim:1", "sim:2"]
 
 
@@ -697,7 +697,7 @@ def test_an_interrupted_probe_shows_what_it_has(script, probed, capsys):
     probed.answers["cpu:1", "rank"] = KeyboardInterrupt()
     assert main(["probe", script(), *TWO]) == 4
     out, err = capsys.readouterr()
-    assert err == "error: interrupted: the ceilings found so far are shown; run it again for all of them\n"
+    assert err == "error: Interrupted: the ceilings found so far are shown. Run the command again for all of them.\n"
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" cpu:")] == ["cpu:0"]
 
 
@@ -707,7 +707,7 @@ def test_a_probe_that_is_interrupted_at_once(script, probed, fails):
 
 
 def test_a_dead_process_is_one_line(script, probed, fails):
-    probed.answers["cpu:0", "rank"] = AutosplitError("the process died; expected it to live; mend it")
+    probed.answers["cpu:0", "rank"] = AutosplitError("the process died. Run it again.")
     assert fails("probe", script(), *BUDGETED)[0].startswith("error: the process died")
 
 
@@ -745,11 +745,11 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
     [
         (
             ["--role", "boss"],
-            "--role 'boss': expected one of primary, replica, rank, eval, resume, save; choose one of them",
+            "--role 'boss' is not a role. Choose one of primary, replica, rank, eval, resume, save.",
         ),
-        (["--time-limit-s", "0"], "--time-limit-s 0: expected seconds, above 0"),
-        (["--time-limit-s", "nan"], "--time-limit-s nan: expected"),
-        (["--max-batch-size", "x"], "--max-batch-size 'x': expected a whole number"),
+        (["--time-limit-s", "0"], "--time-limit-s 0 is not above 0 seconds"),
+        (["--time-limit-s", "nan"], "--time-limit-s nan is not above 0 seconds"),
+        (["--max-batch-size", "x"], "--max-batch-size 'x' is not a whole number"),
         (["--reserve", "some"], "'some'"),
         (["--devices", "gpu"], "'gpu'"),
     ],
@@ -772,8 +772,8 @@ def test_a_plot_is_drawn(script, probed, capsys, fails):
         assert main(["probe", script(), *TWO, "--plot", name]) == 0
         assert Path(name).stat().st_size > 1000
     capsys.readouterr()
-    assert "expected a file that ends in one of" in fails("probe", script(), "--plot", "plot.txt")[0]
-    assert "expected a folder that exists" in fails("probe", script(), "--plot", "no/plot.png")[0]
+    assert "does not end in a known format" in fails("probe", script(), "--plot", "plot.txt")[0]
+    assert "in a folder that does not exist" in fails("probe", script(), "--plot", "no/plot.png")[0]
 
 
 # probe, for real
@@ -851,9 +851,9 @@ def test_show_a_profile_by_the_beginning_of_its_key(capsys, fails):
 
 
 def test_show_without_any_profile(capsys, fails):
-    assert "make one with autosplit tune FILE" in fails("show")[0]
-    assert "make one with autosplit tune FILE" in fails("show", "--json")[0]
-    assert "make one with autosplit tune FILE" in fails("show", "--code")[0]
+    assert "Make one with autosplit tune FILE" in fails("show")[0]
+    assert "Make one with autosplit tune FILE" in fails("show", "--json")[0]
+    assert "Make one with autosplit tune FILE" in fails("show", "--code")[0]
     assert "--json and --code are given together" in fails("show", "--json", "--code")[0]
 
 
@@ -863,7 +863,7 @@ def test_show_without_any_profile(capsys, fails):
         ("ab", "2 plans begin with 'ab': "),
         ("ef", "There is no plan 'ef'. The newest keys are: "),
         ("plan.json", "Check the path."),
-        ("m1.py:work", "m1.py:work is a Python file; expected a plan; make one with autosplit tune m1.py:work"),
+        ("m1.py:work", "m1.py:work is a Python file, not a plan. Make a plan with autosplit tune m1.py:work."),
         ("", "''"),
     ],
 )
@@ -955,7 +955,7 @@ def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys)
         assert main(words) == 2
     full.buffer.raw.has_room = True  # for what it holds still
     err = capsys.readouterr().err
-    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.startswith("error: The answer can't be written to stdout: No space left on device. ")
     assert err.count("\n") == 1
 
 
@@ -963,7 +963,7 @@ def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys)
 def test_streams_that_are_full_or_closed(tmp_path):
     code, _, err = in_a_shell("autosplit profiles path > /dev/full", tmp_path)
     assert code == 2
-    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.startswith("error: The answer can't be written to stdout: No space left on device. ")
     assert err.count("\n") == 1
     assert in_a_shell("autosplit profiles path >&-", tmp_path) == (0, "", "")
     assert in_a_shell("autosplit show nothing.json 2>&- <&-", tmp_path) == (2, "", "")
@@ -1003,9 +1003,9 @@ def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, fails):
     (tmp_path / "train.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert "working directory is gone" in fails("tune", "../train.py", *SIM)[0]
+    assert "working directory no longer exists" in fails("tune", "../train.py", *SIM)[0]
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "relative")
-    assert "working directory is gone" in fails("profiles", "path")[0]
+    assert "working directory no longer exists" in fails("profiles", "path")[0]
 
 
 def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
@@ -1024,4 +1024,4 @@ def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 4
-    assert capsys.readouterr().err == "error: interrupted before the command began; run it again\n"
+    assert capsys.readouterr().err == "error: Interrupted before the command began. Run the command again.\n"

@@ -98,7 +98,7 @@ def test_slow_throughput_keeps_its_digits():
         (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
         (made_plan((128, 128)), "none: the even split is the fastest"),
         (made_plan((100, 156), kind="cpu"), "not claimed, because these devices share one CPU"),
-        (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 holds 101"),
+        (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 fits 101"),
         (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
     ],
 )
@@ -150,7 +150,7 @@ def test_no_line_ends_between_a_number_and_its_percent_sign():
 
 
 def test_an_interrupted_plan_says_so():
-    assert printed(made_plan(complete=False)).startswith("interrupted: the best so far")
+    assert printed(made_plan(complete=False)).startswith("interrupted: the best plan so far")
 
 
 @pytest.mark.parametrize(

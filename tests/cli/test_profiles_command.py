@@ -79,7 +79,7 @@ def test_where_it_is_narrow_each_has_some_lines(stored, capsys, monkeypatch):
 
 def test_nothing_is_remembered(capsys):
     out = listed(capsys).replace("\n", " ")
-    assert out == f"no plan is remembered in {profiles_folder()}; autosplit tune FILE makes one "
+    assert out == f"There is no profile in {profiles_folder()}. Make one with autosplit tune FILE. "
     assert json.loads(listed(capsys, "--json")) == {"folder": str(profiles_folder()), "profiles": []}
 
 
@@ -167,8 +167,8 @@ def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "neither a key nor --all is given; expected one of them"),
-        (["ab", "--all"], "keys and --all are both given"),
+        ([], "Neither a key nor --all is given. Write autosplit profiles remove KEY"),
+        (["ab", "--all"], "Keys and --all are both given"),
         (["--all"], "--all would remove 3 profiles in"),
         (["../../secret"], "There is no plan '../../secret'."),
         ([""], "There is no plan ''."),

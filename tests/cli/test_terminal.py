@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autosplit.cli import terminal as terminals
-from autosplit.cli.terminal import bars_say_it_stops, console_for, progress_bar, stdout_kept_clean
+from autosplit.cli.terminal import show_stopping, console_for, progress_bar, stdout_kept_clean
 from autosplit.tuning.tune import Progress
 
 
@@ -129,9 +129,9 @@ def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns
     """It went on as if nothing had been pressed, and who saw that pressed once more."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(terminals, "_stopping", threading.Event())
-    bars_say_it_stops()
+    show_stopping()
     text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31))
-    said = "stopping with the best so far, if any; Ctrl-C again ends at once"
+    said = "Stopping with the best plan so far, if any. Ctrl-C again exits."
     assert said in " ".join(re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).split())
     assert "31 steps" not in text
 

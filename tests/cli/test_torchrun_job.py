@@ -82,7 +82,7 @@ def test_a_profiles_key_names_its_plan(capsys):
 
 
 def test_the_plan_is_named_before_it_starts(plan_file):
-    assert launch_of(plan_file, ["train.py"]).told == f"a model, 2, 6 samples x 1, {plan_file}"
+    assert launch_of(plan_file, ["train.py"]).description == f"a model, 2, 6 samples x 1, {plan_file}"
 
 
 def test_the_line_is_a_shells(plan_file, capsys):
@@ -104,7 +104,7 @@ def test_the_words_after_launchs_own_options_are_torchruns(plan_file, capsys, ap
 def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file, capsys):
     """torchrun's own answer was a traceback."""
     assert main(["launch", "--plan", plan_file, "none.py"]) == 2
-    assert "none.py does not exist; expected a training script" in capsys.readouterr().err
+    assert "none.py does not exist. Check the path of the training script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch
     monkeypatch.setattr(torchrun_job.Launch, "run", lambda _launch: sys.exit(0))
     with pytest.raises(SystemExit):
         main(["launch", "--plan", plan_file, str(tmp_path / "train.py")])
-    assert ("does not name autosplit" in " ".join(capsys.readouterr().err.split())) is doubted
+    assert ("does not import autosplit" in " ".join(capsys.readouterr().err.split())) is doubted
 
 
 @pytest.mark.parametrize(

@@ -318,8 +318,8 @@ def rented() -> Comparison:
 
 def test_the_table_is_sorted_marked_and_says_what_it_does_not_know():
     lines = printed(rented(), 120).splitlines()
-    assert lines[0] == "predicted where it says so: for cards that are not here"
-    assert lines[1] == "sorted by the cost of 1M samples, as each plan trains"
+    assert lines[0] == "some are predicted: for GPUs that this machine does not have"
+    assert lines[1] == "sorted by the cost of 1M samples"
     rows = [line.split() for line in lines if line.strip().startswith(("sim:", "cpu"))]
     assert [row[0] for row in rows] == ["cpu", "sim:A100-40GB", "sim:8xL4", "sim:T4"]
     assert [row[-1] for row in rows] == ["measured", "predicted", "predicted", "predicted"]
@@ -345,7 +345,7 @@ def test_a_narrow_table_is_not_torn(width):
 
 def test_without_prices_there_is_no_cost():
     text = printed(comparison_of({"sim:L4": one_device_plan(5.0)}), 100)
-    assert text.startswith("predicted: for cards that are not here")
+    assert text.startswith("predicted: for GPUs that this machine does not have")
     assert "cost" not in text
     assert "price" not in text
 
@@ -355,7 +355,7 @@ def test_without_prices_the_table_says_that_the_fastest_comes_first():
     faster = solved_plan(kind="sim", samples_per_s=9.0)
     found = comparison_of({"sim:L4": one_device_plan(10.0), "sim:2xL4": faster})
     assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
-    assert "\nsorted by samples/s, as each plan trains\n" in printed(found, 100)
+    assert "\nsorted by samples/s\n" in printed(found, 100)
     assert any(
         note.startswith("DDP would be faster (predicted): ") and "The table does not include it" in note
         for note in found.notes
@@ -485,7 +485,7 @@ def test_exit_codes_of_misfits(script, answers, capsys):
     assert main(["compare", script(), *BOTH]) == 3
     out, err = capsys.readouterr()
     assert out.count("does not fit") == 2
-    assert err == "error: the workload fits none of 2 machines; see above what each lacks\n"
+    assert err == "error: The workload fits none of 2 machines. The table shows what each of them lacks.\n"
 
 
 def test_an_interrupt_on_the_command_line(script, answers, capsys):
@@ -494,11 +494,11 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
     out, err = capsys.readouterr()
     assert "sim:2xL4" in out
     assert "- not compared: sim:T4" in out
-    assert err.startswith("error: interrupted: the machines that are done are shown; run it again")
+    assert err.startswith("error: Interrupted: the finished machines are shown. Run the command again")
     answers["sim:2xL4"] = tune.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "error: interrupted before there was any plan; run it again\n")
+    assert (out, err) == ("", "error: Interrupted before any plan was found. Run the command again.\n")
 
 
 @pytest.mark.parametrize(
@@ -507,10 +507,10 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
         ([], "no devices to compare"),
         (["--devices", "sim:2xRTX3091"], "RTX3090"),
         ([*BOTH, "--devices", "sim:T4"], "are the same machine"),
-        ([*BOTH, "--price", "2xL4"], "--price '2xL4': expected a machine and money for an hour"),
-        ([*BOTH, "--price", "=1.2"], "--price '=1.2': expected"),
-        ([*BOTH, "--price", "2xL4=$1.2"], "--price '2xL4=$1.2': expected"),
-        ([*BOTH, "--price", "2xL4="], "--price '2xL4=': expected"),
+        ([*BOTH, "--price", "2xL4"], "--price '2xL4' is not a machine and its price per hour"),
+        ([*BOTH, "--price", "=1.2"], "--price '=1.2' is not"),
+        ([*BOTH, "--price", "2xL4=$1.2"], "--price '2xL4=$1.2' is not"),
+        ([*BOTH, "--price", "2xL4="], "--price '2xL4=' is not"),
         ([*BOTH, "--price", "2xL4=nan"], "The price for '2xL4' is nan. Expected"),
         ([*BOTH, "--price", "2xL4=-1"], "The price for '2xL4' is -1.0. Expected"),
         ([*BOTH, "--price", "2xL4=1e999"], "The price for '2xL4' is inf. Expected"),
@@ -537,7 +537,7 @@ def test_bad_flags_are_refused_before_the_file_runs(script, answers, capsys, arg
 def test_tune_is_for_one_machine(script, answers, capsys):
     assert main(["tune", script(), *BOTH]) == 2
     assert capsys.readouterr().err == (
-        "error: --devices is given 2 times; expected it once, for one plan; to see several machines side by side run "
+        "error: --devices is given 2 times, but tune makes a plan for one machine. To compare several machines, run "
         "autosplit compare train.py --devices sim:2xL4 --devices sim:T4\n"
     )
 
@@ -546,7 +546,7 @@ def test_one_of_several_processes_is_refused(script, answers, capsys, monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["compare", script(), *BOTH]) == 2
-    assert "in one of several processes: expected one" in capsys.readouterr().err
+    assert "in a job of several processes, but it tunes for one machine" in capsys.readouterr().err
 
 
 def test_the_users_own_frames_are_shown(script, capsys):

@@ -228,7 +228,7 @@ class TestCommand:
         [
             (["plan.json", "-o", "-", "--json"], "both print to stdout"),
             (["missing.json"], "missing.json can't be read"),
-            ([], "no plan is remembered"),
+            ([], "No plan is saved as a profile"),
             (["plan.json", "-o", "plan.json"], "is not an autosplit report"),
         ],
     )

@@ -471,7 +471,7 @@ def test_the_newest_profile_is_the_default(capsys):
         (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder; expected a new file"),
         (["export", "PLAN", "--to", "env", "-o", "FOLDER/no/x"], "can't be written (No such file or directory)"),
         (["export", "none.json", "--to", "env"], "none.json can't be read"),
-        (["export", "--to", "env"], "no plan is remembered"),
+        (["export", "--to", "env"], "No plan is saved as a profile"),
     ],
 )
 def test_errors_are_one_line(plan_file, tmp_path, capsys, arguments, says):
@@ -713,6 +713,6 @@ def test_a_file_that_is_there_is_replaced_only_by_force(tmp_path, capsys):
     os.mkfifo(pipe)
     for path, flags, code in ((own, [], 2), (own, ["--force"], 0), (link, ["--force"], 2), (pipe, ["--force"], 2)):
         assert main(["export", str(tmp_path / "plan.json"), "--to", "env", "-o", str(path), *flags]) == code, path
-    assert "expected a new file" in capsys.readouterr().err
+    assert "Choose another name" in capsys.readouterr().err
     assert own.read_text().startswith(("#", "export"))
     assert link.is_symlink()

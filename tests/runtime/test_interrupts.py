@@ -9,11 +9,11 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows tells o
 
 SETUP = """
 import os, signal, sys, threading, time
-from autosplit.cli.exit_code import leaves_at_the_second
+from autosplit.cli.exit_code import exit_at_second_ctrl_c
 from autosplit.runtime.interrupts import held_interrupts
 heard = threading.Event()  # the listening thread has seen the first Ctrl-C
 first = lambda: (os.write(2, FIRST), heard.set())
-leaves_at_the_second(lambda: 4 if os.write(1, b"left ") else 0, first=first, apart_s=APART)
+exit_at_second_ctrl_c(lambda: 4 if os.write(1, b"left ") else 0, first=first, apart_s=APART)
 def interrupted():
     try:
         signal.raise_signal(signal.SIGINT)

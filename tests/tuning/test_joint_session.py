@@ -722,7 +722,7 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
     assert f"python -m autosplit launch --plan {path} train.py" in shown.stdout
     refused = run_cli(tmp_path, *started, *OPTIONS[2:], "--strategy", "balanced")
     assert refused.returncode != 0
-    assert "--strategy balanced in one of several processes: expected ddp" in refused.stderr
+    assert "--strategy balanced was given in a job of several processes" in refused.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- pieces

@@ -374,8 +374,8 @@ def test_ctrl_c_while_waiting_is_exit_code_4_and_the_holder_goes_on(scenarios):
     assert (found["waiter"], found["holder"]) == (4, 0)
     notice, *rest = found["said"].splitlines()
     assert notice.startswith(f"process {found['holder_pid']} has been tuning the same workload since ")
-    assert notice.endswith("; --profile off waits for nobody")
-    assert rest == ["error: interrupted before there was any plan; run it again"]
+    assert notice.endswith(". --profile off does not wait.")
+    assert rest == ["error: Interrupted before any plan was found. Run the command again."]
 
 
 @pytest.mark.slow

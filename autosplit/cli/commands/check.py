@@ -17,10 +17,10 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of
 
-    with progress(manner) as tell:
+    with progress(manner) as report:
         workload = workload_of_spec(spec, **model_options)
         with users_errors(spec):
-            tell(Progress("checks", "checking gradients", fraction_of("checks")))
+            report(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)
     print_answer(Checks(tuple(found)), manner, lambda console: print_checks(found, console))
     return 0

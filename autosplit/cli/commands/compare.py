@@ -41,14 +41,14 @@ def compare(
     end_with_parent()
     if one_of_several():
         raise InputError(
-            "autosplit compare in one of several processes: expected one, machines come one after the other; leave "
-            "torchrun out",
+            "autosplit compare was started in a job of several processes, but it tunes for one machine at a time. Run "
+            "it without torchrun.",
             code="compare-one-process",
         )
     machines = comparing.asked_machines(devices, price, keywords)
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False
-    with progress(manner) as tell:
+    with progress(manner) as report:
         workload: Any = workload_of_spec(spec, **model_options)
 
         def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
@@ -57,18 +57,20 @@ def compare(
             return tuned_quietly(spec, source, devices=devices, **{**keywords, **timed, "isolate": isolated})
 
         try:
-            comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=tell)
+            comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=report)
         except comparing.ComparisonInterrupted as interrupt:
             if interrupt.comparison is None:
                 raise
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
-        failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
+        failed("Interrupted: the finished machines are shown. Run the command again for all of them.", EXIT_INTERRUPTED)
     print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
     if comparison.best is None:
-        return failed(f"the workload fits none of {len(machines)} machines; see above what each lacks", EXIT_MISFIT)
+        return failed(
+            f"The workload fits none of {len(machines)} machines. The table shows what each of them lacks.", EXIT_MISFIT
+        )
     return 0
 
 
@@ -76,13 +78,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print a table of machines with their plans and costs, followed by notes on the accuracy."""
     predicted = [machine.predicted for machine in comparison.machines]
     if any(predicted):
-        which = "predicted" if all(predicted) else "predicted where it says so"
-        print_plain(Text(f"{which}: for cards that are not here", "yellow"), console)
+        which = "predicted" if all(predicted) else "some are predicted"
+        print_plain(Text(f"{which}: for GPUs that this machine does not have", "yellow"), console)
     if len(comparison.machines) > 1:
         priced = comparison.sorted_by == "cost_per_million_samples"
-        print_plain(
-            Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}, as each plan trains"), console
-        )
+        print_plain(Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}"), console)
     print_plain(_comparison_table(comparison, narrow=console.width < NARROW), console)
     left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
     print_bullets([*left, *comparison.notes], console)

@@ -54,25 +54,28 @@ def _print(found: Examination, console: Console) -> None:
     print_plain(_card_table(found), console)
     print_plain(_product_table(found), console)
     rows = [
-        (f"{one.source} to {one.destination}", f"{one.gb_per_s:.3g} GB/s{'' if one.arrives else ', and arrives wrong'}")
+        (
+            f"{one.source} to {one.destination}",
+            f"{one.gb_per_s:.3g} GB/s{'' if one.arrives else ', but the data arrives wrong'}",
+        )
         for one in found.copies
     ]
-    if (meeting := found.collective) is not None:
-        rate = "they do not meet" if meeting.gb_per_s is None else f"{meeting.gb_per_s:.3g} GB/s of gradients"
-        rows.append((f"{meeting.ranks} ranks by {meeting.backend}", rate))
+    if (collective := found.collective) is not None:
+        rate = "they can't connect" if collective.gb_per_s is None else f"{collective.gb_per_s:.3g} GB/s of gradients"
+        rows.append((f"{collective.ranks} ranks by {collective.backend}", rate))
     if (training := found.training) is not None:
         measured, predicted = training.measured_samples_per_s, training.predicted_samples_per_s
         split = " + ".join(str(share) for share in training.split)
         memory = [" + ".join(map(size_text, sizes)) for sizes in (training.measured_bytes, training.predicted_bytes)]
         rows += [
-            ("a small model", f"{split} samples per forward; tuned in {training.took_s:.0f} s"),
+            ("a small model", f"{split} samples per forward, tuned in {training.took_s:.0f} s"),
             ("its throughput", f"{rate_text(measured)}, predicted {rate_text(predicted)}"),
             ("its memory", f"{memory[0]}, predicted {memory[1]}"),
         ]
     print_plain(pairs_table(rows), console)
     print_bullets(found.notes, console)
     if not found.problems:
-        print_bullets([f"nothing is wrong; this took {found.took_s:.0f} s"], console)
+        print_bullets([f"No problems found. This took {found.took_s:.0f} s."], console)
     for one in found.problems:
         print_plain(pairs_table([("problem", one.problem), *([("fix", one.cure)] if one.cure else [])]), console)
 

@@ -42,22 +42,20 @@ def _checked(to: str | None, output: str | None, *, force: bool) -> str:
     from autosplit.plan.export import FORMATS
 
     if to not in FORMATS:
-        given = "--to is missing" if to is None else f"--to {to!r}"
-        raise InputError(
-            f"{given}: expected one of {', '.join(FORMATS)}; write it as --to {FORMATS[0]}", code="export-format"
-        )
+        given = "--to is missing" if to is None else f"--to {to!r} is not an export format"
+        raise InputError(f"{given}. Choose one of {', '.join(FORMATS)}, as in --to {FORMATS[0]}.", code="export-format")
     if output is None:
         return to
     stands = what_stands_at(output)
     if stands is not None:
         raise InputError(
-            f"--output {output} is {stands}; expected a new file; "
-            + (f"write it as {Path(output) / 'settings'}" if stands == "a folder" else "choose another name"),
+            f"--output {output} is {stands}, not a file. "
+            + (f"Write --output {Path(output) / 'settings'}." if stands == "a folder" else "Choose another name."),
             code="export-output-not-a-file",
         )
     if not force and os.path.lexists(output):
         raise InputError(
-            f"--output {output} exists; expected a new file; choose another name, or replace it with --force",
+            f"--output {output} exists. Choose another name, or replace it with --force.",
             code="export-output-exists",
         )
     return to

@@ -28,7 +28,7 @@ def init(
     batch += [] if written.targets is None else [f"targets  {written.targets}"]
     loss = written.loss_fn or "the model returns it"
     lines = [f"wrote {written.path}", "", f"model    {written.model}()", *batch, f"loss     {loss}", ""]
-    lines.append("next  replace the sample batch by a batch of your data, then run")
+    lines.append("next  replace the sample batch with a batch of your data, then run")
     lines.append(f"      python -m autosplit tune {shlex.quote(written.path)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -20,18 +20,18 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     if manner.as_json:
         from autosplit.cli.json_types import LaunchCommand
 
-        print_json(LaunchCommand(found.command, dict(found.variables), found.told))
+        print_json(LaunchCommand(found.command, dict(found.variables), found.description))
         return 0
     if print_only:
         sys.stdout.write(found.line() + "\n")
         return 0
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
-        raise InputError(f"{script} does not exist; expected a training script; check the path", code="script-missing")
-    note(f"plan: {found.told}", manner)
+        raise InputError(f"{script} does not exist. Check the path of the training script.", code="script-missing")
+    note(f"plan: {found.description}", manner)
     with suppress(OSError, UnicodeDecodeError):  # torchrun reports errors of the script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
-            said = "unless a module of it calls autosplit.ddp.setup(), each process trains a model of its own"
-            note(f"{script} does not name autosplit: {said} on every sample", manner)
+            text = "Unless it calls autosplit.ddp.setup() elsewhere, each process trains its own model on all samples."
+            note(f"{script} does not import autosplit. {text}", manner)
     found.run()
-    raise AssertionError("this process is torchrun now")
+    raise AssertionError("execve replaces this process")

@@ -43,6 +43,8 @@ def _print(found: MeasuredLoader, console: Console) -> None:
     rows = [("fastest", f"{rate_text(found.samples_per_s)} with {settings}")]
     if found.present_samples_per_s is not None:
         times = found.samples_per_s / found.present_samples_per_s
-        rows.append(("at present", f"{rate_text(found.present_samples_per_s)}; the fastest has {times:.2f} times that"))
+        rows.append(
+            ("at present", f"{rate_text(found.present_samples_per_s)} (the fastest is {times:.2f} times as fast)")
+        )
     print_plain(pairs_table(rows), console)
     print_bullets(map(str, found.notes), console)

@@ -48,11 +48,11 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
         return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
 
-    with progress(manner) as tell:
+    with progress(manner) as report:
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         _, source = loaded(spec, model_options, together=together, isolate=isolate)
         with users_errors(spec):
-            found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=tell)
+            found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=report)
     if together and not speaks():
         return 0
     print_answer(found, manner, lambda console: _print(found, console))
@@ -62,7 +62,7 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
 def _print(found: MeasuredStep, console: Console) -> None:
     """Print a step: each device's memory and its parts, the time, the bounds, and the notes."""
     if found.simulated:
-        print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
+        print_plain(Text("simulated: predicted for GPUs that this machine does not have", "yellow"), console)
     print_plain(_memory_table(found), console)
     several = len(found.split) > 1
     spread = "" if found.spread_s == 0 else f", give or take {ms_text(found.spread_s)}"
@@ -71,8 +71,8 @@ def _print(found: MeasuredStep, console: Console) -> None:
         ("batch_size", f"{sum(found.split)}"),
         ("accumulation_steps", f"{found.accumulation_steps}"),
         ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
-        ("optimizer step", f"{ms_text(found.step_s)}{spread}; {ms_text(found.update_s)} of it the update"),
-        *([("card rates", rates_text(found.devices, found.rates))] if found.rates else []),
+        ("optimizer step", f"{ms_text(found.step_s)}{spread}, of which {ms_text(found.update_s)} are the update"),
+        *([("GPU rates", rates_text(found.devices, found.rates))] if found.rates else []),
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
     print_plain(pairs_table(rows), console)

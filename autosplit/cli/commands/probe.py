@@ -50,15 +50,15 @@ def probe(
     misfits: list[DoesNotFitError] = []
     interrupted = False
     try:
-        with progress(manner) as tell:
-            _find_ceilings(spec, model_options, devices, roles, tell, ceilings, misfits, **keywords)
+        with progress(manner) as report:
+            _find_ceilings(spec, model_options, devices, roles, report, ceilings, misfits, **keywords)
     except KeyboardInterrupt:
         interrupted = True
     for error in misfits:
         failed(str(error), error.exit_code)
     if interrupted:
         text = "the ceilings found so far are shown" if ceilings else "no ceiling was found yet"
-        failed(f"interrupted: {text}; run it again for all of them", EXIT_INTERRUPTED)
+        failed(f"Interrupted: {text}. Run the command again for all of them.", EXIT_INTERRUPTED)
     if any(ceiling.batch_size for ceiling in ceilings):
         simulated = ceilings[0].device.startswith("sim:")
         no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
@@ -76,12 +76,10 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
     """Raise InputError for invalid flags before the user's file is run, which may take long."""
     for role in roles:
         if role not in get_args(Role):
-            raise InputError(
-                f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them", code="role"
-            )
+            raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.", code="role")
     if time_limit_s is not None and not time_limit_s > 0:
         raise InputError(
-            f"--time-limit-s {time_limit_s:g}: expected seconds, above 0; leave it out for no limit", code="time-limit"
+            f"--time-limit-s {time_limit_s:g} is not above 0 seconds. Leave it out for no limit.", code="time-limit"
         )
     if plot is not None:
         _check_plot(plot)
@@ -92,7 +90,7 @@ def _find_ceilings(
     model_options: Mapping[str, Any],
     devices_spec: str | None,
     roles: Sequence[str],
-    tell: Callable[[Progress], None],
+    report: Callable[[Progress], None],
     ceilings: list[Ceiling],
     misfits: list[DoesNotFitError],
     *,
@@ -116,7 +114,7 @@ def _find_ceilings(
     for done, (device, role) in enumerate(pairs):
         message = f"probing {done + 1} of {len(pairs)}: {device.label} as {role}"
         steps, ooms = sum(ceiling.steps for ceiling in ceilings), sum(ceiling.ooms for ceiling in ceilings)
-        tell(Progress("ceilings", message, done / len(pairs), steps, ooms))
+        report(Progress("ceilings", message, done / len(pairs), steps, ooms))
         # Simulated GPUs of the same kind have exactly equal ceilings.
         alike = (replace(device, index=0) if device.kind == "sim" else device, role)
         if alike not in known:
@@ -135,7 +133,7 @@ def _find_ceilings(
 def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
     """Print a table of ceilings: their limits, their memory, and how they were found."""
     if simulated:
-        print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
+        print_plain(Text("simulated: predicted for GPUs that this machine does not have", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)
     print_bullets(notes, console)
 
@@ -174,12 +172,12 @@ def _check_plot(path: str) -> None:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in kinds:
         raise InputError(
-            f"--plot {path}: expected a file that ends in one of {', '.join(kinds)}; write it as plot.png",
+            f"--plot {path} does not end in a known format ({', '.join(kinds)}). Write --plot plot.png.",
             code="plot-format",
         )
     if not Path(path).parent.is_dir():
         raise InputError(
-            f"--plot {path}: expected a folder that exists; make {Path(path).parent}, or choose another",
+            f"--plot {path} is in a folder that does not exist. Create {Path(path).parent}, or choose another.",
             code="plot-folder",
         )
 
@@ -198,7 +196,7 @@ def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
         figure.savefig(path)
     except OSError as error:
         raise InputError(
-            f"the plot can't be written to {path} ({error.strerror}); expected a file that can be; choose another",
+            f"The plot can't be written to {path} ({error.strerror}). Choose another file.",
             code="plot-not-written",
         ) from error
 

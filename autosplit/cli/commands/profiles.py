@@ -62,9 +62,10 @@ def remove_profiles(
     All keys must be found first.
     """
     if bool(keys) == everything:
-        given = "keys and --all are both given" if keys else "neither a key nor --all is given"
+        given = "Keys and --all are both given" if keys else "Neither a key nor --all is given"
         raise InputError(
-            f"{given}; expected one of them; write it as autosplit profiles remove KEY", code="profiles-remove-what"
+            f"{given}. Write autosplit profiles remove KEY, or autosplit profiles remove --all.",
+            code="profiles-remove-what",
         )
     folder = profiles_folder()
     paths = profile_paths() if everything else tuple(dict.fromkeys(map(profile_path, keys)))
@@ -97,14 +98,15 @@ def _confirm(count: int, folder: Path) -> None:
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(
-            f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it",
+            f"--all would remove {what}, but there is no terminal to ask for confirmation. Add --yes.",
             code="profiles-remove-unconfirmed",
         )
     sys.stderr.write(f"remove {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise InputError(
-            f"nothing was removed of {what}; expected y; answer y, or name the keys", code="profiles-remove-declined"
+            f"Of {what}, nothing was removed, because the answer was not y. Answer y, or name the keys.",
+            code="profiles-remove-declined",
         )
 
 
@@ -113,7 +115,9 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
     from rich.text import Text
 
     if not found:
-        print_plain(Text(f"no plan is remembered in {folder}; autosplit tune FILE makes one", overflow="fold"), console)
+        print_plain(
+            Text(f"There is no profile in {folder}. Make one with autosplit tune FILE.", overflow="fold"), console
+        )
         return
     rows = [_cells(profile) for profile in found]
     shown = [name for name in rows[0] if name in _EVERYWHERE or any(row[name] for row in rows)]

@@ -16,9 +16,7 @@ def report(manner: Manner, *, which: str | None = None, output: str = "report.ht
 
     to_stdout = output == "-"
     if to_stdout and manner.as_json:
-        raise InputError(
-            "-o - and --json both print to stdout; expected one of them; leave one out", code="stdout-twice"
-        )
+        raise InputError("-o - and --json both print to stdout. Leave one of them out.", code="stdout-twice")
     if not to_stdout:
         check_page(output, force=force)
     _, plan = named_or_newest(which, manner)
@@ -30,5 +28,5 @@ def report(manner: Manner, *, which: str | None = None, output: str = "report.ht
     if manner.as_json:
         print_json(Place(output))
     else:
-        note(f"the report is in {output}", manner)
+        note(f"wrote {output}", manner)
     return 0

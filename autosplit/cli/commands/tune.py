@@ -53,18 +53,18 @@ def tune(
         asked = {**keywords, **model_options, **({} if output is None else {"output": output})}
         with stop_like_ctrl_c():  # torchrun has its own handlers while the ranks run
             return run_together(["tune", spec, *flags_of(asked), *manner.flags()], count)
-    with progress(manner) as tell, stop_like_ctrl_c():
+    with progress(manner) as report, stop_like_ctrl_c():
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         _, source = loaded(spec, model_options, together=together, isolate=isolate)
         fit = _fit_to(keywords.pop("loader", None))
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
         called |= {**lengths, **({"isolate": True} if isolate else {})}
-        plan, interrupted = _tuned(source, spec, called, tell, fit)
+        plan, interrupted = _tuned(source, spec, called, report, fit)
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
-    unkept = next((one for one in plan.notes if one.kind == NOT_SAVED), None)
-    if unkept is not None:
-        note(f"warning: {unkept}", manner)  # stdout may be a pipe, so its notes may not be seen
+    not_saved = next((one for one in plan.notes if one.kind == NOT_SAVED), None)
+    if not_saved is not None:
+        note(f"warning: {not_saved}", manner)  # stdout may be a pipe, so its notes may not be seen
     saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
@@ -76,9 +76,9 @@ def tune(
         except PlanError as error:
             unsaved = error
     if interrupted is not None:
-        kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
-        said = f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
-        failed(said, EXIT_INTERRUPTED)
+        where = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
+        text = f"Interrupted: the best plan so far is shown and {where}. Run the command again to finish the search."
+        failed(text, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, keywords, model_options, saved), manner)
     if unsaved is not None:
         raise unsaved  # raise only after the plan was printed
@@ -90,8 +90,8 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
     if len(devices) > 1:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
-            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
-            f"side run autosplit compare {shlex.quote(spec)} {several}",
+            f"--devices is given {len(devices)} times, but tune makes a plan for one machine. To compare several "
+            f"machines, run autosplit compare {shlex.quote(spec)} {several}",
             code="devices-repeated",
         )
     return {"devices": devices[0]} if devices else {}
@@ -119,13 +119,13 @@ def _tuned(
     workload: object,
     spec: str,
     keywords: Mapping[str, Any],
-    tell: Callable[[Progress], None],
+    report: Callable[[Progress], None],
     fit: Callable[[Plan], Plan],
 ) -> tuple[Plan, KeyboardInterrupt | None]:
     """Tune, then fit the plan to the loader. If Ctrl-C comes, return the best plan so far and the interrupt."""
     best: Plan | None = None
     try:
-        best = tuned_quietly(spec, workload, **keywords, progress=tell)
+        best = tuned_quietly(spec, workload, **keywords, progress=report)
         return fit(best), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best plan so far. An earlier Ctrl-C carries none.
