@@ -187,7 +187,10 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
         (["tun"], "'tun' is not a command. Did you mean tune? See autosplit --help."),
         (["--nothing"], "'--nothing' is not an option. See autosplit --help."),
         (["--"], ". See autosplit --help."),
-        (["tune", "a.py", "--device=cpu"], "'--device=cpu' is not an option. Did you mean --devices? See autosplit tune"),
+        (
+            ["tune", "a.py", "--device=cpu"],
+            "'--device=cpu' is not an option. Did you mean --devices? See autosplit",
+        ),
         (["tune", "a.py", "--devices"], "--devices: expected one argument. See autosplit tune --help."),
         (["measure", "a.py", "--split", "4,x"], "--split '4,x' is not a whole number for each device, such as"),
         (["show", "a.json", "b.json"], "unexpected argument 'b.json'. See autosplit show --help."),

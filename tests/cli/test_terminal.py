@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autosplit.cli import terminal as terminals
-from autosplit.cli.terminal import show_stopping, console_for, progress_bar, stdout_kept_clean
+from autosplit.cli.terminal import console_for, progress_bar, show_stopping, stdout_kept_clean
 from autosplit.tuning.tune import Progress
 
 
