@@ -1,7 +1,7 @@
-"""Small architectures of the kinds that people train, for ceilings: real modules with random weights, on the CPU.
+"""Small common architectures for ceilings: real modules with random weights, on the CPU.
 
-Each is a function of an optimizer and returns a workload whose step, at some hundred samples, takes well under a
-second. `BUDGETS` has three sizes of memory for each, in which some 10, 40 and 100 samples fit.
+Each function takes an optimizer and returns a workload. A step with some hundred samples takes well under a second.
+`BUDGETS` has three memory sizes for each, in which about 10, 40 and 100 samples fit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cnn(optimizer: Any = None) -> Workload:
 
 
 class UNet(nn.Module):
-    """Down and up again, with what was seen on the way down beside it."""
+    """A U-Net: down and up again, with skip connections."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class UNet(nn.Module):
 
 
 def unet(optimizer: Any = None) -> Workload:
-    """A U-Net: its widest moment is in the middle of the backward."""
+    """A U-Net, whose peak is in the middle of the backward."""
     batch = (torch.randn(SAMPLES, 3, 48, 48), torch.rand(SAMPLES, 1, 48, 48))
     return Workload(UNet(), batch, loss_fn=F.binary_cross_entropy_with_logits, optimizer=optimizer)
 
@@ -132,7 +132,7 @@ def gru(optimizer: Any = None) -> Workload:
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each beside the residual stream."""
+    """Causal attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
@@ -180,12 +180,12 @@ def gpt(optimizer: Any = None) -> Workload:
 
 
 def checkpointed(optimizer: Any = None) -> Workload:
-    """Three blocks that are computed again in the backward."""
+    """Return three checkpointed blocks."""
     return language(GPT(160, [Block(160, 4) for _ in range(3)], 96, recompute=True), 96, optimizer)
 
 
 class Experts(nn.Module):
-    """MLPs, of which a router sends each token to the two that it likes best."""
+    """MLPs with a router that sends each token to its best two."""
 
     def __init__(self, width: int, count: int = 4, chosen: int = 2) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Experts(nn.Module):
 
 
 def experts(optimizer: Any = None) -> Workload:
-    """A mixture of experts: its router decides how many rows each expert gets, which fake tensors do not know."""
+    """Return a mixture of experts. Its router decides the rows of each expert, which fake tensors cannot know."""
     return language(GPT(144, [Block(144, 4, Experts(144)) for _ in range(2)], 64), 64, optimizer)
 
 
@@ -234,7 +234,7 @@ def encoder_decoder(optimizer: Any = None) -> Workload:
 
 
 class Halting(nn.Module):
-    """Layers that are repeated until the state is calm, which takes its numbers."""
+    """Layers that repeat until the state converges, which reads values."""
 
     def __init__(self, width: int = 256, most: int = 4) -> None:
         super().__init__()
@@ -333,4 +333,4 @@ BUDGETS: dict[str, tuple[float, float, float]] = {
     "gpt2": (46, 134, 295.25),
     "vit": (26, 62, 170.75),
 }
-"""In MiB: memory of devices in which some 10, 40 and 100 samples fit."""
+"""In MiB: device memory in which about 10, 40 and 100 samples fit."""

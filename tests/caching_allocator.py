@@ -1,4 +1,4 @@
-"""CUDA's caching allocator by hand, and steps that allocate as those of a network do."""
+"""A handwritten model of CUDA's caching allocator, and steps that allocate like a network."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Network:
         yield "give", "batch", 0
 
     def traced(self, n: int, seen: float) -> int:
-        """Return the peak that a trace tells which sees so much of the activations."""
+        """Return the peak of a trace that sees this share of the activations."""
         live = peak = self.standing_bytes
         held: dict[Any, int] = {}
         for what, key, nbytes in self.step(n, seen=seen if seen != 1 else 1 - 1e-12):
@@ -151,7 +151,7 @@ class Network:
 
 
 class Card:
-    """A card that runs a network's steps as `AcceleratorRuntime` does: one to settle, and one or two to see."""
+    """A GPU that runs a network's steps like `AcceleratorRuntime`: one step to settle, and one or two to measure."""
 
     def __init__(self, network: Network, *, segments: bool) -> None:
         self.network, self.segments, self.ooms = network, segments, 0
@@ -164,7 +164,7 @@ class Card:
         self.held = [self.allocator.take(nbytes) for nbytes in (*standing, self.network.handle_bytes) if nbytes]
 
     def memory(self, n: int) -> tuple[int, int, int] | None:
-        """Return what was allocated and reserved at most, and the steps that were run; None where it is full."""
+        """Return the peaks of allocated and reserved memory, and the number of steps. Return None if it is full."""
         it = self.allocator
         try:
             it.empty_cache()

@@ -33,12 +33,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SKIPPED_TESTS_FILE = os.environ.pop("AUTOSPLIT_SKIPPED_TESTS", None)
 FAILED_TESTS_FILE = os.environ.pop("AUTOSPLIT_FAILED_TESTS", None)
 
-# Before anything imports torch, and inherited by the processes that tests start: two workers share the processor, and
-# a sum over one thread is the same sum every time.
+# Before anything imports torch, and inherited by child processes: two workers share the CPU, and a sum over one thread
+# is reproducible.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
-# Emulated devices, where they are asked for: torch loads them, here and in the processes that tests start.
+# Emulated devices, if requested. torch loads them here and in child processes.
 if emulated.wanted():
     emulated.switch_on()
 
@@ -151,10 +151,10 @@ _unfreeze = gc.unfreeze
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> Iterator[None]:
-    """Let the garbage collector, which tunings and tracked steps run, skip what is loaded by now.
+    """Exclude objects that are already loaded from the garbage collections of tunings and traced steps.
 
-    The end of a tuning does not bring it back: with torch and all tests loaded each look takes 0.2 s and more, which
-    was half the time of a test that tunes thrice.
+    They stay excluded after a tuning. With torch and all tests loaded, each collection takes 0.2 s or more, which was
+    half the time of a test that tunes three times.
     """
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +165,7 @@ def _quick_collections() -> Iterator[None]:
 
 @pytest.fixture
 def whole_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a tuning end as it does for its users: everything that lives is the collector's again."""
+    """Let a tuning end as for users: all living objects are collected again."""
     monkeypatch.setattr(gc, "unfreeze", _unfreeze)
 
 

@@ -1,7 +1,8 @@
-"""What the machines of test_ddp_machines.py train, started by torchrun on each; the same on one device is beside it.
+"""Training script of test_ddp_machines.py. torchrun starts it on each machine. The same training on one device is
+below.
 
-A machine's folder gets `steps.jsonl`, a line for each optimizer step with the samples of this rank, and at the end
-`weights.pt`. What is to die at a step does so once: the next process that starts in that folder goes on.
+Each machine's folder gets `steps.jsonl`, with one line per optimizer step and this rank's samples, and `weights.pt`
+at the end. A step can kill a process only once: the next process in that folder continues.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def mean_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
 
 
 def workload() -> Workload:
-    """Return what is tuned for: the same model, as `autosplit tune` wants it."""
+    """Return the workload for `autosplit tune`, with the same model."""
     return Workload(make_model(), (INPUTS[:8], TARGETS[:8]), loss_fn=torch.nn.functional.mse_loss)
 
 
@@ -68,7 +69,7 @@ def tell(**what: Any) -> None:
 
 
 def die(what: str) -> None:
-    """Die at once, with torchrun where it is the machine that does."""
+    """Kill this process, and also torchrun if the whole machine is to fail."""
     died = Path("died")
     if died.exists():
         return
@@ -96,7 +97,9 @@ def train(checkpoint: str, *, dies: str | None, at: int) -> None:
                     if dies and done == at and number == len(step) // 2:
                         die(dies)
                     step.backward(mean_loss(model, indices))
-                    samples += indices.tolist() if step.micro_batch_sizes[number] else []  # or it stands in, uncounted
+                    samples += (
+                        indices.tolist() if step.micro_batch_sizes[number] else []
+                    )  # the rank may also run an extra sample that does not count
                 optimizer.step()
                 optimizer.zero_grad()
                 tell(rank=ctx.rank, pid=os.getpid(), epoch=epoch, done=done, samples=samples)

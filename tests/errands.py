@@ -1,4 +1,4 @@
-"""What other processes are sent to do in tests of isolation. It loads no torch, so that they start at once."""
+"""Functions that other processes run in tests of isolation. Without torch, the processes start quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOREVER_S = 1000
 
 
 class Errand:
-    """An object whose methods go wrong in every way that there is."""
+    """An object whose methods fail in every possible way."""
 
     def __init__(self, content: object = None) -> None:
         self.content = content
@@ -74,7 +74,7 @@ class Errand:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fork(self) -> int:
-        """Leave a process behind, and say which."""
+        """Start a process that stays, and return its id."""
         pid = os.fork()
         if pid == 0:
             time.sleep(FOREVER_S)

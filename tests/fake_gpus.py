@@ -1,4 +1,4 @@
-"""GPUs that are not there: torch.cuda, as far as the package asks it."""
+"""Fake GPUs: the parts of torch.cuda that the package calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW_ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_1
 
 @dataclass
 class FakeCard:
-    """One card, with what CUDA and NVML would each say of it."""
+    """A GPU with the values that CUDA and NVML report for it."""
 
     name: str = "NVIDIA GeForce RTX 3090"
     uuid: str = "00000000-0000-0000-0000-000000000000"
@@ -33,7 +33,7 @@ class FakeCard:
 
 @dataclass
 class FakeCuda:
-    """torch.cuda, as far as it is asked."""
+    """The parts of torch.cuda that the package calls."""
 
     cards: list[FakeCard]
     arches: list[str] = field(default_factory=lambda: list(NEW_ARCHES))
@@ -75,7 +75,7 @@ def cards(*names: str) -> list[FakeCard]:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, accelerators: Any = None, nvml: Any = None) -> None:
-    """Put a fake back end in place of torch's, and a fake NVML in place of NVIDIA's, wherever they are asked."""
+    """Replace torch's back end and NVIDIA's NVML by fakes in all modules that use them."""
     for module in (accelerator, inventory, spec):
         for name, fake in (("accelerator_at", accelerators), ("started_nvml", nvml)):
             if fake is not None and hasattr(module, name):

@@ -1,4 +1,4 @@
-"""A network that runs out of memory where it is ordered to."""
+"""A network that runs out of memory on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUT = "CUDA out of memory. Tried to allocate 1.00 GiB"
 
 @dataclass
 class Faults:
-    """Out-of-memory errors where they are ordered: in which runs, of how many samples and more, and how far in."""
+    """Raises out-of-memory errors in chosen runs, from a number of samples on, at a chosen depth."""
 
     every: int = 0
     above: int = 0
@@ -35,7 +35,7 @@ def _raise(_gradient: torch.Tensor) -> None:
 
 
 class Network(nn.Module):
-    """Three layers, of which the middle one may run out when the last one's gradient is there already."""
+    """Three layers. The middle layer may run out of memory when the last layer already has its gradient."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Network(nn.Module):
 
 
 def runs_out(model: nn.Module, faults: Faults) -> None:
-    """Let a BERT or GPT run out of memory behind its embeddings: in the backward, all else has its gradient by then."""
+    """Make a BERT or GPT run out of memory after its embeddings. In the backward, all other gradients then exist."""
     embeddings = model.bert.embeddings if hasattr(model, "bert") else model.transformer.drop
     embeddings.register_forward_hook(
         lambda _module, _args, output: faults(output, len(output)) if torch.is_grad_enabled() else output

@@ -30,14 +30,14 @@ _LIMIT_S = 60
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the two.
+    """One of the two machines.
 
     Attributes:
         name: Its host name.
-        address: On the wire between them.
-        folder: Where its commands run; no other machine's do.
-        holder: The process that keeps its namespaces; it ends with its standard input.
-        started: What was started there.
+        address: Its address on the wire.
+        folder: Working folder of its commands, separate for each machine.
+        holder: The process that keeps its namespaces. It ends when its standard input closes.
+        started: Processes started on it.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Machine:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a command there, with a cache of its own; its output goes to files beside its folder.
+        """Start a command on this machine, with a separate cache. Output goes to files next to its folder.
 
         Args:
-            *command: The program and its arguments. It becomes the process that is returned.
-            **variables: For its environment, above those that are here.
+            *command: The program and its arguments. It becomes the returned process.
+            **variables: Environment variables, in addition to the present ones.
         """
         environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(self.folder / "cache"), **variables}
         with self.log.open("a", encoding="utf-8") as log:
@@ -69,23 +69,23 @@ class Machine:
 
     @property
     def log(self) -> Path:
-        """What its commands have said so far."""
+        """Return the output of its commands so far."""
         return self.folder.with_suffix(".log")
 
     def processes(self) -> Iterator[int]:
-        """List what runs there, whoever started it: the workers of a torchrun that was killed are nobody's."""
+        """List all processes on this machine, including workers of a killed torchrun."""
         own = network_of(self.holder.pid)
         for path in Path("/proc").iterdir():
             if path.name.isdigit() and own is not None and network_of(int(path.name)) == own:
                 yield int(path.name)
 
     def kill_all(self) -> None:
-        """End whatever runs there, as a crash does; the machine itself stays."""
+        """Kill all processes on this machine, as a crash does. The machine itself stays."""
         while others := [pid for pid in self.processes() if pid != self.holder.pid]:
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)  # until they are gone: what is killed is there for a moment
+            time.sleep(0.05)  # killed processes exist for a moment
 
 
 class Machines:
@@ -165,7 +165,7 @@ def _entering(pid: int) -> list[str]:
 
 
 def network_of(pid: int) -> str | None:
-    """Return the network namespace of a process; None where it is gone, or somebody else's."""
+    """Return the network namespace of a process. Return None if it is gone or belongs to another user."""
     try:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
@@ -181,7 +181,7 @@ def _ip(machine: Machine, words: str) -> None:
 
 @functools.cache
 def missing() -> str | None:
-    """Say why no two machines can be made here; None where they can."""
+    """Return the reason why two machines cannot be made here, or None."""
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"no {', '.join(absent)} on PATH; install iproute2, util-linux, mount and hostname"

@@ -1,7 +1,7 @@
-"""Real processes that meet over gloo, for tests of what the ranks of a job do together.
+"""Real processes with gloo, for tests of several ranks.
 
-Starting processes costs seconds, so one job runs all the scenarios of a table, each in a group of its own, and every
-rank writes what each of them returned. A table stands at module level, because the processes import it by name.
+Starting processes costs seconds, so one job runs all scenarios of a table, each in its own group. Every rank writes the
+scenario's results. Tables are at module level, because the processes import them by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def starting(*preload: str) -> Any:
     # DDP imports `torch._dynamo`, and sharding imports `torch.distributed.fsdp`.
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "preloaded", "ddp_jobs", *preload])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(sys.path)
+        )  # python 3.11 and earlier do not pass sys.path to the server
         forkserver.ensure_running()
     return context
 
@@ -67,19 +69,19 @@ def run_ranks(
     spawned: bool = False,
     preload: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """Run the scenarios of a table in so many processes.
+    """Run the scenarios of a table in several processes.
 
     Args:
-        module: The test module that has the table.
-        table: Its name there: scenarios that take no arguments, by name.
-        world_size: How many processes.
-        folder: Where they write.
-        limit_s: After so long they are ended, and what they wrote counts.
-        spawned: They share no memory with a process that they come from, which takes them seconds more to start.
-        preload: Modules that take long to import: a server imports them once, and forks the processes, now and later.
+        module: The test module with the table.
+        table: The name of the table: scenarios without arguments, by name.
+        world_size: Number of processes.
+        folder: Output folder.
+        limit_s: Then the processes are killed, and their output so far counts.
+        spawned: Start the processes without a server, so they share no memory. This takes seconds more.
+        preload: Slow modules that a server imports once before it forks the processes.
 
     Returns:
-        For each rank, what every scenario returned, or the traceback of the first that failed.
+        For each rank, the result of every scenario, or the traceback of the first failure.
     """
     context = torch.multiprocessing.get_context("spawn") if spawned else starting(*preload)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -136,7 +138,7 @@ def job_of(module: str, table: str, world_size: int, *, limit_s: float = 250) ->
 
 
 def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    """Return what each rank found in a scenario; a traceback of any of them is shown instead."""
+    """Return each rank's results of a scenario. If a rank failed, show its traceback."""
     if not all(name in found and not _has_failed(found[name]) for found in ranks):
         tracebacks = [value for found in ranks for value in found.values() if _has_failed(value)]
         assert not tracebacks, tracebacks[0]
@@ -149,7 +151,7 @@ def _has_failed(value: object) -> bool:
 
 
 def _end(process: Any) -> None:
-    """End a rank, if it has not ended, with all that it started: the workers of a loader outlive it now and then."""
+    """End a rank and the processes that it started. A loader's workers sometimes outlive it."""
     if process.pid is not None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +164,7 @@ def _run_rank(rank: int, world_size: int, port: int, module: str, table: str, fo
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "AUTOSPLIT_CACHE_DIR": str(Path(folder) / "cache")}
-    # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
+    # As under torchrun: the ranks use one store, which the parent keeps during the whole job.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     __import__(module)
     path = Path(folder) / f"{rank}.pt"
@@ -172,7 +174,7 @@ def _run_rank(rank: int, world_size: int, port: int, module: str, table: str, fo
             found[name] = scenario()
         except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
             found[name] = traceback.format_exc()
-        torch.save(found, path.with_suffix(".part"))  # each time: where a later one hangs, this is what there is
+        torch.save(found, path.with_suffix(".part"))  # write after each scenario, in case a later scenario hangs
         path.with_suffix(".part").replace(path)
         if _has_failed(found[name]):
-            break  # the other ranks wait in vain: better they are ended than they go on out of step
+            break  # end the others, which would wait forever or lose step

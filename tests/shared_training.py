@@ -1,6 +1,6 @@
-"""What the tests of the integrations train: padded texts, tiny models in double precision, and the loop to compare to.
+"""Models and data for the tests of the integrations: padded texts, tiny float64 models, and a reference loop.
 
-A sample's first token says which it is, so that a batch tells whose samples it holds.
+A sample's first token is its number, so a batch shows its samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST = 10
 """The token that begins sample 0."""
 
 HELD_OUT, EVALUATES_BY = 42, 7
-"""Samples to evaluate on, the first ones, and those of a batch: as many batches for each of 1, 2 or 3 ranks."""
+"""Number of evaluation samples and their batch size. There are equally many batches for 1, 2 or 3 ranks."""
 
 PRELOAD = (
     "lightning.pytorch",
@@ -48,7 +48,7 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
 )
-"""What takes seconds to import; what is not installed is left out."""
+"""Modules that take seconds to import. Missing modules are left out."""
 
 JOBS: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {
     2: {  # the model, the shares, samples of an optimizer step; the short last step leaves rank 1 without a share
@@ -60,7 +60,7 @@ JOBS: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {
 
 
 def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False) -> Plan:
-    """A plan for a process each; with `in_one`, for one process with all of the devices."""
+    """Return a plan with one process per device, or with `in_one` for one process with all devices."""
     total, count = sum(sizes), len(sizes)
     steps = accumulation_steps(effective, total)
     ceiling = made_ceiling("cpu:0", 99, 2**30)
@@ -82,10 +82,10 @@ def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False)
 
 
 def on_cards(plan: Plan, monkeypatch: Any = None) -> Plan:
-    """A plan with accelerators of this machine in place of its devices.
+    """Return a plan with this machine's accelerators as its devices.
 
     Args:
-        monkeypatch: Where it is for one process, accelerate hears of a kind that it misses.
+        monkeypatch: For a plan of one process, it adds a device kind that accelerate lacks.
     """
     from gpus import COUNT, KIND
 
@@ -117,7 +117,7 @@ TEXTS = [make_text(index, _TEXTS) for index in range(NUM_SAMPLES)]
 
 
 def padded(samples: list[dict[str, Any]], *, next_tokens: bool) -> dict[str, Any]:
-    """Collate texts of unlike lengths, for GPT with their own tokens as labels."""
+    """Collate texts of different lengths, for GPT with their own tokens as labels."""
     ids = torch.zeros(len(samples), LENGTH, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for row, sample in enumerate(samples):
@@ -161,7 +161,7 @@ def loss_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> int:
-    """What the mean loss of GPT is over."""
+    """Count the labels that GPT's mean loss averages over."""
     return int(batch["labels"][:, 1:].ne(-100).sum())
 
 
@@ -189,7 +189,7 @@ def forget_accelerate() -> None:
 
 
 def clean_workers() -> None:
-    """Start a loader's workers where the ranks come from: a rank has gloo's threads, and forks stood still."""
+    """Start a loader's workers from the ranks' server. A rank has gloo's threads, and forked workers hung."""
     torch.multiprocessing.set_start_method("forkserver", force=True)
 
 
@@ -208,7 +208,7 @@ def epoch_order(epoch: int) -> list[int]:
 
 @functools.cache
 def by_hand(kind: str, effective: int) -> dict[str, Any]:
-    """Train in one process, each optimizer step one batch: the weights after every step, and its learning rate."""
+    """Train in one process with one batch per optimizer step. Return each step's weights and learning rate."""
     model = make_model(kind)
     optimizer, schedule = optimizer_for(model)
     weights, lrs, norms, losses = [], [], [], []
@@ -269,12 +269,12 @@ def step_sizes(effective: int) -> list[int]:
 
 
 def check_trained(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int], bound: float = 1e-9) -> None:
-    """Make sure that all ranks trained to the weights of one process, by the same learning rates.
+    """Check that all ranks have the weights and learning rates of one process.
 
     Args:
-        ranks: For each, its `weights`, `lrs` by optimizer step, `scheduler_steps`, and `seen`.
-        job: What was trained.
-        bound: Of the weights' error.
+        ranks: For each rank, its `weights`, `lrs` by optimizer step, `scheduler_steps`, and `seen`.
+        job: The trained job.
+        bound: Largest error of the weights.
     """
     kind, sizes, effective = job
     expected = by_hand(kind, effective)

@@ -1,7 +1,7 @@
-"""A back end that waits as NCCL does: for ever, and without an error, for a rank that does not come.
+"""A back end that waits like NCCL: forever and without an error, if a rank does not come.
 
-What gloo sends, it sends, each collective in a thread of its own, and waits for that in short sleeps, as a stream of a
-card is waited for. It ends by `abort` alone, and then as if nothing had been wrong.
+It sends with gloo. Each collective runs in a thread, and the caller polls for its end, like waiting for a GPU's stream.
+Only `abort` ends the wait, without an error.
 """
 
 from __future__ import annotations

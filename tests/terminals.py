@@ -1,4 +1,4 @@
-"""A pseudo-terminal with a program in it, driven as a person would, and what is on its screen in the end."""
+"""Runs a program in a pseudo-terminal with key presses, and reads the final screen."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that came so far, codes and all."""
+        """Return the output so far, with escape codes."""
         return self.received.decode(errors="replace")
 
     def press(self, keys: bytes) -> None:
         os.write(self.master, keys)
 
     def wait_for(self, pattern: str, timeout_s: float = 300.0) -> None:
-        """Read until something is printed that has a pattern; what is never printed fails the test."""
+        """Read until the output matches a pattern. Fail the test if it never does."""
         ends_s = time.monotonic() + timeout_s
         while not re.search(pattern, self.text):
             assert self._read(ends_s), f"{pattern!r} never came; what did: {self.text[-1500:]!r}"
@@ -59,13 +59,13 @@ class Terminal:
             raise AssertionError(f"it hangs; so far: {self.text[-1500:]!r}")
         try:
             some = os.read(self.master, 2**16)
-        except OSError:  # Linux's way to say that nobody has the other end any more
+        except OSError:  # Linux's error for a closed other end
             return False
         self.received += some
         return bool(some)
 
     def screen(self) -> list[str]:
-        """Return the lines that stand there: codes that move the cursor or erase are followed, colours are not."""
+        """Return the lines on the screen. Cursor movements and erasures are applied, and colours are ignored."""
         lines, row, column = [""], 0, 0
         for found in _CODES.finditer(self.text):
             parameters, code, control, letters, _ = found.groups()
@@ -92,12 +92,12 @@ class Terminal:
 
 
 def opened(words: list[str], *, columns: int = 80, **variables: str) -> Terminal:
-    """Start a program in a terminal of its own.
+    """Start a program in a terminal.
 
     Args:
         words: The program and its arguments.
         columns: The terminal's width.
-        variables: For its environment; COLUMNS and what forces or forbids colour are not inherited.
+        variables: For its environment. COLUMNS and variables that control colour are not inherited.
     """
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

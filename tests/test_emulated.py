@@ -19,7 +19,7 @@ MARKED_FILES = (p for p in TESTS.rglob("test_*.py") if MARKED.search(p.read_text
 FILES = sorted(str(path.relative_to(TESTS)) for path in MARKED_FILES)
 WITH_RANKS = [name for name in FILES if name.startswith(("ddp/", "integrations/"))]
 ALONE = ("probe/test_emulated_ceilings.py", "runtime/test_subprocess_runtime.py")
-"""Files whose tests compare all memory of a device, so that nothing may run before them in their process."""
+"""Files that compare all memory of a device, so nothing may run before them in their process."""
 
 OTHERS = sorted({*FILES} - {*WITH_RANKS, *ALONE}, key=lambda name: (name != "test_emulated_devices.py", name))
 GROUPS = {  # the tests of the allocator come first, because nothing is cached then

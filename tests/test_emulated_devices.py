@@ -1,4 +1,4 @@
-"""The emulated devices themselves: that they behave as CUDA's do, where tests of other files rely on it."""
+"""The emulated devices behave like CUDA's where other tests depend on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @pytest.fixture(autouse=True)
 def _whole():
-    """Leave no fault, no limit and no cached memory to the next test."""
+    """Leave no fault, limit or cached memory for the next test."""
     torch.emu.empty_cache()
     yield
     emulated.mend()
@@ -135,7 +135,7 @@ class TestAllocator:
 
 
 def said_by(code: str, **environment: str) -> list:
-    """What a process of its own prints as JSON, with the same devices."""
+    """Return the JSON that a new process prints, with the same devices."""
     child = subprocess.run(
         # Torch's backward threads may still be starting: an interpreter that ends under them would abort.
         [sys.executable, "-c", f"import json, os, torch, emulated\n{code}\nos.sys.stdout.flush(), os._exit(0)"],
@@ -198,7 +198,7 @@ except torch.OutOfMemoryError as error:
         assert "GPU 1 has a total capacity of 2.00 GiB" in seen[2]
         del kept
         torch.emu.empty_cache()
-        assert torch.emu.mem_get_info(1)[0] == free  # what the other held went with it
+        assert torch.emu.mem_get_info(1)[0] == free  # the dead process's memory is free again
 
     def test_that_are_killed_leave_nothing(self):
         free = torch.emu.mem_get_info(0)[0]
@@ -462,7 +462,7 @@ class TestFaults:
 
 
 class TestLateCopies:
-    """What goes to the host without being waited for is not there yet, and the host finds zeros."""
+    """A copy to the host that was not waited for has not arrived, and the host reads zeros."""
 
     def brought(self) -> torch.Tensor:
         torch.emu.synchronize(0)

@@ -1,4 +1,4 @@
-"""The lane script (.ci/lane): what it says if tests pass, fail, or the versions can't be installed. No network."""
+"""The lane script (.ci/lane): its output if tests pass, fail, or the versions cannot be installed. No network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house stands: imports flow one way, torch and optuna stay out of what must start at once."""
+"""Imports go in one direction, and torch and optuna are not loaded at startup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import autosplit
 
 ROOT = folders.ROOT / "autosplit"
 
-# What each package may import, at any level: inside functions and under TYPE_CHECKING, too. All of them may import the
-# root: words that everyone uses. A module stands for itself alone.
+# Allowed imports of each package at any level, including functions and TYPE_CHECKING. All packages may import the root,
+# which has shared words. Each module of the root counts alone.
 MAY_IMPORT = {
     "devices": (),
     "solve": (),
@@ -101,7 +101,7 @@ MOST_LINES = 27_600
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "transformers")
-"""Each is imported by its own integration, and by what builds a model of its by name: nobody has to have it."""
+"""Only its own integration, and code that builds a model by its name, import each tool. All tools are optional."""
 
 HEAVY = ("torch", "optuna", "pynvml", "rich")
 
@@ -178,13 +178,13 @@ def violations(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def package_of(module: str) -> str:
-    """Return the package that a module lies in; the root's name is empty."""
+    """Return the package of a module. The root's name is empty."""
     first = module.partition(".")[0]
     return first if first in MAY_IMPORT else ""
 
 
 def may_import(package: str, target: str) -> bool:
-    """Tell whether a package may import a module: of its own, of the root, or of what its line in the table names."""
+    """Return whether a package may import a module: from itself, from the root, or from its line in the table."""
     return package_of(target) in ("", package) or any(
         target == one or target.startswith(f"{one}.") for one in MAY_IMPORT.get(package, ())
     )
@@ -207,7 +207,7 @@ def module_level(tree: ast.Module) -> list[ast.AST]:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Run a statement in a fresh interpreter and say which of HEAVY it loaded."""
+    """Run a statement in a fresh interpreter and return the modules of HEAVY that it loaded."""
     code = f"{statement}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -235,7 +235,7 @@ def test_core_packages_import_no_extra() -> None:
 
 
 def test_the_table_has_an_order() -> None:
-    """Each package imports only what stands above it, but for the one value of a check that plans hold."""
+    """Each package imports only packages above it, except for one check result that plans contain."""
     packages = list(MAY_IMPORT)
     for package, targets in MAY_IMPORT.items():
         assert all(packages.index(target.partition(".")[0]) < packages.index(package) for target in targets)
@@ -251,7 +251,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
         "integrations.lightning_workload": {"lightning"},
-        "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
+        "integrations.transformers": {"accelerate", "transformers"},  # its tools
         "integrations.transformers_workload": {"transformers"},
         "extras.from_name": {"transformers"},
     }
@@ -262,7 +262,7 @@ GERUNDS = {"checkpointing", "find_ceiling", "lightning", "timing", "tuning"}
 
 
 def test_names_and_sentences_begin_as_the_field_does() -> None:
-    """A module is called by a noun, and no docstring opens with a question's word."""
+    """Modules have nouns as names, and no docstring begins with a question word."""
     named = {name.rpartition(".")[2] for name in modules_in(ROOT)}
     assert {name for name in named if name.endswith("ing")} == GERUNDS
     opened = [
@@ -284,7 +284,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_modules_name_the_module_they_need() -> None:
-    """`import autosplit` inside the package would hide from the order what is really used."""
+    """`import autosplit` inside the package would hide the real imports from this test."""
     bare = [name for name, path in modules_in(ROOT).items() if "autosplit" in imports_of(path, ROOT)]
     assert not bare, f"{bare} import autosplit itself: import the module that has the name"
 

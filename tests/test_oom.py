@@ -1,7 +1,7 @@
-"""Which messages mean too little memory, which a kernel's own limit, and which neither.
+"""Classify messages: too little memory, a kernel's own limit, or neither.
 
-Every message is a real one: "torch X" is a source file, "torch 2.13" a text in the libraries of that release, and
-owner/name#1 an issue that quotes it.
+Every message is real. "torch X" is a source file, "torch 2.13" a text in that release's libraries, and owner/name#1 an
+issue that quotes it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OOM = [
         ),
         "torch aten/src/ATen/mps/MPSAllocator.mm",
     ),
-    # Past the allocators: the runtime, the driver, pinned host memory, Triton, Level Zero.
+    # Other allocators: the runtime, the driver, pinned host memory, Triton, Level Zero.
     ("CUDA error: out of memory" + CUDA_HINTS, "torch c10/cuda/CUDAException.cpp; Lightning-AI/lightning#6819"),
     ("CUDA error: out of memory", "cudaHostAlloc in torch aten/src/ATen/cuda/CachingHostAllocator.cpp"),
     ("HIP error: out of memory", "torch c10/hip/HIPException.cpp"),
@@ -230,7 +230,7 @@ KERNEL_LIMIT = [
 ]
 
 NEITHER = [
-    # The device is broken or misused, and stays so.
+    # The device is broken or misused, permanently.
     ("CUDA error: an illegal memory access was encountered" + CUDA_HINTS, "pytorch/pytorch#68418"),
     ("CUDA error: device-side assert triggered" + CUDA_HINTS, "torch c10/cuda/CUDAException.cpp"),
     ("CUDA error: invalid device ordinal" + CUDA_HINTS, "CUDA's cudaErrorInvalidDevice"),
@@ -313,7 +313,7 @@ def rows(table: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 def of_a_replica(error: Exception) -> Exception:
-    """Return what nn.parallel.parallel_apply makes of an error in one of its threads."""
+    """Return the error that nn.parallel.parallel_apply makes of an error in one of its threads."""
     try:
         raise error
     except Exception:  # noqa: BLE001  # as torch's own threads do
@@ -396,7 +396,7 @@ class TestClasses:
 
 
 class TestADeviceThatIsBroken:
-    """A label out of range leaves CUDA unusable, and the next library says that it has no memory for a handle."""
+    """A label out of range makes CUDA unusable. The next library then reports no memory for a handle."""
 
     MESSAGE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
@@ -430,7 +430,7 @@ class TestChains:
         assert is_oom(error)
 
     def test_raised_while_one_was_being_handled(self):
-        """What goes wrong in a user's own recovery is that."""
+        """An error in a user's own recovery is reported as that error."""
         try:
             try:
                 raise torch.OutOfMemoryError("full")

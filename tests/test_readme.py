@@ -1,4 +1,4 @@
-"""The commands of README and docs run, and say what is said of them."""
+"""The commands of README and docs run, and print what the pages claim."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ CI = ROOT / ".ci" / "run"
 
 
 def python_of(page: Path) -> str:
-    """Return a page's Python from top to bottom; examples stand in blocks of another kind, and have commands."""
+    """Return a page's Python code. Examples are in other code blocks, and their commands are tested."""
     return "\n".join(re.findall(r"^```py.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
 WITH_PYTHON = [
     page
     for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-    if python_of(page) and page.stem != "notebook"  # run as what it is made of, below
+    if python_of(page) and page.stem != "notebook"  # its parts run below
 ]
 
 
 def run(command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run a README command as a newcomer would, from the top of the project if nothing else is said."""
+    """Run a README command as a new user would, by default from the top of the project."""
     words = command.split()
     assert words[0] == "python", command
     environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2"}
-    environment.pop("COLUMNS", None)  # of whoever runs the tests: what is piped has a width of its own
+    environment.pop("COLUMNS", None)  # the width and colours of the user who runs the tests must not matter
     return subprocess.run(
         [sys.executable, *words[1:]],
         cwd=folder,
@@ -81,7 +81,7 @@ def test_ci_runs_the_installing_commands_to_the_letter(command: str) -> None:
 
 
 def test_ci_runs_the_examples() -> None:
-    """Where nothing is installed but autosplit; once is enough."""
+    """Runs with autosplit only, in an environment without other packages. Once is enough."""
     assert OF_EXAMPLES
     said = CI.read_text(encoding="utf-8")
     assert "for example in examples/*.py; do\n" in said
@@ -106,7 +106,7 @@ def with_few_trials(command: str) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        for_release(c) if "--loader" in c else c  # tunes on the CPU, as another command does
+        for_release(c) if "--loader" in c else c  # another command also tunes on the CPU
         for c in COMMANDS
         if c not in {*QUICK, *INSTALLING, *OF_EXAMPLES, *OF_A_TOOL, *OF_A_CARD, *OF_A_PLAN, SIMULATED}
     ],
@@ -119,14 +119,14 @@ def test_long_commands_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
-    """A README that shows figures nobody gets is worse than none; simulated ones are the same everywhere."""
+    """The README must show figures that users get. Simulated figures are the same on every machine."""
     shown = README.split(SIMULATED)[1].split("```\n")[2]
     done = run(SIMULATED, tmp_path)
     assert done.returncode == 0, done.stderr
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     for line in shown.splitlines():
         assert line.rstrip() in printed, line
-    # The plan is remembered now, and the newest: what the README says to do with that one.
+    # The plan is now the newest profile. Run the README's commands for that profile.
     assert {"python -m autosplit show", "python -m autosplit report -o report.html"} <= OF_A_PLAN
     for command in OF_A_PLAN:
         done = run(command, tmp_path, tmp_path)
@@ -171,7 +171,7 @@ def test_every_public_name_has_a_page() -> None:
 
 
 def test_the_errors_that_troubleshooting_quotes_are_said() -> None:
-    """But for those of others: torch, and the system."""
+    """Except messages of other software: torch and the operating system."""
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "autosplit").rglob("*.py"))
     quoted = re.findall(r'^## "([^"]+)"', (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
     own = [words.removesuffix("...").strip() for words in quoted if words != "Connection refused"]
@@ -180,7 +180,7 @@ def test_the_errors_that_troubleshooting_quotes_are_said() -> None:
 
 
 def test_pages_have_python() -> None:
-    """Of these is known that they do; one that loses its own is no longer run below."""
+    """These pages are known to have Python. If a page lost its code, no test would run it."""
     assert {page.stem for page in WITH_PYTHON} >= {"README", "tuning", "ddp", "dataparallel", "devices", "integrations"}
 
 
@@ -190,7 +190,7 @@ def test_pages_have_python() -> None:
     ids=lambda page: page.stem,
 )
 def test_the_python_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
-    """One script of all its blocks; what goes on from a plan finds one of two ranks, and as many processes for DDP."""
+    """All blocks run as one script. Blocks that load a plan find a plan for two ranks, and DDP runs two processes."""
     if page.stem in {*TOOLS, "integrations"}:
         pytest.importorskip("transformers" if page.stem == "integrations" else page.stem)
     if page.stem == "plans":
@@ -228,7 +228,7 @@ def test_a_tools_page_runs_from_top_to_bottom(tool: str, tmp_path: Path) -> None
 
 
 def test_every_example_is_on_the_site() -> None:
-    """Shown whole by some page, and named by the gallery; `.ci/run` and the tests of the tools run the scripts."""
+    """A page shows each example, and the gallery lists it. `.ci/run` and the integration tests run the examples."""
     gallery = (DOCS / "gallery.md").read_text(encoding="utf-8")
     for example in EXAMPLES.glob("*.py"):
         assert f"[`{example.name}`]" in gallery
@@ -247,7 +247,7 @@ def test_the_page_of_the_notebook_is_made_from_it() -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """In a process of its own: what a client of kernels leaves open would be told of in the next test."""
+    """In a separate process, because a Jupyter client leaves resources open that would warn in the next test."""
     for needed in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(needed)
     code = "import runpy; made = runpy.run_path('docs/notebook.py')"

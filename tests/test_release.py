@@ -1,4 +1,4 @@
-"""What is released: whole, nothing besides, with one version; and what is said of it elsewhere agrees."""
+"""The release is complete, has one version, and contains nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def files_of(folder: Path) -> set[str]:
-    """Name the files of a folder of the source, from the top, without what running leaves there."""
+    """Return the files of a source folder, relative to the top, without files that running creates."""
     return {
         path.relative_to(ROOT).as_posix()
         for path in folder.rglob("*")
@@ -43,7 +43,7 @@ def build(kind: str, source: Path, into: Path) -> Path:
 
 
 def test_the_sdist_makes_a_wheel_that_holds_the_package_alone(tmp_path):
-    """The sdist once lacked the devices that tests emulate: a folder of theirs is called as one that git ignores."""
+    """The sdist lacked the emulated devices, because git ignores a folder of the same name."""
     name = f"autosplit-{PROJECT['version']}"
     with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as sdist:
         packed = {member.removeprefix(f"{name}/") for member in sdist.getnames()}

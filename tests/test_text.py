@@ -1,4 +1,4 @@
-"""What is printed shows itself and does nothing: no escape sequence, no override, no second line, no password."""
+"""Printed text is visible and harmless: no escape sequences, overrides, extra lines or passwords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small workloads of many kinds, for tests of what is done with a workload."""
+"""Small workloads of many kinds for tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mlp() -> Workload:
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss, so that nothing is gathered but a number."""
+    """A model that returns its loss, so only one number is gathered."""
 
     def __init__(self) -> None:
         super().__init__()

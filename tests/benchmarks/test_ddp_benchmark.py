@@ -1,4 +1,4 @@
-"""The benchmark of DDP runs in its quick form and writes what it is to write; its figures are nothing to go by then."""
+"""The DDP benchmark runs in its quick form and writes its results. Their figures mean nothing then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench() -> ModuleType:
 
 
 def rounds_with(ours: float, control: float) -> list[list[float]]:
-    """Rounds of a loop by hand, ours, and the control, all of them a little longer or shorter together."""
+    """Return rounds of a handwritten loop, autosplit's loop and the control, with random but common slowdowns."""
     return [[factor, factor * ours, factor * control] for factor in (0.9, 1.0, 1.2) * 20]
 
 
@@ -79,7 +79,7 @@ def test_the_quick_form(tmp_path):
     output = tmp_path / "ddp.json"
     command = [sys.executable, str(BENCHMARKS / "ddp.py"), "--quick", "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
-    assert done.returncode in (0, 1), done.stderr  # 1: so few rounds may well break a claim
+    assert done.returncode in (0, 1), done.stderr  # with few rounds, 1 is possible: a broken claim
     figures = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "versions", "date", "places", "not_run", "load_at_start"} <= set(figures)
     found = figures["places"]["cpu, gloo"]

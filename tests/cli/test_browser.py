@@ -106,7 +106,7 @@ def browser(tmp_path_factory):
 
 @contextmanager
 def served(folder):
-    """Serve a folder, where what a page asks for can be seen."""
+    """Serve a folder, and record the page's requests."""
     asked = []
 
     class Handler(SimpleHTTPRequestHandler):
@@ -131,7 +131,7 @@ PLANS = {
     "bare": lambda: made_plan(complete=False),
 }
 PICTURES = {"cards": 7, "one": 4, "ranks": 4, "bare": 5}
-"""How many of each plan can be drawn."""
+"""Number of charts of each plan."""
 
 
 def wait_for_charts(browser, number):
@@ -170,7 +170,7 @@ def test_a_button_copies_the_code(browser, tmp_path):
 
 
 def test_what_can_hardly_be_read_or_does_not_fit_is_found(browser, tmp_path):
-    """The looks below would see a page that is wrong."""
+    """The checks below would find a broken page."""
     write_page(made_plan(), tmp_path / "report.html")
     browser.get(f"file://{tmp_path / 'report.html'}")
     wait_for_charts(browser, PICTURES["bare"])
@@ -187,7 +187,7 @@ def test_what_can_hardly_be_read_or_does_not_fit_is_found(browser, tmp_path):
 def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_path, name):
     write_page(PLANS[name](), tmp_path / "report.html")
     pages = {}
-    browser.get("about:blank")  # ends what the page before it, or the browser's own first page, still asked for
+    browser.get("about:blank")  # ends requests of the page before
     for log in ("browser", "performance"):
         browser.get_log(log)
     with served(tmp_path) as (address, asked):
@@ -219,10 +219,10 @@ def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_pat
 
 @pytest.mark.parametrize("name", PLANS)
 def test_on_paper_nothing_is_cut_off(browser, tmp_path, name):
-    """Tables ran off the sheet, where nobody can scroll; the trials' stayed folded."""
+    """Tables ran off the sheet, where users cannot scroll, and the table of trials stayed folded."""
     write_page(PLANS[name](), tmp_path / "report.html")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
-    metrics = {"width": 718, "height": 1000, "deviceScaleFactor": 1, "mobile": False}  # A4 less its margins
+    metrics = {"width": 718, "height": 1000, "deviceScaleFactor": 1, "mobile": False}  # A4 without its margins
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         browser.get(f"file://{tmp_path / 'report.html'}")

@@ -1,4 +1,4 @@
-"""The command line in a real terminal, as a person would drive it; see `terminals`."""
+"""The command line in a pseudo-terminal with key presses. See `terminals`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def script(tmp_path):
 
 
 def gone(terminal):
-    """Whether nothing is left of a bar, and the cursor is back."""
+    """Return whether the bar is gone and the cursor is visible."""
     last_cursor = re.findall(r"\x1b\[\?25([hl])", terminal.text)[-1:]
     return not any(BAR.search(line) for line in terminal.screen()) and last_cursor == ["h"]
 
 
 def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
-    """It stops with the best so far. What is wider than the terminal is to be copied: a path or a line of Python."""
+    """It stops with the best plan so far. Lines wider than the terminal are for copying: a path or Python code."""
     flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--effective-batch-size", "64", "--no-isolate", "--verbose"]
     terminal = opened([*AUTOSPLIT, "tune", script(SLOW), *flags], columns=60)
     terminal.wait_for(r"steps, [\d,]+/s")
@@ -76,7 +76,7 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     assert "error: Interrupted: the best plan so far is shown and saved as" in said
     assert "interrupted: the best plan so far" in screen
     assert re.search(r" \d+\.\d\d s  trial 0, split \(", said)
-    # Lines that the terminal itself had to break are those to copy.
+    # Lines that the terminal had to break are lines to copy.
     printed = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.text).replace("\r", "\n").splitlines()
     wide = [line.strip() for line in printed if len(line.rstrip()) > 60]
     allowed = (str(path), "next", "more")
@@ -84,7 +84,7 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
 
 
 def test_ctrl_c_twice_leaves_at_once(script):
-    """Whatever the workload makes of it."""
+    """Independent of the workload's own handling."""
     terminal = opened([*AUTOSPLIT, "tune", script(STUBBORN), "--devices", "cpu:8MiB", "--no-isolate"])
     terminal.wait_for("here")
     terminal.press(CTRL_C)
@@ -97,7 +97,7 @@ def test_ctrl_c_twice_leaves_at_once(script):
 
 
 def test_pipes_and_what_the_environment_asks_for(tmp_path, cache_dir):
-    """One shell for all of them: each is a process that starts."""
+    """One shell for all cases, because each case starts a process."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))
     made_plan((100, 156)).save(tmp_path / "plan.json")
     plan = tmp_path / "plan.json"

@@ -41,7 +41,7 @@ SIM = ("--devices", "sim:2xRTX3090")
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch):
-    """Undo what loading a file leaves in the process."""
+    """Undo the effects of loading a file on the process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield
@@ -64,7 +64,7 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tuned(monkeypatch):
-    """Put a stand-in in place of tune; `calls` has what it was given, `answer` is returned or raised."""
+    """Replace tune. `calls` has its arguments, and `answer` is returned or raised."""
 
     class Tuned:
         def __init__(self):
@@ -84,7 +84,7 @@ def tuned(monkeypatch):
 
 @pytest.fixture
 def fails(capsys):
-    """Run a command line that is to fail, and return its one line on stderr and the frames below."""
+    """Run a command line that should fail. Return its line on stderr and the traceback frames below."""
 
     def run(*arguments, code=2):
         assert main(list(arguments)) == code
@@ -126,7 +126,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
 
 
 def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
-    """In one process, one after the other: what each has loaded by its end."""
+    """One process runs them in turn, and reports the modules that each has loaded."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))
     heavy = ("torch", "optuna", "pynvml", "pydantic", "filelock", "rich", "msgspec", "autosplit.solve.solver")
     code = (
@@ -226,7 +226,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
     assert done.stderr == ""
 
 
-# tune, with a stand-in for tuning
+# tune, with a fake for tuning
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_flags_become_keywords(script, tuned, capsys):
     Path("lengths.txt").write_text("8\r\n2\n\n", encoding="utf-8-sig")
     assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
     ((workload, keywords),) = tuned.calls
-    assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own
+    assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the separate process
     assert callable(keywords.pop("progress"))
     assert keywords == {
         "devices": "sim:2xRTX3090",
@@ -484,7 +484,7 @@ def test_an_output_is_where_it_was_asked_for_though_the_workload_went_elsewhere(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_is_no_file_is_not_read(script, fails):
-    """/dev/full gives zeros for ever: it was read until memory was full."""
+    """/dev/full yields zeros forever, and was read until memory was full."""
     assert "--output /dev/full is neither a new file nor a plan" in fails("tune", script(), "--output", "/dev/full")[0]
 
 
@@ -562,9 +562,9 @@ workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimiz
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "devices"), [for_release(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
 def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
-    """It was 40 lines and more, of which the numbers scrolled away."""
+    """It was 40 lines or more, so the numbers scrolled out of view."""
     words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]
-    for _ in range(2):  # the second answers from the profile
+    for _ in range(2):  # the second uses the profile
         done = subprocess.run(
             [sys.executable, "-m", "autosplit", *words],
             env={**os.environ, "COLUMNS": "80"},
@@ -573,10 +573,10 @@ def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
             text=True,
             check=True,
         )
-        # a command past 10 s adds a line a stage to a log; a terminal shows a bar there, and takes it away
+        # A command over 10 s adds a line per stage to a log. A terminal shows a bar there and removes it.
         lines = [line for line in done.stdout.splitlines() if not re.match(r"\s*\d+%  ", line)]
         assert len(lines) <= 24, done.stdout
-        copied = [str(Path(words[1]).parent), "autosplit show", "autosplit tune"]  # one line, to be copied whole
+        copied = [str(Path(words[1]).parent), "autosplit show", "autosplit tune"]  # one line to copy
         assert max(len(line) for line in lines if not any(part in line for part in copied)) <= 80, done.stdout
         assert lines[-2].startswith("next  python -m autosplit ")
 
@@ -591,12 +591,12 @@ def test_isolate_loads_the_file_in_its_own_process(script, capfd):
     assert err.count("noise") == 2
 
 
-# probe, with a stand-in for the search
+# probe, with a fake for the search
 
 
 @pytest.fixture
 def probed(monkeypatch):
-    """Put a stand-in in place of find_ceiling; `calls` has what it was given, `answers` what to return or raise."""
+    """Replace find_ceiling. `calls` has its arguments, and `answers` has values to return or raise."""
     monkeypatch.setenv("COLUMNS", "140")  # each row on one line
 
     class Probed:
@@ -791,7 +791,7 @@ def test_ctrl_c_ends_both_processes(script, command):
     )
     words = [sys.executable, "-m", "autosplit", command, str(Path(path).resolve()), *BUDGETED]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr.readline() == "here\n"  # the other process has come so far, and hangs
+        assert process.stderr.readline() == "here\n"  # the other process is running, and hangs
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)  # a process that hangs takes 500 s
     assert (process.returncode, out) == (4, "")
@@ -828,7 +828,7 @@ def test_devices_never_fails(capsys):
 
 @pytest.mark.smoke
 def test_show_prints_the_newest_plan_and_says_that_it_is_one_of_several(capsys):
-    """The list of all stood above it, and was longer than the plan."""
+    """The list of all plans was above it, and longer than the plan."""
     store("ab" * 16, made_plan((100, 156)))
     store("cd" * 16, made_plan((300,)))
     assert main(["show"]) == 0
@@ -894,7 +894,7 @@ def test_a_file_may_be_named_in_any_way(fails, capsys, tmp_path, monkeypatch):
 
 
 def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
-    """It killed the process, which then told its caller of a signal and not of the best plan that it had saved."""
+    """It killed the process, so its caller saw a signal and not the best plan that was saved."""
     script = (
         "import atexit, os, signal\n"
         "from autosplit.cli import main as cli\n"
@@ -912,7 +912,7 @@ def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
 
 
 def in_a_shell(line, folder, **environment):
-    """Run a line of a shell in which `autosplit` is the command line, and return its exit code, stdout and stderr."""
+    """Run a shell line in which `autosplit` is the command line. Return its exit code, stdout and stderr."""
     function = f'autosplit() {{ {shlex.quote(sys.executable)} -m autosplit "$@"; }}\n'
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
@@ -922,7 +922,7 @@ def in_a_shell(line, folder, **environment):
 
 
 class Full(io.RawIOBase):
-    """A stream on a disk without room."""
+    """A stream on a full disk."""
 
     has_room = False
 

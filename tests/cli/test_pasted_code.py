@@ -244,7 +244,7 @@ def test_the_lines_to_paste_train_exactly_and_in_the_plans_precision(tmp_path, p
 
 
 class Tokens(nn.Module):
-    """A model of token sequences, of which inputs come as keywords where there is a mask."""
+    """A model of token sequences. With a mask, inputs come as keywords."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ def tokens(count):
 
 @pytest.mark.parametrize("kind", ["mean over tokens", "sum", "keywords", "output"])
 def test_the_lines_to_paste_train_as_the_workload_does(kind, tmp_path):
-    """They passed a mapping as one argument, and weighed by samples what the check had found to be of tokens."""
+    """They passed a mapping as one argument, and weighted by samples where the check had found tokens."""
     ids, labels = tokens(24)
     reduction = "sum" if kind == "sum" else "mean"
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
@@ -296,7 +296,7 @@ def test_the_lines_to_paste_train_as_the_workload_does(kind, tmp_path):
 
 
 def test_the_lines_to_paste_of_a_step_of_ones_own_call_it(tmp_path):
-    """They were those of a single model with a loss in its output, and named their loop's variable as the step."""
+    """They were written for a model with a loss in its output, and used their loop variable as the step."""
     models = {"one": nn.Linear(4, 1), "other": nn.Linear(4, 1)}
 
     def step(models, optimizers, batch):
@@ -330,7 +330,7 @@ def test_the_lines_to_paste_of_a_step_of_ones_own_call_it(tmp_path):
 
 
 def test_the_lines_to_paste_have_a_loss_where_none_was_given():
-    """They took it from outputs that have none."""
+    """They took a loss from outputs that have none."""
     options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
     plan = autosplit.tune(nn.Linear(4, 1), torch.randn(8, 4), devices="cpu:1MiB", **options)
     assert any("loss_fn(model(inputs), targets)" in line for line in paste_lines(plan))
@@ -368,7 +368,7 @@ def test_what_the_check_counts_is_shown(count):
 
 @pytest.mark.parametrize("count", HOSTILE_COUNTS)
 def test_code_that_autosplit_did_not_write_is_not_shown(count):
-    """A plan's file may come from anybody, and these lines are pasted."""
+    """A plan's file may come from an untrusted author, and users paste these lines."""
     assert not is_count_expression(count)
     lines = paste_lines(made_plan(checks=(Check("loss", 0.0, 0.4, depends=True, advice="", count=count),)))
     assert "for step in plan.steps(loader):" in lines
@@ -423,11 +423,11 @@ def test_a_saved_plan_is_named_by_its_key():
     assert line.endswith("autosplit launch --plan 0123456789ab train.py")
 
 
-# What the lines are made of
+# Building blocks of the lines
 
 
 class Encoding:
-    """A batch of a library, which moves itself."""
+    """A library's batch class that moves itself."""
 
     def __init__(self, ids):
         self.ids = ids

@@ -117,7 +117,7 @@ def test_ddp_ranks_with_equal_numbers_share_a_line():
 
 
 def test_another_effective_batch_of_the_ranks_is_told():
-    """Of a range the ranks may take another number than the split, and nothing said so."""
+    """With a range, the ranks may use another number than the split. The report did not mention it."""
     plan = made_plan((64, 64))
     text = printed(replace(plan, ddp=replace(plan.ddp, effective_batch_size=1500)))
     assert "1500 samples per optimizer step" in text.split("together")[1]
@@ -186,7 +186,7 @@ def short(plan, **options):
 
 
 def test_the_short_report_ends_with_the_next_command():
-    """It was some 40 lines, and what to do next stood below what nobody asked."""
+    """The report had some 40 lines, and the next command was below unimportant ones."""
     real, simulated = short(made_plan()).splitlines(), short(made_plan(kind="sim")).splitlines()
     more = "more  python -m autosplit show 0123456789ab --details"
     assert real[-2:] == ["next  python -m autosplit show 0123456789ab --code  # the lines to paste", more]
@@ -205,7 +205,7 @@ def test_the_lines_to_paste_follow_where_nothing_was_saved():
 
 
 def test_alike_devices_share_a_row():
-    """Eight cards took eight rows, and the line that says what they are for scrolled away."""
+    """Eight GPUs took eight rows, and the explanation scrolled out of view."""
     told = short(made_plan((100, 156, 156, 156, 156), kind="sim"))
     assert "sim:1 to 4" in told
     assert "sim:2" not in told
@@ -213,7 +213,7 @@ def test_alike_devices_share_a_row():
 
 
 def test_devices_of_two_machines_are_told_by_their_ranks():
-    """Two machines with a card each were cuda:0 to 0, as if it were one card."""
+    """Two machines with a GPU each were shown as cuda:0 to 0, like one GPU."""
     plan = made_plan((64, 64, 64))
     first = plan.devices[0]
     told = short(replace(plan, devices=(first, first, replace(plan.devices[2], label=first.label, name="T4"))))
@@ -231,7 +231,7 @@ def test_ddp_is_named_where_it_is_faster():
 
 
 def test_both_strategies_are_shown_where_ddp_is_slower():
-    """The report named DDP only if it was faster, so nobody saw what it gains over equal ranks."""
+    """The report named DDP only if it was faster, so users did not see its gain over equal ranks."""
     plan = made_plan((100, 156))
     region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
     told = short(replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=5000.0, even_samples_per_s=4000.0)))
@@ -315,7 +315,7 @@ def test_with_one_answer_nothing_is_compared():
 
 
 def test_what_is_copied_for_real_cards_asks_for_the_same():
-    """A plan that left room for resuming, or had tried two precisions, was shown with a command that did neither."""
+    """The command for real GPUs dropped `--fits` and further precisions of the plan."""
     ways = tuple(TunedWay(f"precision {one}, no layer checkpointed", 64, 100.0) for one in ("none", "bf16"))
     plan = replace(made_plan(kind="sim"), ways=ways, fits=Fits(("resume", "eval")))
     assert printed(plan).rstrip().endswith("--devices cuda --precision none,bf16 --fits resume,eval")
@@ -428,7 +428,7 @@ def test_without_a_gpu_one_line_names_cpu_and_sim():
 
 
 def test_a_device_without_samples_is_told_of():
-    """A card that got none stood in the table, and nobody said why."""
+    """The table had a GPU without samples, without a reason."""
     told = " ".join(short(solved_plan((100, 0), kind="sim")).split())
     assert "No samples for sim:1: copying the model there takes longer than it saves." in told
 

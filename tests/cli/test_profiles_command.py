@@ -28,7 +28,7 @@ REQUEST = {
 
 @pytest.fixture
 def stored(monkeypatch):
-    """Two profiles, the older named, and one that can't be read."""
+    """Two profiles, the older one with a name, and an unreadable file."""
     monkeypatch.setenv("COLUMNS", "200")
     paths = {
         AB: store(AB, made_plan((100, 156), workload=WORKLOAD, request=REQUEST, complete=False)),
@@ -126,7 +126,7 @@ def test_nothing_is_removed_unless_all_are_found(stored, capsys):
 
 
 def left_by(key):
-    """What may stand beside a profile."""
+    """Other files that belong to a profile."""
     folder = profiles_folder()
     (folder / f"{key}.tuning.lock").touch()
     (folder / f"{key}.bad").write_text("{")
@@ -138,7 +138,7 @@ def beside(key):
 
 
 def test_what_stands_beside_goes_along(stored, capsys):
-    """Locks, and what was moved aside, stayed for ever."""
+    """Locks and files that were moved aside were never removed."""
     for key in (AB, CD):
         left_by(key)
     listed(capsys, "remove", "ab")
@@ -188,7 +188,7 @@ def test_all_are_removed_where_nobody_is_to_be_asked(stored, capsys):
 
 
 def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):
-    """Neither what a link leads to, nor a folder, nor a file of another name."""
+    """The command removes no target of a link, no folder and no file with another name."""
     outside = tmp_path / "mine.json"
     outside.write_text("mine")
     link, folder, other = (

@@ -57,7 +57,7 @@ def test_no_color_is_respected(terminal, monkeypatch):
 
 
 def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypatch):
-    """A log said nothing for minutes."""
+    """Logs showed nothing for minutes."""
     with progress_bar() as tell:
         tell(Progress("tracing", "tracing the model", 0.06))
         tell(Progress("waiting", "another process tunes this", 0.0))
@@ -126,7 +126,7 @@ def test_a_terminal_has_its_own_width(terminal):
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns):
-    """It went on as if nothing had been pressed, and who saw that pressed once more."""
+    """The bar continued as if Ctrl-C had not been pressed, so users pressed it again."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(terminals, "_stopping", threading.Event())
     show_stopping()

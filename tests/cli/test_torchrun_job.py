@@ -1,4 +1,4 @@
-"""`autosplit launch`: torchrun's line for a plan, and real ranks that find the plan by themselves."""
+"""`autosplit launch`: torchrun's command for a plan, and real ranks that find their plan."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says
 
 
 def test_a_profiles_key_names_its_plan(capsys):
-    """`show` prints it, and a newcomer passed it on."""
+    """`show` prints the key, and users pass it to `launch`."""
     key = "0" * 32
     path = store.store(key, make_plan((2, 6)))
     assert main(["launch", "--print", "--plan", key[:12], "train.py"]) == 0
@@ -144,7 +144,7 @@ def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
 
 @pytest.mark.parametrize(("text", "doubted"), [("import torch", True), ("from autosplit import ddp", False)])
 def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch, capsys, text, doubted):
-    """Each process trained its own model on every sample, and nothing said so."""
+    """Each process trained a separate model on all samples, without a message."""
     (tmp_path / "train.py").write_text(text)
     monkeypatch.setattr(torchrun_job.Launch, "run", lambda _launch: sys.exit(0))
     with pytest.raises(SystemExit):
@@ -162,7 +162,7 @@ def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch
     ],
 )
 def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
-    """torchrun knows whole seconds: the others, which stop at once, were blamed now and then."""
+    """torchrun's times have whole seconds, so it sometimes blamed the other ranks, which stop at once."""
     failures = {rank: SimpleNamespace(exitcode=code, timestamp=at_s) for rank, (code, at_s) in ended.items()}
     assert torchrun_job._first_failure(failures)[0] == first
 
@@ -170,7 +170,7 @@ def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ends it on Linux alone")
 @pytest.mark.parametrize(("starter", "code"), [(os.getpid(), 0), (2**22 - 1, 1)], ids=["there", "gone"])
 def test_a_rank_whose_starter_was_killed_ends_before_it_waits_for_others(tmp_path, starter, code):
-    """Ranks were left that slept for ever: the system tells of a death from when it is asked to."""
+    """Ranks stayed and slept forever. The system reports a parent's death only after the request for it."""
     done = subprocess.run(
         [sys.executable, "-c", "from autosplit.cli.exit_code import end_with_parent; end_with_parent()"],
         env={**os.environ, OUTCOME_VARIABLE: str(tmp_path / "outcome"), STARTER_VARIABLE: str(starter)},

@@ -174,7 +174,9 @@ class TestEffectiveBatch:
         assert len(sampler.schedule[0].micro_batch_sizes) == forwards
 
     def test_is_the_ranks_own_where_a_range_was_asked_for(self) -> None:
-        """Of a range they may take another number than the split: steps had 1794 samples, and 1500 were the most."""
+        """With a range, the ranks may use another number than the split. Steps had 1794 samples, but 1500 was the
+        maximum.
+        """
         plan = make_plan((15, 14), 128, forwards=6)
         plan = replace(plan, ddp=replace(plan.ddp, effective_batch_size=150))
         ctx = ddp.Context(plan, 0, torch.device("cpu"))
@@ -225,10 +227,10 @@ class TestOneProcess:
         assert names.index("process_group") > max(names.index("reducer"), names.index("logger"))
 
     def test_nothing_of_the_group_outlives_it(self) -> None:
-        """Ranks died at the very end, now and then on a busy machine: "terminate called without an active exception".
+        """On a busy machine, ranks sometimes died at their very end: "terminate called without an active exception".
 
-        The wrapped model, a global in most scripts, held the group, so that destroying it ended none of gloo's threads:
-        they ran on while the interpreter was taken down.
+        The wrapped model, usually a global variable, kept the group alive. So destroying the group ended none of gloo's
+        threads, and they ran while the interpreter shut down.
         """
         before = group_threads()
         with ddp.setup(make_plan((4,))) as ctx:
@@ -314,7 +316,7 @@ class TestOneProcess:
         [({"model": "Net", "parameters": 5}, True), ({"model": "Net", "parameters": 50}, False), ({}, False)],
     )
     def test_a_plan_for_another_model_is_told_of(self, workload: dict[str, Any], warned: bool) -> None:
-        """A newcomer's script ran by the example's plan, the only one that was remembered, and nothing said so."""
+        """A user's script ran with the example's plan, the only saved plan, without a message."""
         with ddp.setup(make_plan((4,), workload=workload)) as ctx, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ctx.wrap(make_model())
@@ -379,7 +381,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("num_samples", [21, 25, 23])
     def test_a_last_forward_that_batchnorm_does_not_train_on_is_refused_before_training(self, num_samples: int) -> None:
-        """torch's own error came at the end of the first epoch; the plan knows how few samples a rank trains on."""
+        """torch's own error came at the end of the first epoch. The plan knows the smallest batch that works."""
         plan = make_plan((8,), 12)
         with ddp.setup(replace(plan, ddp=replace(plan.ddp, least_batch=2))) as ctx:
             if num_samples == 23:
@@ -423,10 +425,10 @@ class TestOneProcess:
             assert model.require_backward_grad_sync
 
 
-# -------------------------------------------------------------------------------------------------- two processes
+# --------------------------------------------------------------------------------------------------- two processes
 #
-# Starting processes costs seconds, so both run all scenarios, each in a group of its own, and write what they found.
-# The scenarios stand at module level, because the processes import them by name.
+# Starting processes costs seconds, so both run all scenarios, each in its own group, and write the results. The
+# scenarios are at module level, because the processes import them by name.
 
 GRADIENTS = {
     "2 and 6": ((2, 6), 8),
@@ -467,7 +469,7 @@ def different_notes() -> bool:
 
 
 def exception_inside_the_loop() -> dict[str, Any]:
-    """What gradients later steps have after an exception left a step between its first and its last micro-batch."""
+    """Return the gradients of later steps after an exception ended a step early."""
     found: dict[str, Any] = {}
     with ddp.setup(make_plan((2, 6), 24)) as ctx:
         model = ctx.wrap(make_model())
@@ -505,7 +507,9 @@ def communication() -> list[bool]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """What the ranks hear of a checkpoint that is written, one that rank 0 can't, and one that rank 1 can't load."""
+    """Return each rank's result of three checkpoints: a good one, one that rank 0 cannot write, and one that rank 1
+    cannot load.
+    """
     found: dict[str, Any] = {}
     folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent
     with ddp.setup(make_plan((2, 6))) as ctx:
@@ -539,7 +543,7 @@ def token_gradients(sizes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 FOREIGN = ([[0, 1], [2], [3, 4, 5], [6], [7, 8]], [[9, 10, 11], [12, 13], [14]])
-"""What a loader of each rank's own gives, two micro-batches a step: the second rank's last one has one less."""
+"""Batches of each rank's own loader, two micro-batches per step. The second rank's last step has one less."""
 
 
 def foreign_gradients() -> tuple[list[torch.Tensor], list[str]]:

@@ -1,4 +1,4 @@
-"""DDP on accelerators: each rank on its own card, shares that follow the cards, and one that lacks memory."""
+"""DDP on accelerators: each rank on its own GPU, splits that follow the GPUs, and a rank without memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARES = (2, 6)
 
 
 def plan_of_cards() -> Plan:
-    """A plan of unlike shares for the first two cards that all processes together see."""
+    """Return a plan with unequal splits for the first two GPUs that all processes together see."""
     plan = make_plan(SHARES, NUM_SAMPLES, device=f"{KIND}:{{}}")
     known = [
         replace(device, name=card.name, uuid=card.uuid)
@@ -62,12 +62,12 @@ def gradient_of(module: nn.Module) -> torch.Tensor:
 
 
 def contexts_here() -> list[int] | None:
-    """The cards on which this process has a context, by their numbers among all; a real driver tells nobody."""
+    """Return the GPUs on which this process has a context, as global numbers. A real driver does not report them."""
     return list(emulated.contexts().get(os.getpid(), ())) if KIND == "emu" else None
 
 
 def trained_by(ctx: ddp.Context) -> dict[str, Any]:
-    """Take one step, and tell how far its gradient is from that of the whole batch on a processor."""
+    """Take one step, and return the error of its gradient against the whole batch on a CPU."""
     inputs, targets = samples()
     model = ctx.wrap(make_model())
     dataset = torch.utils.data.TensorDataset(inputs, targets)
@@ -151,7 +151,7 @@ class Net(nn.Module):
 
 
 def tuned(*, profile: str = "auto", **options: Any) -> Plan:
-    """Tune with a loss that gets its targets from where they are: nothing but the tuning moves them to the card."""
+    """Tune with a loss that takes its targets from the batch's device. Only the tuning moves them."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.AdamW, **options}
@@ -163,7 +163,7 @@ def tuned(*, profile: str = "auto", **options: Any) -> Plan:
 
 
 def tuned_and_trained() -> dict[str, Any]:
-    """Tune, and train by what is remembered."""
+    """Tune, and train with the saved plan."""
     plan = tuned()
     with ddp.setup() as ctx:
         assert ctx.plan.split == plan.split
@@ -172,7 +172,7 @@ def tuned_and_trained() -> dict[str, Any]:
 
 
 def without_memory() -> dict[str, Any]:
-    """Run out of memory on one rank, where the other already waits for its gradients."""
+    """Run out of memory on one rank while the other waits for its gradients."""
     rank_steps.LEAST_TIMEOUT_S = 200.0
     sprung: list[bool] = []
 
@@ -229,7 +229,7 @@ class TestTwoRanks:
         assert found_by(ranks, "resumed") == [0.0, 0.0]
 
     def test_tune_a_loss_that_moves_nothing(self, ranks: Any) -> None:
-        """The dry pass gave the model on the card a batch on the host, and all ranks ended."""
+        """The dry pass gave a model on the GPU a batch on the host, and all ranks ended."""
         one, other = found_by(ranks, "tuned")
         assert one["plan"] == other["plan"]
         plan = Plan.from_json(one["plan"], source="a scenario")
@@ -243,7 +243,7 @@ class TestTwoRanks:
             assert found["contexts"] in (None, [rank])
 
     def test_one_that_lacks_memory_among_the_others_gradients_is_a_failed_trial(self, ranks: Any) -> None:
-        """Its back end would have ended the process of those that waited."""
+        """The back end would have ended the waiting process."""
         one, other = found_by(ranks, "without memory")
         assert one["failures"] == other["failures"]
         assert any(f"rank 1: {KIND}:1 is out of memory" in failure for failure in one["failures"] if failure)
@@ -325,7 +325,7 @@ def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
 
 
 def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> None:
-    """All call theirs number 0: it was taken for one card, and gloo for what NCCL can do."""
+    """All ranks call their GPU number 0. It counted as one GPU, and gloo was chosen instead of NCCL."""
     if KIND != "emu":
         pytest.skip("needs four cards, and processes that each see one of them")
     plan = make_plan((2, 6, 2, 6), NUM_SAMPLES, device="emu:{}")
@@ -361,7 +361,7 @@ def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> No
 
 
 def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starts ranks, and what looks for a plan, computes nowhere."""
+    """Processes that start ranks or look for a plan must not use a GPU."""
     code = """
 import os, sys
 import emulated

@@ -1,4 +1,4 @@
-"""Ranks that disagree: another seed, epoch, size or checkpoint on one rank is named on all ranks, before training."""
+"""If one rank has another seed, epoch, size or checkpoint, all ranks report it before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autosplit.errors import CheckpointError, InputError
 
 
 def refused(steps_of: Callable[[ddp.Context], Any]) -> list[str]:
-    """Begin a loop; return the error, or an empty string, on this rank."""
+    """Begin a loop. Return the error on this rank, or an empty string."""
     with ddp.setup(make_plan((2, 6), 16)) as ctx:
         ctx.wrap(make_model())
         try:
@@ -89,7 +89,7 @@ def later_epoch() -> list[str]:
 
 
 def exchanges() -> list[int]:
-    """Return how many collectives of autosplit's own this rank has called before each step of an epoch."""
+    """Return the number of autosplit's own collectives on this rank before each step of an epoch."""
     found = []
     with ddp.setup(make_plan((2, 6), 16)) as ctx, pytest.MonkeyPatch.context() as patch:
         calls = []
@@ -105,7 +105,7 @@ def exchanges() -> list[int]:
 
 
 def checkpoint(which: str) -> list[str]:
-    """Load a file of this rank's own folder, as from a disk that the machines do not share."""
+    """Load a file from this rank's own folder, as on machines without a shared disk."""
     folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent / f"disk {os.environ['RANK']}"
     folder.mkdir(exist_ok=True)
     path = folder / "last.pt"
@@ -154,7 +154,7 @@ def sharded() -> list[str]:
 
 
 def scaled(on_oom: Any, sizes: tuple[int, int]) -> list[float]:
-    """Train with a GradScaler where a rank has no samples in a step; return the weights."""
+    """Train with a GradScaler and a rank without samples in a step. Return the weights."""
     with ddp.setup(make_plan(sizes, 8)) as ctx:
         model = ctx.wrap(make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -210,7 +210,7 @@ def test_only_the_first_step_of_a_loop_exchanges_settings(ranks):
 
 
 def test_ranks_that_read_different_checkpoints_load_neither(ranks):
-    """On machines with disks of their own, one rank loaded older weights: the ranks trained different models."""
+    """On machines with separate disks, one rank loaded older weights, so the ranks trained different models."""
     for (text,) in found_by(ranks, "checkpoint older"):
         assert "The ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
         assert text.endswith("Nothing was changed on any rank.")

@@ -1,6 +1,6 @@
-"""BatchNorms and SyncBatchNorms under DDP by a plan, in real processes: shares of 0, and last batches of one or two.
+"""BatchNorms and SyncBatchNorms under DDP with a plan, in real processes: empty shares, and last batches of 1 or 2.
 
-torch's SyncBatchNorm runs on GPUs only. Here the code of torch is run, over gloo, with its five kernels written out.
+torch's SyncBatchNorm needs GPUs. Here its code runs over gloo, with its five kernels in Python.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def counts(indices: Any) -> int:
 
 
 def mean_of_counted(outputs: Tensor, indices: Tensor) -> Tensor:
-    """0/0 where none counts, as it is often written."""
+    """A common handwritten mean. It is 0/0 if nothing counts."""
     mask = indices % 3 == 0
     return (losses(outputs) * mask).sum() / mask.sum()
 
@@ -221,7 +221,7 @@ ranks = job_of(__name__, "SCENARIOS", 2)
 @pytest.mark.parametrize("counted", [False, True], ids=["samples", "counted"])
 @pytest.mark.parametrize("name", SYNCHRONISED)
 def test_synchronised_ones_see_every_sample_once(ranks, name, counted):
-    """A rank without a share ran a sample of weight 0, which they counted: the gradient was 6 to 100 % off."""
+    """The norms counted a sample of weight 0 that a rank without a share ran. The gradient was 6% to 100% off."""
     sizes, effective, length = SYNCHRONISED[name]
     gradients, statistic = on_one_device(length, sum(sizes), effective, counted=counted)
     for found, buffers in found_by(ranks, f"{name}, counted" if counted else name):

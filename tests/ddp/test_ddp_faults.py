@@ -1,4 +1,4 @@
-"""A rank fails: every other one ends soon, and says which and why. Real processes, one job a test."""
+"""If a rank fails, every other rank ends soon and names the rank and the cause. Real processes, one job per test."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ LIMIT_S = 250
 """Seconds after which a job that still runs is killed. Without autosplit, ranks wait for half an hour."""
 
 LONG_S = 300
-"""Nobody waits for so long."""
+"""No other rank waits this long."""
 
 SIZES = {2: (2, 6), 3: (2, 3, 3)}
 
-# -------------------------------------------------------------------------------------------------------- what ranks do
+# ---------------------------------------------------------------------------------------------------- scenarios
 #
-# They stand at module level, because the processes import them by name. Each gets the rank that fails.
+# Module-level functions, because the processes import them by name. Each gets the number of the failing rank.
 
 
 def failing() -> None:
-    """Note when it was: from then on the others have their time."""
+    """Record the time of the failure, from which the others' time counts."""
     Path(os.environ["FAULT_FOLDER"], "failed").write_text(str(time.time()))
 
 
@@ -63,7 +63,7 @@ def killed() -> None:
 
 
 def stopped() -> None:
-    """Stop until somebody lets it go on, which the parent does once the others have said so."""
+    """Stop until the parent lets this rank continue, after the others have reported."""
     if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
         failing()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -114,7 +114,7 @@ def before_a_checkpoint(victim: int, fail: Callable[[], None]) -> None:
 
 
 def nothing_fails(victim: int, fail: Callable[[], None]) -> None:
-    """Catch an exception, save on rank 0 only while the other rank trains on, and leave with the model in hand."""
+    """Catch an exception, save on rank 0 while the other rank trains, and leave with a reference to the model."""
     path = Path(os.environ["FAULT_FOLDER"], "last.pt")
     with ddp.setup(plan_here()) as ctx:
         with contextlib.suppress(ValueError):
@@ -143,7 +143,7 @@ def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
 
 
 def impatient() -> None:
-    """Tell of what is waited for after 2 or 3 s, though some words that are made elsewhere say 15 s still."""
+    """Report waiting after 2 or 3 s. Some messages still contain 15 s."""
     faults.TOLD_AFTER_S, faults._SILENT_S, faults._SIGN_EVERY_S = 2.0, 3.0, 0.5
 
 
@@ -160,7 +160,7 @@ def before_setup(victim: int, fail: Callable[[], None]) -> None:
 
 
 def and_lives_on(victim: int, fail: Callable[[], None]) -> None:
-    """Fail, with everything that holds the group still there, and a process that takes its time to end."""
+    """Fail while references to the process group exist, in a process that ends slowly."""
     kept = []
     try:
         with ddp.setup(plan_here()) as ctx:
@@ -189,7 +189,7 @@ def while_others_do_not_give_up(victim: int, fail: Callable[[], None]) -> None:
 
 
 def with_workers(victim: int, fail: Callable[[], None]) -> None:
-    """Fail while a forked process lives on that has copies of all connections, like the worker of a loader."""
+    """Fail while a forked process, such as a loader's worker, has copies of all connections."""
     with ddp.setup(plan_here()) as ctx:
         if os.fork() == 0:
             time.sleep(LONG_S)
@@ -241,7 +241,7 @@ SAYS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: None where it did not."""
+    """Return how a rank ended, or None if it did not."""
 
     code: int | None
     after_s: float
@@ -278,16 +278,16 @@ def job(
     until_said: str | None = None,
     goes_on: bool = False,
 ) -> list[Ended]:
-    """Start a job's ranks by hand, wait for all but the one that fails, and say how each ended.
+    """Start a job's ranks, wait for all except the failing rank, and return how each ended.
 
     Args:
-        folder: Where they write.
-        scenario: What each of them does.
-        world_size: How many they are.
-        victim: Which one fails.
+        folder: Output folder of the ranks.
+        scenario: The function that each rank runs.
+        world_size: Number of ranks.
+        victim: The failing rank.
         how: One of `ERRORS`.
-        until_said: Wait no longer than until one of them has said this.
-        goes_on: The victim is let go on then, and all are waited for.
+        until_said: Stop waiting when a rank has printed this.
+        goes_on: Then let the victim continue, and wait for all ranks.
     """
     context = starting()
     place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -362,7 +362,7 @@ class TestRaising:
     @pytest.mark.alone
     @pytest.mark.parametrize("victim", [0, 1])
     def test_and_living_on_with_the_group_in_its_hands(self, tmp_path: Path, victim: int) -> None:
-        """Nothing closes gloo's connections then: the others would wait for half an hour."""
+        """gloo's connections stay open then. The others would wait for half an hour."""
         found = job(tmp_path, and_lives_on, 3, victim, "raises")
         assert found[victim].code is None, found[victim].said
         assert_others_ended(found, victim, "raises", within_s=SOON_S)
@@ -383,7 +383,7 @@ class TestRaising:
 class TestKilled:
     @pytest.mark.parametrize(("world_size", "victim"), [slow(2, 0), slow(2, 1), (3, 0), slow(3, 1), slow(3, 2)])
     def test_ends_every_other_rank(self, tmp_path: Path, world_size: int, victim: int) -> None:
-        """Rank 0 has the store and the middle of the line."""
+        """Rank 0 has the store and the centre of the connections."""
         found = job(tmp_path, in_a_step, world_size, victim, "is killed")
         assert found[victim].code == -signal.SIGKILL
         assert_others_ended(found, victim, "is killed")
@@ -402,14 +402,14 @@ class TestKilled:
 
 
 class TestWaiting:
-    """What the others wait for is told; it may still come."""
+    """The awaited rank is named. It may still come."""
 
     def test_is_told_of_within_20_seconds(self) -> None:
         assert max(faults.GRACE_S, faults.TOLD_AFTER_S, faults._SILENT_S + faults._SIGN_EVERY_S) < SOON_S
 
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
-        """They said nothing for half an hour."""
+        """They printed nothing for half an hour."""
         told = f"rank {victim} has sent nothing for 3 s. Its process is stopped"
         found = job(tmp_path, in_a_step_beside_the_impatient, 2, victim, "is stopped", until_said=told, goes_on=True)
         assert told in found[1 - victim].said
@@ -418,7 +418,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
-        """Without torchrun nobody ends the others."""
+        """Without torchrun, no launcher ends the others."""
         told = f"Rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have joined"
         found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
         assert told in found[1 - victim].said
@@ -432,7 +432,7 @@ class TestWaiting:
 class TestLeaving:
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_in_mid_job_is_named(self, tmp_path: Path, victim: int) -> None:
-        """A rank that called sys.exit(0) was no failure, and gloo's error blamed whoever waited."""
+        """A rank that called sys.exit(0) did not count as failed, and gloo's error blamed the waiting ranks."""
         found = job(tmp_path, in_a_step, 3, victim, "ends well")
         assert found[victim].code == 0
         for rank in {0, 1, 2} - {victim}:
@@ -451,7 +451,7 @@ class TestNoFailure:
     @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, 1, 2])
     def test_leaving_before_the_others(self, tmp_path: Path, victim: int) -> None:
-        """With rank 0 go the store and the middle of the line."""
+        """Rank 0 has the store and the centre of the connections."""
         found = job(tmp_path, leaves_before_the_others, 3, victim, "ends well")
         assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 3
         assert min(found[rank].after_s for rank in range(3) if rank != victim) > 1
@@ -473,7 +473,7 @@ class TestUnderTorchrun:
     @pytest.mark.parametrize("victim", [0, 2])
     @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.alone), "is killed"])
     def test_the_others_have_the_last_word(self, tmp_path: Path, victim: int, how: str) -> None:
-        """It sends SIGTERM to all ranks once it sees that one has ended."""
+        """torchrun sends SIGTERM to all ranks when it sees that one has ended."""
         script = tmp_path / "train.py"
         script.write_text(SCRIPT)
         paths = os.pathsep.join(sys.path)
@@ -498,7 +498,7 @@ class TestUnderTorchrun:
 
 @pytest.fixture
 def hub() -> Iterator[tuple[Line, Address]]:
-    """Rank 0's end, and where it is."""
+    """Return rank 0's end of the connection, and its address."""
     line = Line(0)
     address = line.listen()
     yield line, address
@@ -514,7 +514,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def telling_of(line: Line) -> Iterator[list[Word]]:
-    """Let a thread hear what is said within a block."""
+    """Collect the messages that a thread receives in this block."""
     heard: list[Word] = []
 
     def listen() -> None:
@@ -607,19 +607,19 @@ class TestLine:
         watch = faults.Watch(0, 3)
         watch._sockets = {}
         watch._line = line
-        watch._left = True  # it says nothing itself
+        watch._left = True  # it prints nothing itself
         watch._listen()
         line.say(Word("failed", 1, "early"))
         with closing(Line(2)) as late:
             late.join(address)
             heard = late.words(LONG_S)
         watch.end()
-        assert heard == [Word("failed", 1, "early")]  # twice, where it was said while rank 2 joined
+        assert heard == [Word("failed", 1, "early")]  # twice if it was sent while rank 2 joined
         assert not watch._thread.is_alive()
 
 
 def join_in_vain(victim: int, fail: Callable[[], None]) -> None:
-    """Train where rank 0 can't be reached beside the group."""
+    """Train on a network where ranks cannot reach rank 0 outside of the process group."""
     Line.join = _unreachable  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as told, ddp.setup(plan_here()) as ctx:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Batches of like length under DDP: ranks of unlike shares, without one, with cuts, have one process's weights."""
+"""Batches of similar lengths under DDP give the weights of one process, with unequal or empty ranks and cuts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def trained(sizes: tuple[int, ...], effective: int | None, *, fails: bool = Fals
 
 
 def by_one_process(sizes: tuple[int, ...], effective: int | None) -> torch.Tensor:
-    """Train on the same optimizer steps, each sample by itself."""
+    """Train on the same optimizer steps, one sample at a time."""
     total = sum(sizes)
     keeps = effective is not None
     sampler = TokenBatchSampler(FOUND, LENGTHS, sizes, effective or total, keeps_effective=keeps, shuffle=True)
@@ -105,7 +105,7 @@ SCENARIOS: dict[str, Any] = {
 
 
 def tuned_together() -> tuple[str, int]:
-    """Tune by all ranks, of which the last has half of the others' memory, and take an epoch's batches."""
+    """Tune with all ranks and return the batches of an epoch. The last rank has half of the others' memory."""
     tokens = torch.randint(1, 50, (4, 16))
     plan = autosplit.tune(
         make_net(),
@@ -139,7 +139,7 @@ def test_the_weights_are_those_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("name", ["unlike shares", "an effective batch", "no share"])
 def test_no_rank_holds_more_tokens_than_it_holds_of_short_samples(ranks, name):
-    """What fits grows as length falls, here: a batch of the shortest has the most tokens that fit."""
+    """Here, more tokens fit at shorter lengths, so a batch of the shortest samples has the most tokens."""
     sizes = JOBS[name][0]
     for size, (_, held) in zip(sizes, found_by(ranks, name), strict=True):
         assert max(held) <= max(6 * size * 16, 64)

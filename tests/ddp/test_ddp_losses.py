@@ -1,6 +1,6 @@
 """Real losses train on two unequal ranks as in one process: class weights, sample weights, DETR's normaliser, a GAN.
 
-The loops of docs/same-training.md run as they stand there.
+The loops of docs/same-training.md run unchanged.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def test_a_count_has_to_be_a_number(count):
 
 
 def test_a_copy_of_the_loop_without_counts_trains_something_else():
-    """So that the bound above tells something."""
+    """Shows that the bound above is meaningful."""
     model, other = make_model(), copy.deepcopy(make_model())
     class_weighted(model, INPUTS[:8], LABELS[:8]).backward()
     for part in (slice(0, 5), slice(5, 8)):

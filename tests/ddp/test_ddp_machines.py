@@ -1,7 +1,7 @@
-"""Jobs over two machines: torchrun on both, unlike shares, and what is left when one of them dies.
+"""Jobs over two machines: torchrun on both, unequal splits, and the effects of a machine's crash.
 
-The machines are namespaces of this one (tests/machines.py). They share its disk, so a checkpoint that rank 0 writes is
-there for both, as on a file system that machines share; all else of theirs is their own.
+The machines are namespaces of this machine (tests/machines.py). They share its disk, like machines with a shared file
+system. Everything else is separate.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autosplit.plan.plan import Plan
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
 
 LIMIT_S = 200
-"""For what takes a quarter of a minute: it shows that nothing waits in vain, and the machine may be busy."""
+"""Timeout for work of 15 seconds on a quiet machine."""
 
 PORT = "29500"
-"""Nobody else's: the network between the two is theirs alone."""
+"""The network is private, so any port is free."""
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def by_c10d(machines: Machines, machine: Machine) -> list[str]:
-    """Meet in a rendezvous that torchrun keeps on machine-a; the ranks go by the machines' names there."""
+    """Rendezvous in torchrun on machine-a. The ranks use the machines' names."""
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines.a.address}:{PORT}", "--rdzv-id", "job"]
 
 
 def by_number(machines: Machines, machine: Machine) -> list[str]:
-    """Meet at rank 0's address, each machine's number being given."""
+    """Rendezvous at rank 0's address, with given machine numbers."""
     return ["--master-addr", machines.a.address, "--master-port", PORT, "--node-rank", str(int(machine is machines.b))]
 
 
@@ -59,7 +59,7 @@ MEETINGS = {"c10d": by_c10d, "static": by_number}
 def start_training(
     machines: Machines, machine: Machine, meeting: str, *death: str, restarts: int = 0, **variables: str
 ) -> subprocess.Popen[str]:
-    """Start one machine's torchrun on tests/distant_training.py, with a copy of the plan of its own."""
+    """Start one machine's torchrun on tests/distant_training.py, with its own copy of the plan."""
     make_plan(BATCH_SIZES, EFFECTIVE_BATCH_SIZE).save(machine.folder / "plan.json")
     options = ["--nnodes", "2", "--max-restarts", str(restarts), *MEETINGS[meeting](machines, machine)]
     script = [str(Path(distant_training.__file__).absolute()), str(checkpoint_of(machines)), *death]
@@ -97,7 +97,7 @@ def said(machines: Machines) -> str:
 
 
 def attempts(machine: Machine) -> list[list[dict[str, Any]]]:
-    """Return what each process that trained there told of its steps, in the order of the processes."""
+    """Return the recorded steps of each process on that machine, in order."""
     lines = [json.loads(line) for line in (machine.folder / "steps.jsonl").read_text().splitlines()]
     return [list(group) for _, group in groupby(lines, key=lambda line: line["pid"])]
 
@@ -110,7 +110,7 @@ def assert_trained_as_one_device(machines: Machines) -> None:
 
 
 def assert_went_on_from(machines: Machines, begun: int, died: int) -> None:
-    """Check that a second process trained the steps from `begun` on, and with the first one's all samples, once."""
+    """Check that a second process trained from step `begun` on, and that both together used all samples once."""
     taken: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(EPOCHS)}
     for rank, machine in enumerate((machines.a, machines.b)):
         first, second = attempts(machine)
@@ -157,7 +157,7 @@ BUDGETS = ("20KiB", "13KiB")
 
 
 def start_tuning(machines: Machines, machine: Machine, meeting: str, budget: str) -> subprocess.Popen[str]:
-    """Start one machine's torchrun on a search of all; each names its own devices."""
+    """Start one machine's torchrun on a joint search. Each machine names its own devices."""
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     workload = f"{Path(distant_training.__file__).absolute()}:workload"
     asked = ["--effective-batch-size", str(EFFECTIVE_BATCH_SIZE), "--n-trials", "3", "--output", "plan.json"]
@@ -166,7 +166,7 @@ def start_tuning(machines: Machines, machine: Machine, meeting: str, budget: str
 
 
 def start_by_what_is_remembered(machines: Machines, machine: Machine, *death: str) -> subprocess.Popen[str]:
-    """Train without naming a plan: the machine remembers one that is usable there."""
+    """Train without a named plan. The machine has a matching profile."""
     options = ["--nnodes", "2", "--max-restarts", "1", *MEETINGS["static"](machines, machine)]
     script = [str(Path(distant_training.__file__).absolute()), str(checkpoint_of(machines)), *death]
     return machine.start(sys.executable, "-m", "autosplit", "launch", *options, *script)
@@ -233,7 +233,7 @@ def test_a_machine_that_dies_ends_the_job_which_goes_on_when_it_is_started_again
 
 
 def test_a_machine_that_comes_back_joins_the_job_that_waits_for_it(machines):
-    """With the store that torchrun shares with its workers, torch tells a newcomer nowhere where that one is."""
+    """torch shares torchrun's store with its workers and does not tell a newcomer the store's address."""
     death = ("--dies", "machine", "--at", str(DIES_AT))
     options: dict[str, Any] = {"restarts": 1, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     on_a, on_b = start_both(machines, "c10d", *death, **options)
@@ -249,7 +249,7 @@ def test_a_machine_that_comes_back_joins_the_job_that_waits_for_it(machines):
 
 @pytest.fixture
 def as_debian_installs_them(tmp_path: Path) -> Iterator[Machines]:
-    """Each machine's own name is 127.0.1.1 to itself, so that this is where it tells the other one to come."""
+    """Each machine resolves its own name to 127.0.1.1, so the other machine gets that address."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -258,7 +258,7 @@ def as_debian_installs_them(tmp_path: Path) -> Iterator[Machines]:
 
 
 def test_a_name_that_means_loopback_is_explained(as_debian_installs_them):
-    """By the rank that seeks the other; gloo lets the addresses decide which, and the other one waits to be found."""
+    """The connecting rank reports it. gloo decides by address which rank connects, and the other rank waits."""
     machines = as_debian_installs_them
     agents = start_both(machines, "static")
     deadline = time.monotonic() + LIMIT_S

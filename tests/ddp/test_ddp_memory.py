@@ -1,4 +1,4 @@
-"""What loading a checkpoint costs each rank: the file's own pages, and not another byte on the first GPU."""
+"""Loading a checkpoint costs each rank only the file's pages, and not a byte on the first GPU."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from autosplit.devices.accelerator import visible_devices
 
 MIB = 2**20
 SPARE_BYTES = 24 * MIB
-"""What a rank may take beside: small change of Python, of gloo, and of the kernel's own counting."""
+"""Extra memory that a rank may take: Python objects, gloo, and inaccuracy of the kernel's counters."""
 STATUS = Path("/proc/self/status")
 
 
 def large_model() -> nn.Module:
-    """A model of 208 MiB, none of it in blocks so small that they would lie on the heap."""
+    """A model of 208 MiB whose tensors are all too large for the heap."""
     return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(13)))
 
 
 def status_bytes() -> dict[str, int]:
-    """What the kernel says of this process's memory: VmHWM, the peak; RssAnon and RssFile, what makes it up now."""
+    """Return the kernel's counters of this process: VmHWM is the peak, RssAnon and RssFile are its current parts."""
     lines = (line.split() for line in STATUS.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
 
@@ -43,17 +43,17 @@ def put(ctx: ddp.Context, path: Path, **parts: Any) -> None:
 
 
 def on_processor(load: Callable[[ddp.Context, Path, nn.Module], None]) -> dict[str, int]:
-    """What the peak and the pages of this rank rose by while a model was loaded."""
+    """Return how much this rank's peak and pages grew while it loaded a model."""
     path = Path(os.environ["SCENARIO_FOLDER"]) / "large.pt"
     with ddp.setup(make_plan((2, 6))) as ctx:
         model = ctx.wrap(large_model())
         put(ctx, path, model=model)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = status_bytes()
         during: dict[str, int] = {}
 
         def seen(module: nn.Module, _: Any) -> None:
-            during.update(status_bytes())  # while what was read is still there
+            during.update(status_bytes())  # while the loaded tensors still exist
 
         model.module.register_load_state_dict_post_hook(seen)
         load(ctx, path, model)
@@ -73,12 +73,12 @@ def by_checkpoint(ctx: ddp.Context, path: Path, model: nn.Module) -> None:
 
 
 def by_hand(ctx: ddp.Context, path: Path, model: nn.Module) -> None:
-    """As it is mostly written."""
+    """The usual way to write it."""
     model.module.load_state_dict(torch.load(path, weights_only=True)["model"])
 
 
 def on_gpu() -> dict[str, int]:
-    """What a rank holds on its GPU, and what is free there, before and after a model was loaded on all ranks."""
+    """Return each rank's used and free GPU memory before and after all ranks loaded a model."""
     path = Path(os.environ["SCENARIO_FOLDER"]) / "large.pt"
     gpu, cards = backend(KIND), visible_devices(KIND)
     devices = [f"{KIND}:{rank if len(cards) > 1 else 0}" for rank in range(2)]
@@ -95,7 +95,7 @@ def on_gpu() -> dict[str, int]:
         gpu.synchronize()
         dist.barrier()
         gpu.reset_peak_memory_stats()
-        # Of this rank's own card: to ask for another's would make a context there, which is what is looked for.
+        # Ask only about this rank's GPU. Asking about another GPU creates a context there, which this test looks for.
         before, free_before = gpu.memory_allocated(), gpu.mem_get_info(ctx.device)[0]
         dist.barrier()
         ctx.load_checkpoint(path, model=model)
@@ -118,7 +118,7 @@ ON_GPU = {"ours": on_gpu}
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="the kernel's own figures of a process are Linux's")
 def test_a_rank_peaks_at_its_model_and_the_files_pages(tmp_path, monkeypatch):
-    """A copy of the file in each rank's memory is what runs a machine of eight ranks out of it."""
+    """A copy of the file in each rank's memory exhausts a machine of eight ranks."""
     monkeypatch.setenv("SCENARIO_FOLDER", str(tmp_path))
     ranks = run_ranks(__name__, "ON_PROCESSOR", 2, tmp_path, limit_s=250, spawned=True)
     for found in found_by(ranks, "ours"):
@@ -132,7 +132,7 @@ def test_a_rank_peaks_at_its_model_and_the_files_pages(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_ranks_leave_nothing_on_the_first_gpu(tmp_path, monkeypatch):
-    """torch.load without map_location puts every rank's copy on the card that the file was written from."""
+    """torch.load without map_location puts every rank's copy on the GPU that wrote the file."""
     monkeypatch.setenv("SCENARIO_FOLDER", str(tmp_path))
     ranks = run_ranks(__name__, "ON_GPU", 2, tmp_path, limit_s=200, spawned=True)
     for found in found_by(ranks, "ours"):

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory runs its micro-batch in parts, while the others wait: the training is the same."""
+"""A rank that runs out of memory runs its micro-batch in parts while the others wait. The training stays the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARES = (2, 9, 5)
 def trained(
     faults: Faults, sizes: tuple[int, ...], effective: int, num_steps: int, *, on: tuple[int, ...], norm: bool = False
 ) -> dict[str, Any]:
-    """Train with faults on some ranks; the weights after each step, what was warned of, and the last buffers."""
+    """Train with faults on some ranks. Return the weights after each step, the warnings, and the last buffers."""
     found: dict[str, Any] = {"weights": []}
     with ddp.setup(make_plan(sizes, effective)) as ctx, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", CutWarning)
@@ -55,7 +55,7 @@ def trained(
 
 
 def as_ever(sizes: tuple[int, ...], effective: int, num_steps: int) -> list[torch.Tensor]:
-    """The same without faults, by the loop in which gradients meet in the backward."""
+    """Train without faults, in a loop that all-reduces gradients in the backward."""
     found: list[torch.Tensor] = []
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         model = ctx.wrap(Network(Faults()))

@@ -1,4 +1,4 @@
-"""Which process this is, which card it takes, and which plan: by torchrun's words, by Slurm's, and by what is here."""
+"""Finding this process's rank, GPU and plan: from torchrun's variables, from Slurm's, and from the machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TestPlaces:
         ],
     )
     def test_slurm_tells_how_many_ranks_a_node_has(self, variables, count, monkeypatch):
-        """Without it the first node's ranks looked at the second one's cards, and chose another back end than these."""
+        """Without it, ranks of the first node checked the second node's GPUs, and chose another back end."""
         where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
         set_all(monkeypatch, {**SLURM, **where, **variables})
         place = place_here()
@@ -100,7 +100,7 @@ class TestPlaces:
             place_here()
 
     def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):
-        """It sees the job's tasks, and would wait for others that nobody starts."""
+        """It sees the job's tasks, and would wait for processes that do not exist."""
         set_all(monkeypatch, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"})
         assert place_here() == Place(0, 1)
 
@@ -122,7 +122,7 @@ class TestPlaces:
 
 
 class Meeting:
-    """Ranks that meet at one store, each over a connection and in a thread of its own."""
+    """Ranks that meet at one store, each in a thread with its own connection."""
 
     def __init__(self, port: int, world_size: int) -> None:
         self.port, self.world_size = port, world_size
@@ -192,7 +192,7 @@ REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR: Connection r
 
 
 class TestLoopback:
-    """Gloo sought a rank at an address that is this machine's own; test_ddp_machines.py has the real thing."""
+    """gloo connected to an address that is this machine's own. test_ddp_machines.py tests real machines."""
 
     @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
     def test_of_another_machine_is_explained(self, address, monkeypatch):
@@ -279,7 +279,7 @@ class TestDevices:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> list[str]:
-    """What each rank of a job takes for the back end, or refuses, where `cards` are those that they are on."""
+    """Return each rank's choice of back end, or its error, if its GPU is in `cards`."""
     store = dist.HashStore()
     for rank, card in enumerate(cards):  # as the others will have by the time that rank 0 asks
         store.set(f"card/{rank}", card)
@@ -294,7 +294,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> lis
 
 
 class TestBackends:
-    """It is chosen by the cards, once for all ranks; those that choose differently wait for each other for ever."""
+    """All ranks must choose the same back end by their GPUs. With different choices they wait forever."""
 
     @pytest.fixture(autouse=True)
     def _nccl(self, monkeypatch):
@@ -302,7 +302,7 @@ class TestBackends:
         monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "nccl")
 
     def test_ranks_that_each_see_one_card_have_four_of_them(self, monkeypatch):
-        """All labels are cuda:0 under ``srun --gpus-per-task=1``: they were taken for one card, and gloo for them."""
+        """With ``srun --gpus-per-task=1`` all labels are cuda:0. They counted as one GPU, and gloo was chosen."""
         plan = plan_for("cuda:0", "cuda:0", "cuda:0", "cuda:0")
         assert chosen(monkeypatch, plan, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]) == ["nccl"] * 4
 
@@ -316,7 +316,7 @@ class TestBackends:
         assert chosen(monkeypatch, plan_for("cuda:0", "cuda:0"), ["GPU-a", "GPU-a"]) == ["gloo"] * 2
 
     def test_ranks_that_were_to_have_a_card_each_do_not_share_one(self, monkeypatch):
-        """Each sees one card and takes it; that it is the same one, only all of them together can tell."""
+        """Each rank sees one GPU. Only all ranks together can find out that it is the same GPU."""
         plan = plan_for("cuda:0", "cuda:1", "cuda:2")
         for said in chosen(monkeypatch, plan, ["GPU-0", "GPU-1", "GPU-0"]):
             assert said.startswith(
@@ -379,7 +379,7 @@ class TestRememberedPlans:
             ctx.wrap(net)
 
     def test_of_those_that_checkpoint_other_layers_it_is_the_fastest(self):
-        """One tuning leaves three of them: which is meant was asked, though all train the same."""
+        """One tuning saves three of them. The error asked which to use, though all train the same."""
         plan = remembered("a1")
         fast = replace(plan, samples_per_s=30.0, workload={"model": "Net", "checkpointing": "every layer"})
         profiles.store("a2", fast)

@@ -1,4 +1,4 @@
-"""FSDP2 by the same context: the gradient is that of the whole batch, and checkpoints fit any number of ranks."""
+"""FSDP2 with the same context: the gradient is the whole batch's, and any number of ranks can load its checkpoints."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def one_device(most: int, clip: float | None = None) -> list[torch.Tensor]:
 
 # ------------------------------------------------------------------------------------------------------- scenarios
 #
-# Two processes run all of them, then three some; each in a group of its own.
+# Two processes run all of them, then three run some, each in its own group.
 
 GRADIENTS = {
     "1 and 7": ((1, 7), 8),
@@ -191,7 +191,7 @@ class Failing(nn.Module):
 
 
 def left_half_way(how: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a step after one that was left in its second micro-batch, and that of one after none."""
+    """Return the gradient of a step after a step abandoned in its second micro-batch, and of a step without that."""
     found = []
     with ddp.setup(make_plan((2, 6), 24)) as ctx:
         for leaves in (True, False):
@@ -247,7 +247,7 @@ def clipped() -> tuple[list[torch.Tensor], list[float]]:
 
 
 def scaled() -> dict[str, Any]:
-    """Weights with a GradScaler, the second step of which overflows on rank 1 alone."""
+    """Return weights with a GradScaler. The second step overflows on rank 1 only."""
     found: dict[str, Any] = {"weights": []}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
         model = sharded(ctx)
@@ -266,7 +266,7 @@ def scaled() -> dict[str, Any]:
 
 
 def mixed() -> list[torch.Tensor]:
-    """Every step's gradients of a model that is wrapped, which feeds one that is shared out."""
+    """Return every step's gradients of a wrapped model that feeds a sharded model."""
     found = []
     with ddp.setup(make_plan((0, 8), 24)) as ctx:
         torch.manual_seed(4)
@@ -282,7 +282,7 @@ def mixed() -> list[torch.Tensor]:
 
 
 def rank_0s_model() -> list[Any]:
-    """What a model becomes that was another on each rank."""
+    """Return the result of sharding a model that differs between ranks."""
     with ddp.setup(make_plan((2, 6))) as ctx:
         model = make_model(ctx.rank)
         for index, dtype in enumerate((torch.bool, torch.bfloat16, torch.complex64)):
@@ -311,7 +311,7 @@ def refusals() -> list[str]:
 
 
 def on_meta() -> torch.Tensor:
-    """The gradient of a model whose weights were made after it was shared out."""
+    """Return the gradient of a model whose weights were created after sharding."""
     with ddp.setup(make_plan((2, 6))) as ctx:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).double()
@@ -359,7 +359,7 @@ def loader_for(parts: dict[str, Any]) -> Any:
 
 
 def going_on(ctx: ddp.Context, parts: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights as they were loaded, and after each step from there."""
+    """Return the loaded weights, and the weights after each further step."""
     found = [weights(parts["model"])]
     return found + train(ctx, parts["model"], parts["optimizer"], loader_for(parts), PASSED)
 
@@ -375,7 +375,7 @@ def written() -> dict[str, Any]:
         ctx.save_sharded(folder() / "parts", **parts, **values)
         ctx.save_checkpoint(folder() / "whole.pt", **parts, **values)
         with torch.no_grad():
-            parts["model"](INPUTS)  # what the model itself holds is together after it
+            parts["model"](INPUTS)  # the model's own parameters are unsharded afterwards
         ctx.save_checkpoint(folder() / "again.pt", **parts, **values)
         ctx.save_sharded(folder() / "again", **parts, **values)
         found["files"] = sorted(path.name for path in (folder() / "parts").iterdir())
@@ -403,13 +403,13 @@ def resumed(sizes: tuple[int, ...], source: str, into: str) -> dict[str, Any]:
         parts = parts_of(ctx, INTO[into](ctx))
         rest = LOADED[source](ctx, parts)
         seen = [int(buffer) for buffer in parts["model"].buffers()]
-        # A plain model among several ranks has nobody to meet.
+        # A plain model does not communicate, so it cannot run on several ranks.
         after = [weights(parts["model"])] if into == "plain" and ctx.world_size > 1 else going_on(ctx, parts)
         return {"rest": rest, "seen": seen, "weights": after}
 
 
 def failures() -> dict[str, str]:
-    """What all ranks hear where one of them can't write, and where one can't load."""
+    """Return the errors of all ranks if one cannot write, and if one cannot load."""
     found: dict[str, str] = {}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
         parts = parts_of(ctx, sharded(ctx))

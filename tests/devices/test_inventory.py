@@ -1,4 +1,4 @@
-"""The survey: CUDA's and NVML's views of the GPUs put together, through fakes in place of the two seams."""
+"""Device inventory: CUDA's and NVML's views of the GPUs combined, with fakes for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NVMLError(Exception):
 
 @dataclass
 class FakeNvml:
-    """pynvml, as far as it is asked; a card's `fails` names the functions that raise."""
+    """A fake pynvml with the functions that the package calls. A GPU's `fails` names the functions that raise."""
 
     cards: list[FakeCard]
     driver: str = "580.65.06"

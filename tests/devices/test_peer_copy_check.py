@@ -1,4 +1,4 @@
-"""Broken copies between GPUs are found before they train anything."""
+"""Broken copies between GPUs are found before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUS = [torch.device("cuda", index) for index in range(3)]
 
 
 class Machine:
-    """Copies of tensors that know where they are, over links of which some are broken."""
+    """Fake copies of tensors with known devices. Some links are broken."""
 
     def __init__(self, broken=(), arrives=torch.zeros_like):
         self.broken = set(broken)
@@ -110,7 +110,7 @@ def test_garbage_is_counted(machine):
 
 
 def test_memory_that_held_the_last_tensor_fools_nobody(machine):
-    """A copy that does nothing leaves an earlier tensor, and "magically" looked right the second time."""
+    """A copy that did nothing left an earlier tensor in place, so the second check passed."""
     held = []
 
     def stale(tensor):
@@ -133,7 +133,7 @@ def test_a_broken_link_is_checked_again(machine):
 
 
 def test_a_default_device_stays_out_of_it(machine):
-    """`torch.device("meta")` as a context changes where tensors are made; what is sent is still known."""
+    """`torch.device("meta")` as a context changes the device of new tensors. The sent tensor must still be known."""
     machine()
     with torch.device("meta"):
         check_links(GPUS)

@@ -1,22 +1,21 @@
-"""Emulated accelerators: several devices in the host's memory, for tests of what needs GPUs.
+"""Emulated accelerators: several devices in the host's memory, for tests that need GPUs.
 
-The environment variable ``EMULATED_DEVICES`` says how many; `switch_on` makes this process and those that it starts
-load them with torch, as torch loads any out-of-tree back end. Their kind is ``emu``, their module ``torch.emu``, their
-collective back end ``eccl``; within `called_npu` they are called ``npu``, as the one out-of-tree kind that other
-libraries know by name.
+``EMULATED_DEVICES`` is the number of devices. `switch_on` makes this process and its children load them with torch,
+like any out-of-tree back end. Their kind is ``emu``, their module ``torch.emu``, their collective back end ``eccl``.
+Within `called_npu`, their kind is ``npu``, because other libraries know that name.
 
-What is set here is of the devices themselves, by their numbers among all (``EMU_VISIBLE_DEVICES`` changes what a
-process calls them, as CUDA's variable does), and holds for every process that shares ``EMULATED_MEMORY``, a file:
+These settings belong to the devices, by global number, and hold in every process that shares the file
+``EMULATED_MEMORY``. (``EMU_VISIBLE_DEVICES`` changes the numbers in a process, like CUDA's variable.)
 
-* `set_memory`: a device's size. From the environment: ``EMULATED_BYTES``, by default 2 GiB each.
-* `set_context_bytes`: what a context costs on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB).
-* `contexts`: which process has a context where; `reserved`: what each holds besides.
+* `set_memory`: a device's size. Environment: ``EMULATED_BYTES``, by default 2 GiB each. * `set_context_bytes`: memory
+of a context on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB). * `contexts`: the processes with a context
+on each device. `reserved`: their other memory.
 
-Work is done by the time that its call returns, but a copy to the host that nobody waits for (``non_blocking=True``)
-comes when its device, stream or event is waited for: before that, the host finds zeros.
+A call returns when its work is done. Only a copy to the host with ``non_blocking=True`` is late: it arrives when the
+program waits for its device, stream or event. Before that, the host reads zeros.
 
-Faults are ordered for this process: `fail_allocation`, `fail_kernel`, `hang_kernel`, `copies_arrive_as_zeros`; `mend`
-takes them back, an error that sticks as well (which on a real card takes a new process).
+Faults apply to this process: `fail_allocation`, `fail_kernel`, `hang_kernel`, `copies_arrive_as_zeros`. `mend` removes
+them, including a sticky error, which on a real GPU needs a new process.
 """
 
 from __future__ import annotations
@@ -192,9 +191,9 @@ def copies_arrive_as_zeros(wrong: bool = True) -> None:
 
 @contextmanager
 def without_cache():
-    """Let this process's allocator keep nothing and round to 512 bytes alone: what it reserves is what is allocated.
+    """Make this process's allocator cache nothing and round to 512 bytes, so reserved memory is allocated memory.
 
-    Entered before the first allocation that counts; what is cached before stays.
+    Enter it before the first allocation that counts. Cached memory stays cached.
     """
     _c().emu_cache(0)
     try:
@@ -215,5 +214,5 @@ def workspaces(share: float, *, benchmark: bool = False) -> None:
 
 
 def mend() -> None:
-    """Take every ordered fault back, and an error that sticks."""
+    """Remove all faults, including a sticky error."""
     _c().emu_mend()

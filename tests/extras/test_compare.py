@@ -1,4 +1,4 @@
-"""Machines side by side: what is asked, what each costs, what does not fit, and how it is shown."""
+"""Comparing machines: arguments, prices, machines that do not fit, and the output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def misfit():
 
 
 def comparison_of(answers, prices=None, **options):
-    """Compare machines of which each has its answer: a plan, or what is raised."""
+    """Compare machines with a given result for each: a plan or an exception."""
     machines = asked_machines(list(answers), prices)
 
     def tune_one(spec, timed):
@@ -61,7 +61,7 @@ def comparison_of(answers, prices=None, **options):
     return compared(machines, tune_one, **options)
 
 
-# What is asked
+# Arguments
 
 
 @pytest.mark.parametrize("name", ["2xL4", "sim:2xL4", " sim: 2 x nvidia l4 ", "L4+L4"])
@@ -177,7 +177,7 @@ def test_headroom_is_that_of_the_tightest_device():
     assert (machine.headroom_bytes, machine.headroom_device) == (7, "sim:1")
 
 
-# What comes of it
+# Results
 
 
 @pytest.mark.smoke
@@ -351,7 +351,7 @@ def test_without_prices_there_is_no_cost():
 
 
 def test_without_prices_the_table_says_that_the_fastest_comes_first():
-    """And that DDP, where a note says that it is faster, has no part in the order."""
+    """Even if a note recommends DDP, DDP does not affect the order."""
     faster = solved_plan(kind="sim", samples_per_s=9.0)
     found = comparison_of({"sim:L4": one_device_plan(10.0), "sim:2xL4": faster})
     assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
@@ -400,7 +400,7 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Put a stand-in in place of tune, which answers by the devices; `calls` has what it was given."""
+    """Replace tune by a function with a result for each device spec. `calls` has its arguments."""
 
     class Answers(dict):
         calls: list
@@ -571,7 +571,7 @@ def test_simulated_machines_are_compared_and_remembered(script, capsys):
     assert too_small["misfit"]["needed_bytes"] > too_small["misfit"]["capacity_bytes"] == 1024
     assert main(["tune", "train.py", "--devices", "sim:L4", "--max-batch-size", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["notes"][0]["kind"] == "from-profile"  # what the comparison found is what tune has
+    assert plan["notes"][0]["kind"] == "from-profile"  # the comparison saved the profile that tune returns
     assert plan["samples_per_s"] == fits["samples_per_s"]
 
 

@@ -1,4 +1,4 @@
-"""The doctor: what it looks at is there, what is wrong is named with its cure, and what it keeps is read back."""
+"""The doctor: its checks run, each problem comes with a fix, and saved rates can be read back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reported(**changes: object) -> DeviceReport:
 
 class TestRates:
     def test_they_are_those_of_this_processor(self):
-        """A product of twice the size takes eight times as long; a rate that grew with it would be of the clock."""
+        """A product of twice the size takes eight times as long. A rate that grew with it would measure the clock."""
         small, large = (measured_rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
         assert 1e8 < small < 1e14
         assert 0.2 < large / small < 20

@@ -90,7 +90,7 @@ CONFIGS = {
 
 @pytest.fixture
 def save(tmp_path):
-    """Write a config.json, a known one with other values or any text, and return the spec that names it."""
+    """Write a config.json with changed values or any text. Return the spec that names it."""
 
     def write(known="gpt2", folder="model", **changed):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
 @pytest.mark.release
 @pytest.mark.usefixtures("hub")
 def test_the_key_is_the_same_in_every_process(save):
-    """Where transformers took itself for the user's code, a number that it draws in each process was in the key."""
+    """transformers was treated as the user's code, and a random number of each process was in the key."""
     code = (
         "from autosplit.profiles.key import workload_of; from autosplit.extras.from_name import workload_from_name\n"
         f"print(workload_of(workload_from_name({save()!r})))"
@@ -238,7 +238,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
     assert constants.HF_HUB_OFFLINE is False
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.usefixtures("hub", "_no_network")
@@ -374,7 +374,7 @@ models = sys.modules[__name__]
 
 @pytest.fixture
 def _classifiers(tmp_path, monkeypatch):
-    """Put modules by the names of the two libraries in their place, with as much of them as is used."""
+    """Replace the two libraries by modules with the parts that are used."""
     for name, text in {"timm": TIMM, "torchvision": TORCHVISION}.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)

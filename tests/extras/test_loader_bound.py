@@ -1,4 +1,4 @@
-"""A plan is held against what the training's DataLoader loads: no batch is larger for a speed that can't be fed."""
+"""A plan is compared with its DataLoader. The batch is not larger than the loader can feed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WORKERS = LoaderSettings(2, 4, persistent_workers=True)
 
 
 def loads(samples_per_s: float) -> MeasuredLoader:
-    """What was measured of a loader with no workers."""
+    """Measurements of a loader without workers."""
     return MeasuredLoader(WORKERS, samples_per_s, LoaderSettings(), None, samples_per_s, 1, 2, (), noted("it is said"))
 
 
@@ -190,7 +190,7 @@ def test_the_command_fits_its_plan_to_the_loader(monkeypatch, tmp_path, capsys, 
 
 
 def fitted_by_ranks() -> float | None:
-    """Fit a plan on each rank to a loader of its own: the second waits longer for its part of the batch."""
+    """Fit a plan to each rank's loader. The second rank's loader takes longer."""
     plan = make_plan((6, 2), effective_batch_size=8, region=None, effective_batch_sizes=(8, 8))
     own_rate = (60.0, 8.0)[int(os.environ["RANK"])]
     return autosplit.fit_to_loader(plan, loads(own_rate)).loader_samples_per_s
@@ -214,7 +214,7 @@ def test_ranks_fit_their_plan_together(tmp_path):
 
 
 class Sleeping(Dataset):
-    """A data set that takes 2 ms a sample: 500 samples/s without workers."""
+    """A dataset that takes 2 ms per sample: 500 samples/s without workers."""
 
     def __len__(self) -> int:
         return 256

@@ -1,4 +1,4 @@
-"""A loader is measured by loading, its settings are searched with few of them, and nothing of it changes."""
+"""Measuring a loader loads batches, tries few settings, and changes nothing in the loader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_workers_double_up_to_the_most(most):
 
 @given(st.integers(1, 64), st.floats(0.1, 10), st.floats(0, 0.9), st.floats(0.1, 80), st.integers(0, 64), st.booleans())
 def test_the_search_reaches_95_percent_where_workers_add_up_to_a_bound(most, alone, sending, bound, present, pins):
-    """Workers pay for sending batches, and add up until the disk or the bus is the bound: the usual curve."""
+    """Workers cost time to send batches, and add up until the disk or bus limits them. This is the usual curve."""
 
     def rates(settings):
         workers = settings.num_workers
@@ -101,7 +101,7 @@ def test_rounds_of_workers_give_their_rate_whatever_their_start_took(workers, ba
 
 
 class Slow(Dataset):
-    """Waits for each sample as for a disk, draws by a generator of its own and counts what it gave."""
+    """Waits for each sample like a disk, draws with its own generator, and counts its samples."""
 
     def __init__(self, samples=64, wait_s=0.002):
         self.random, self.given, self.wait_s, self.kept = random.Random(3), 0, wait_s, {}
@@ -120,7 +120,7 @@ class Slow(Dataset):
 
 
 class Cached(Slow):
-    """Keeps what it read."""
+    """Keeps the samples that it has read."""
 
     def __getitem__(self, index):
         sample = super().__getitem__(index)
@@ -129,7 +129,7 @@ class Cached(Slow):
 
 
 def test_the_fastest_workers_are_found_and_nothing_changes(monkeypatch):
-    """Real workers load batches. Their rates are given, because measured ones depend on what else the machine runs."""
+    """Real workers load batches. Their rates are given, because measured rates depend on other load on the machine."""
 
     def rate(arrivals, workers, _ahead, _clock):
         assert sum(itertools.islice(arrivals, 5)) == 20

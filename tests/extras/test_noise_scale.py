@@ -1,4 +1,4 @@
-"""The gradient noise scale from micro-batches of unlike sizes, held against what is known in closed form."""
+"""The gradient noise scale from micro-batches of different sizes, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestTheArithmetic:
         assert 0.91 <= held / 300 <= 0.98
 
     def test_the_first_steps_do_not_decide(self):
-        """Their gradient is large: over a whole run, 1 of 10 steps had it be a tenth of what it was for the others."""
+        """Early gradients are large. Over a whole run, they made the estimate ten times too small in 1 of 10 runs."""
         found = NoiseScale()
         for step in range(200):
             gradient = 100.0 if step < 20 else 1.0

@@ -33,7 +33,7 @@ NAMES = ("devices", "line0", "trials", "landscape", "rates")
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Leave out the charts and Vega, which takes seconds to load. They have tests of their own."""
+    """Leave out the charts and Vega, which takes seconds to load. Other tests cover them."""
     charts = tuple(Chart(name, f"title of {name}", f"said of {name}") for name in NAMES)
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda script: script)
     monkeypatch.setattr(pages, "charts_of", lambda plan, explanation: charts)
@@ -107,7 +107,7 @@ class TestWords:
         assert "cuda:1 can't hold a rank" in texts
 
     def test_what_was_asked_for_and_what_answered_stand_in_the_head(self):
-        """A page told neither, so that two of them could not be held against each other."""
+        """Pages showed neither, so two pages could not be compared."""
         request = {"devices": ["cuda:0"], "reserve": "5%", "strategy": "auto", "effective_batch_size": [256, 512]}
         machine = {"devices": [], "autosplit": "1.0", "torch": "2.13.0", "cuda": None}
         texts = Reader(page_of(solved_plan(request={**request, "name": None}, machine=machine))).texts

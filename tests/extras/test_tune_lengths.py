@@ -1,4 +1,4 @@
-"""tune(lengths=...): shorter samples take the place of longer ones within the very budget, and the profile knows."""
+"""tune(lengths=...): more short samples fit in the same budget, and the profile records the lengths."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Positions(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["sim:RTX3090@1331KiB+RTX3090@1126KiB", "sim:RTX3090@1228KiB+RTX3090@921KiB"])
 def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
-    """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
+    """43 samples ran as (24, 18). (12, 9) times 2.05 was derived from them, and ran out of memory at length 31."""
     lengths = [*range(4, 65)]
     options: Any = {"effective_batch_size": 256, "profile": "off", "n_trials": 4}
     plan = tune(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, **options)
@@ -136,7 +136,7 @@ def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
 
 
 def test_shorter_samples_that_take_as_much_are_as_many(monkeypatch):
-    """Told from the times of the next longer ones, rounded, they were fewer, and no plan was made of them."""
+    """Derived from rounded times of the next larger length, they were fewer, and no plan was made."""
     real = tuned_lengths._most_within
 
     def stuck(worker: Any, plan: Any, full: Any, least: int, most: int) -> int:
@@ -154,7 +154,7 @@ def test_a_model_that_takes_none_so_long_is_told_by_the_length():
 
 
 def test_where_the_width_is_taken_for_the_length_the_plan_of_the_longest_is_kept():
-    """What was tuned for is not lost: shorter samples are left out, and a note says why and what to do."""
+    """The tuned plan is kept without shorter samples. A note gives the reason and the remedy."""
     batch = torch.randn(4, 16, 16), torch.randn(4, 1)
     model = nn.Sequential(nn.Linear(16, 8), nn.Flatten(), nn.LazyLinear(1))
     model(batch[0])

@@ -1,4 +1,4 @@
-"""accelerate's loop with a plan's shares trains what one process would, and without a plan what it always did."""
+"""accelerate with a plan trains the weights of one process. Without a plan, it trains as before."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Unweighted(Accelerator):
 
 
 def make_accelerator(cls: Any = Accelerator, **options: Any) -> Any:
-    """An Accelerator as in a new process: its state is the process's, and another one's settings would stay."""
+    """Make an Accelerator as in a new process. Its state is global, and another test's settings would stay."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return cls(**{"cpu": True, **options})
 
 
 def prepared(kind: str, accelerator: Any, *, workers: int = 0) -> tuple[Any, ...]:
-    model = shared.make_model(kind).to(accelerator.device)  # where some kinds of device have parameters of their own
+    model = shared.make_model(kind).to(accelerator.device)  # in some versions, kinds of devices have parameters
     loader = DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE[kind], num_workers=workers)
     held_out = DataLoader(TEXTS[:HELD_OUT], batch_size=EVALUATES_BY, collate_fn=COLLATE[kind])
     if getattr(accelerator, "share", None) is not None:
@@ -69,7 +69,7 @@ def prepared(kind: str, accelerator: Any, *, workers: int = 0) -> tuple[Any, ...
 
 
 def mean_loss(accelerator: Any, model: Any, loader: Any) -> float:
-    """Evaluate on samples that only their own loader hands out, as accelerate's examples do."""
+    """Evaluate on samples from a separate loader, as accelerate's examples do."""
     model.eval()
     losses = []
     for batch in loader:
@@ -81,7 +81,7 @@ def mean_loss(accelerator: Any, model: Any, loader: Any) -> float:
 
 
 def loop(accelerator: Any, parts: tuple[Any, ...], *, begin: tuple[int, int] = (0, 0), folder: Any = None) -> Any:
-    """Train to the last step as any accelerate script does; note what was seen, and stop nowhere."""
+    """Train to the last step like an accelerate script, without stopping, and record the samples."""
     model, optimizer, schedule, loader, held_out = parts
     (epoch, skipped), found = begin, {"seen": [], "lrs": {}, "evaluated": []}
     step = epoch * -(-shared.NUM_SAMPLES // accelerator.share.effective_batch_size) + found_steps(loader, skipped)
@@ -166,7 +166,7 @@ def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, *, in_one: bool =
 
 
 def cut_and_gathered() -> list[str]:
-    """Gather in mid-step, where one process may run more parts than another, and what came in parts."""
+    """Gather in mid-step, where processes may run different numbers of parts."""
     plan = shared.shares_plan((7, 1), 40)
     accelerator = make_accelerator(plan=plan, on_oom="cut")
     model, *_, loader, _ = prepared("bert", accelerator)
@@ -188,7 +188,7 @@ def unlike_plans() -> None:
 
 
 def skipped_by_the_free_function() -> None:
-    """Its loader draws the right samples and knows no weights: refused where they would be wanted."""
+    """accelerate's loader draws the right samples without weights. It raises an error if weights are needed."""
     accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
     model, _, _, loader, _ = prepared("bert", accelerator)
     for batch in accelerate.skip_first_batches(loader, 3):
@@ -198,7 +198,7 @@ def skipped_by_the_free_function() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count what the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
     accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
     model, _, _, loader, _ = prepared("bert", accelerator)
     model.module.norm = torch.nn.BatchNorm1d(2)
@@ -209,7 +209,7 @@ def with_batchnorms() -> None:
 
 
 def alone_in_each() -> None:
-    """What is made before the Accelerator decides how many processes there are: each trained a model of its own."""
+    """Objects made before the Accelerator fix the number of processes, so each process trained a separate model."""
     shared.forget_accelerate()
     accelerate.PartialState()
     with pytest.raises(PlanError, match="accelerate runs 1 process, and the plan is for 2 processes; expected"):
@@ -218,7 +218,7 @@ def alone_in_each() -> None:
 
 
 class Loop:
-    """A script's loop, in the ways in which they are written; BERT, by the plan's steps of 20 samples."""
+    """A script's loop in its common variants. BERT, with the plan's steps of 20 samples."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -241,7 +241,7 @@ class Loop:
         expected = shared.by_hand("bert", 20)["weights"][self.done - 1]
         return float((shared.weights_of(self.accelerator.unwrap_model(self.model)) - expected).abs().max())
 
-    # The ways; an epoch has 8 micro-batches in 3 optimizer steps
+    # The variants. An epoch has 8 micro-batches in 3 optimizer steps.
 
     def accumulates(self) -> None:
         for batch in self.loader:
@@ -319,7 +319,7 @@ HAND_MADE = ("draws_a_step_and_keeps_it_from_meeting", "steps_seldom")
 
 
 def two_epochs(way: str, sizes: tuple[int, ...] = (8,), **options: Any) -> tuple[int, float]:
-    """Train by one of the ways; return the optimizer's steps, and how far it is from training by hand."""
+    """Train with one variant. Return the optimizer steps, and the difference from a handwritten training."""
     loop = Loop(make_accelerator(plan=shared.shares_plan(sizes, 20), **options))
     for epoch in range(2):
         loop.loader.set_epoch(epoch)
@@ -333,7 +333,7 @@ def every_way() -> dict[str, tuple[int, float]]:
 
 
 def gathered() -> dict[str, list[Any]]:
-    """Gather what each process made of its samples, in an epoch with shares of 7, 3 or 2 and 1 or none."""
+    """Gather results of each process's samples in an epoch with shares of 7, 3 or 2 and 1 or 0."""
     accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 12))
     loader = Loop(accelerator).loader
     found: dict[str, list[Any]] = {"metrics": [], "means": [], "objects": [], "all": []}
@@ -428,7 +428,7 @@ class TestTwoRanks:
             assert ["the processes gather inside an optimizer step" in one for one in said] == [True, True]
 
     def test_every_sample_is_gathered_once_and_in_order(self, two):
-        """Tensors of unlike first sizes ended the process in gloo."""
+        """Tensors with different first sizes ended the process in gloo."""
         order = [shared.epoch_order(0)[begin : begin + 12] for begin in range(0, 50, 12)]
         expected = [part for step in order for part in (step[:8], step[8:]) if part]
         for found in found_by(two, "gathered"):
@@ -459,7 +459,7 @@ def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], 
 
 
 def check_evaluated(got: list[float], kind: str, effective: int) -> None:
-    """Compare with the mean, over the samples, of the mean loss of the batch that each was in."""
+    """Compare with the mean over samples of the mean loss of each sample's batch."""
     for step, loss in zip((10, 20), got, strict=True):
         assert loss == pytest.approx(shared.evaluated_by_hand(kind, effective, step), rel=1e-9)
 
@@ -512,7 +512,7 @@ class TestOneProcess:
         assert float((found["weights"] - shared.by_hand("bert", 40)["weights"][5]).abs().max()) < 1e-9
 
     def test_loaders_in_order_are_accelerates_own(self):
-        """What is evaluated is dealt out as ever, and a training loader that shuffles needs no more than prepare()."""
+        """Evaluation loaders are split as usual, and a shuffled training loader needs only prepare()."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 40))
         shuffled = accelerator.prepare(DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE["bert"]))
         in_order = accelerator.prepare(DataLoader(TEXTS, batch_size=4, collate_fn=COLLATE["bert"]))
@@ -521,7 +521,7 @@ class TestOneProcess:
 
 
 def error_after(accelerator: Any, parts: tuple[Any, ...], effective: int, steps: int, then: Any = None) -> float:
-    """Train BERT as any script does, something else after each step; return how far it is from training by hand."""
+    """Train BERT like any script, with a change after each step. Return the difference from a handwritten training."""
     model, optimizer, schedule, loader, _ = parts
     done = 0
     while True:
@@ -545,16 +545,18 @@ def error_after(accelerator: Any, parts: tuple[Any, ...], effective: int, steps:
 
 @pytest.mark.usefixtures("_alone")
 class TestFeatures:
-    """What of accelerate's own is in use beside the shares."""
+    """Features of accelerate that are used together with the splits."""
 
     def test_an_evaluation_that_is_left_before_its_end(self):
-        """It stays accelerate's active loader: the next losses went unweighted, and the epoch's end made no step."""
+        """The evaluation loader stayed accelerate's active loader. The next losses had no weights and the last step was
+        lost.
+        """
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         parts = prepared("bert", accelerator)
         assert error_after(accelerator, parts, 20, 7, lambda: next(iter(parts[4]))) < 1e-12
 
     def test_the_environment_of_its_launcher(self, monkeypatch):
-        """`accelerate launch` leaves its own number of steps there, which was taken in place of the plan's."""
+        """`accelerate launch` sets its own number of steps there, which replaced the plan's."""
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         assert accelerator.gradient_accumulation_steps == 3
@@ -562,7 +564,7 @@ class TestFeatures:
 
     @pytest.mark.parametrize("effective", [8, 20])
     def test_a_plugin_for_accumulation(self, effective):
-        """Its number was taken in place of the plan's where that is 1, and came to accelerate's error elsewhere."""
+        """The plugin's number replaced the plan's if the plan's was 1, and otherwise raised accelerate's error."""
         plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
         accelerator = make_accelerator(
             plan=shared.shares_plan((8,), effective), gradient_accumulation_plugin=plugin, gradient_accumulation_steps=9
@@ -571,7 +573,7 @@ class TestFeatures:
         assert error_after(accelerator, prepared("bert", accelerator), effective, 4) < 1e-12
 
     def test_the_epoch_may_be_chosen_after_what_is_skipped(self):
-        """It was the other way round only: otherwise the epoch began anew, and nobody said so."""
+        """Only the other order worked. In this order the epoch restarted without a message."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         loader = accelerator.shares_of(DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"]), seed=shared.SEED)
         loader.set_epoch(2)
@@ -613,13 +615,13 @@ class TestFeatures:
         assert {*seen} == {torch.bfloat16}
 
     def test_another_precision_is_said(self):
-        """Its batch sizes did not fit, and nothing said why."""
+        """Its batch sizes did not fit, and no message gave the reason."""
         plan = replace(shared.shares_plan((8,), 20), precision="bf16")
         with pytest.warns(UserWarning, match=r"precision 'bf16', but the arguments set none\. .*mixed_precision='b"):
             make_accelerator(plan=plan)
 
     def test_distributed_data_parallel_is_given_what_the_plan_was_measured_with(self):
-        """A model of which some parameters are not used in a step was tuned, and then refused by DDP."""
+        """A model with unused parameters was tuned, and then DDP raised an error."""
         plan = shared.shares_plan((7, 1), 20)
         options = replace(plan.ddp.options, find_unused_parameters=True)
         share = share_of(replace(plan, ddp=replace(plan.ddp, options=options)), Place(0, 2))
@@ -635,7 +637,7 @@ class TestFeatures:
 
 @pytest.mark.usefixtures("_alone")
 class TestLoops:
-    """A loop without accumulate() took 16 steps for 6; the weight was that of the batch that was drawn last."""
+    """A loop without accumulate() ran 16 steps instead of 6, with the weight of the last drawn batch."""
 
     @pytest.mark.parametrize("way", WAYS)
     def test_what_is_called_tells_the_step(self, way):
@@ -649,7 +651,7 @@ class TestLoops:
 
     @pytest.mark.parametrize(("every", "begin"), [(3, 1), (3, 0), (2, 1), (4, 1)])
     def test_a_loss_that_is_divided_by_hand_is_refused(self, every, begin):
-        """It was divided twice: the weights were 21 % off. Steps that begin with the first batch come to a mixture."""
+        """The loss was divided twice, so weights were 21% off. Steps that begin with the first batch are a mixture."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         before = shared.weights_of(loop.model)
         with raises(InputError, "accumulated-by-hand"):
@@ -674,7 +676,7 @@ class TestLoops:
 
     @pytest.mark.parametrize("within", [True, False])
     def test_a_backward_past_accelerate_is_refused(self, within):
-        """No weight reached it."""
+        """It got no weight."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         with raises(InputError, "step-before-backward"):
             for batch in loop.loader:
@@ -684,7 +686,7 @@ class TestLoops:
 
     @pytest.mark.parametrize("skipped", [1, 2, 3])
     def test_batches_that_are_skipped_are_refused(self, skipped):
-        """They would be taken for batches drawn ahead, and lend the first that runs their weight."""
+        """They would count as batches drawn ahead, and the first batch that runs would get their weight."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         before = shared.weights_of(loop.model)
         with pytest.raises(InputError, match=r"drawn.*accelerator\.skip_first_batches"):  # noqa: PT012
@@ -728,7 +730,7 @@ class TestLoops:
                 loop.step()
 
     def test_a_batch_of_ones_own_counts_whole(self):
-        """Neither before the loader begins nor behind its end has it a weight of the loader's."""
+        """Before and after the loader's epoch, a batch has no weight from the loader."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         loop.steps_always()
         loss = torch.ones((), requires_grad=True)
@@ -760,7 +762,7 @@ def added(model: Any, batch: Any) -> torch.Tensor:
 @pytest.mark.usefixtures("_alone")
 class TestWhatTheLossIsOver:
     def test_a_sum_that_was_tuned_for_counts_whole(self):
-        """It was weighted as a mean, and trained something else by each split."""
+        """It was weighted as a mean, so the training depended on the split."""
         plans = [replace(shared.shares_plan((size,), 20), loss_reduction="sum") for size in (8, 20)]
         first, second = (two_steps(make_accelerator(plan=plan), added) for plan in plans)
         assert float((first - second).abs().max()) < 1e-12
@@ -778,7 +780,7 @@ class TestWhatTheLossIsOver:
 
     @pytest.mark.parametrize("count", [None, shared.count_tokens])
     def test_a_loop_that_weights_its_losses_itself_is_refused(self, count):
-        """accelerate's example for autoregressive models does so; its losses were weighted twice."""
+        """accelerate's example for autoregressive models does this. Its losses were weighted twice."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20), count=count, gradient_accumulation_steps=3)
         model, loader = accelerator.prepare(
             shared.make_model("gpt"), DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
@@ -791,7 +793,7 @@ class TestWhatTheLossIsOver:
 
     @pytest.mark.parametrize("returned", ["labels", "samples"])
     def test_a_models_own_loss_is_asked(self, returned):
-        """A mean over labels was weighted by samples, where nobody passed a count."""
+        """Without a `count=`, a mean over labels was weighted by samples."""
 
         class Own(torch.nn.Module):
             def __init__(self):
@@ -829,7 +831,7 @@ class TestRefusals:
             make_accelerator(plan=shared.shares_plan((8,), 20), gradient_accumulation_plugin=plugin)
 
     def test_to_train_on_a_loader_without_shares(self):
-        """It trained the tool's even batches, their losses unweighted, and nobody said so."""
+        """The tool's even batches trained with unweighted losses, without a message."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         model, optimizer, schedule, _, in_order = prepared("bert", accelerator)
         with raises(InputError, "loader-without-split"):
@@ -865,7 +867,7 @@ class TestRefusals:
 
 
 def test_a_loss_that_is_a_sum_is_doubted():
-    """accelerate has no loss to ask: a script's own sum was weighted as a mean, and trained otherwise by each split."""
+    """accelerate does not know the loss. A script's own sum was weighted as a mean and depended on the split."""
     outputs, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
     entropy = torch.nn.functional.cross_entropy
     for loss in (outputs.sum(), entropy(outputs, targets, reduction="sum")):

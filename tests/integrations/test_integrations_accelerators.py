@@ -1,7 +1,7 @@
-"""Each tool with a process on each accelerator, unlike shares, and a checkpoint: the weights are those of one process.
+"""Each tool trains with one process per accelerator, unequal splits and a checkpoint, and gets one process's weights.
 
-accelerate and transformers know kinds of accelerators by name, so that emulated ones are called as one that they know:
-``npu``, of a back end that torch loads (`emulated.called_npu`). Lightning takes a kind that registers itself.
+accelerate and transformers know accelerators by name. So emulated devices use the name ``npu``, a back end that torch
+can load (`emulated.called_npu`). Lightning accepts a registered accelerator.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(COUNT < 2, 
 
 LIMIT_S = 280
 JOB = ("gpt", (7, 1), 20)
-"""What is trained, the shares, samples of an optimizer step: 3 forwards, and at an epoch's end one without a share."""
+"""Model, split, and samples per optimizer step: 3 forwards. At an epoch's end, one rank has no samples."""
 
 
 class Cards(Accelerator):
-    """What a back end of another maker's tells Lightning of its devices."""
+    """The description of its devices that another vendor's back end gives Lightning."""
 
     def setup_device(self, device):
         backend(KIND).set_device(device)
@@ -72,7 +72,7 @@ class Cards(Accelerator):
 
 
 class CardsDDP(DDPStrategy):
-    """DDP as such back ends have it: for device ids, Lightning 2.6.6 opens a stream of CUDA's (strategies/ddp.py)."""
+    """DDP for other back ends. With device ids, Lightning 2.6.6 opens a CUDA stream (strategies/ddp.py)."""
 
     def determine_ddp_device_ids(self):
         return None
@@ -87,9 +87,9 @@ def place_of_lightning() -> dict[str, str]:
 
 
 def trained(tool: Any, **options: Any) -> dict[str, Any]:
-    """Train by a tool, and tell where."""
+    """Train with a tool, and return the device."""
     found = tool.trained(*JOB, resumes=True, plan_of=shared.shares_of_cards, **options)
-    known = emulated.contexts().get(os.getpid()) if emulated.wanted() else None  # a real driver tells nobody
+    known = emulated.contexts().get(os.getpid()) if emulated.wanted() else None  # a real driver prints nothing
     return {**found, "kind": KIND, "contexts": known, "backend": dist.is_initialized() and dist.get_backend()}
 
 

@@ -1,4 +1,4 @@
-"""A plan's layers are checkpointed by whatever trains with it, and the weights are those without it."""
+"""All training tools checkpoint a plan's layers, and the weights are the same as without checkpointing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def by_transformers(*names: str) -> Any:
 
 
 def by_lightning(*names: str) -> Any:
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it, because Lightning would start processes otherwise
     names = tuple(f"net.{name}" for name in names)
     shares, module = Shares(plan_with(*names)), Module()
     trainer = pl.Trainer(
@@ -183,7 +183,7 @@ def test_weights_are_those_without_and_the_layer_runs_twice(ranks, name):
 
 
 def test_layers_are_named_as_the_module_that_is_trained_has_them():
-    """They were those of the module that autosplit puts around a LightningModule, which is not the one that is fit."""
+    """The names came from autosplit's wrapper around the LightningModule, not from the trained module."""
     module = Module()
     own = replace(workload(module, DataLoader(Rows(), batch_size=4)), checkpointing=Checkpointing((Block,), 1))
     plan = tune(own, devices="sim:RTX3090", n_trials=2, max_batch_size=8, profile="off")

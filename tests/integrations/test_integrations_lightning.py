@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a plan's shares trains what one process would, and without a plan what it always did."""
+"""Lightning's Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """Somebody's own data module."""
+    """A user's data module."""
 
     def __init__(self, kind: str, workers: int = 0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Data(pl.LightningDataModule):
 
 
 class Watch(pl.Callback):
-    """Notes what comes by, as any callback would."""
+    """Records events, as any callback would."""
 
     def __init__(self) -> None:
         self.seen, self.lrs, self.evaluated = [], {}, []
@@ -104,7 +104,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train for `STEPS` steps. If `resumes`, load the checkpoint of step `STOPS_AT` and train to the end again."""
     shared.clean_workers()
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it, because Lightning would start processes otherwise
     plan = plan_of(sizes, effective)
     folder = shared.folder_of_job(f"{kind} {sizes} {effective}")
 
@@ -128,7 +128,7 @@ def trained(
 
 
 class Cutting(CutMixin, Module):
-    """The same module, whose training step runs in parts where it has to."""
+    """The same module, whose training step can run in parts."""
 
 
 def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, steps: int = STEPS) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def refused_in_training() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count what the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
     shares, module = Shares(shared.shares_plan((7, 1), 20)), Module("bert")
     module.norm = torch.nn.BatchNorm1d(2)
     with pytest.raises(InputError, match="the model's BatchNorms would count"):
@@ -179,7 +179,7 @@ def alone_in_each() -> None:
 
 
 def tuned_where_lightning_refuses() -> dict[str, Any]:
-    """Lightning's own finder is for one device; ours finds what each of unlike ranks holds, and the fit takes it."""
+    """Lightning's own finder works for one device. autosplit finds each unequal rank's ceiling, and the fit uses it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
     trainer = make_trainer(pl.callbacks.BatchSizeFinder(), devices=2, strategy="ddp")
     with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
@@ -196,7 +196,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
 
 
 UNLIKE = "cpu:500KiB,cpu:322KiB"
-"""Where the small BERT and its optimizer leave room for a few samples, and unlike numbers of them."""
+"""Budgets in which the small BERT and its optimizer leave room for a few samples, different on each."""
 
 
 def added_up_by_two() -> torch.Tensor:
@@ -267,7 +267,7 @@ class TestTwoRanks:
             (first, first_ceiling, steps), (second, second_ceiling, _) = found["ranks"]
             assert found["measured"]
             assert first_ceiling > second_ceiling
-            # The second holds so few that the first has more, be it one forward of 22 samples or two.
+            # The second rank fits so few samples that the first gets more, in one forward of 22 samples or in two.
             assert first > second
             assert (first <= first_ceiling, second <= second_ceiling) == (True, True)
             assert (first + second) * (steps - 1) < 22 <= (first + second) * steps
@@ -362,7 +362,7 @@ class TestOneProcess:
             fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
 
     def test_another_precision_is_said(self):
-        """Its batch sizes did not fit, and nothing said why."""
+        """Its batch sizes did not fit, and no message gave the reason."""
         shares = Shares(replace(shared.shares_plan((8,), 40), precision="bf16"))
         with pytest.warns(UserWarning, match=r"'bf16', but the arguments set none\. .* Set precision='bf16-mixed', or"):
             fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
@@ -407,7 +407,7 @@ class Saves(pl.Callback):
 def run(
     plan: Any, *callbacks: pl.Callback, kind: str = "bert", data: Any = None, ckpt_path: Any = None, **options: Any
 ):
-    """Train a new module; return its error against training by hand, and what was seen."""
+    """Train a new module. Return its error against a handwritten training, and the records."""
     shares, module, watch = Shares(plan, count=COUNT[kind]), Module(kind), Watch()
     trainer = make_trainer(shares, watch, *callbacks, devices=1, limit_val_batches=0, **options)
     trainer.fit(module, shares.data(data or Data(kind), seed=shared.SEED), ckpt_path=ckpt_path)
@@ -420,14 +420,14 @@ THREE_FORWARDS = shared.shares_plan((8,), 20)
 
 
 class TestFeatures:
-    """What of Lightning's own is in use beside the shares."""
+    """Features of Lightning that are used together with the splits."""
 
     @pytest.mark.parametrize(
         ("options", "sizes"),
         [({"limit_train_batches": 4, "max_steps": 2}, [8, 8, 4, 8]), ({"fast_dev_run": True}, [8])],
     )
     def test_an_epoch_that_is_cut_within_a_step(self, options, sizes):
-        """The step of what is left of it had a part of the gradient only."""
+        """The last, incomplete step had only part of the gradient."""
         gradients = Gradients()
         _, seen = run(THREE_FORWARDS, gradients, gradient_clip_val=None, **options)
         assert [len(samples) for samples in seen] == sizes
@@ -448,7 +448,7 @@ class TestFeatures:
         assert error < 1e-9
 
     def test_a_checkpoint_of_any_micro_batch_goes_on_behind_it(self, tmp_path):
-        """One from within an optimizer step came to a KeyError; of that step what is left is trained."""
+        """A checkpoint within an optimizer step raised KeyError. Now the rest of that step is trained."""
         saves = Saves(tmp_path)
         _, whole = run(THREE_FORWARDS, saves, max_steps=6)
         for number, path in enumerate(saves.saved[:-1], 1):
@@ -497,7 +497,7 @@ def added_up(sizes: tuple[int, ...], effective: int = 20, **options: Any) -> tor
 
 class TestWhatTheLossIsOver:
     def test_a_sum_counts_whole(self):
-        """It was weighted as a mean, and trained something else by each split."""
+        """It was weighted as a mean, so the training depended on the split."""
         by_hand = Adds()
         optimizer = by_hand.configure_optimizers()
         for epoch in range(2):
@@ -510,7 +510,7 @@ class TestWhatTheLossIsOver:
             assert torch.allclose(added_up(sizes), shared.weights_of(by_hand), rtol=1e-12)
 
     def test_labels_are_counted_without_being_asked_for(self):
-        """A mean over labels was weighted by samples, where nobody passed a count."""
+        """Without a `count=`, a mean over labels was weighted by samples."""
         shares = Shares(shared.shares_plan((8,), 40))
         weights, _ = fitted(shares, shares.data(Data("gpt"), seed=shared.SEED))
         assert float((weights - shared.by_hand("gpt", 40)["weights"][5]).abs().max()) < 1e-9
@@ -532,7 +532,7 @@ class TestWhatTheLossIsOver:
 
 class TestRefusals:
     def test_another_number_of_micro_batches_in_some_epochs(self):
-        """It was trained with: four steps' gradients added up."""
+        """It trained on, with the gradients of four steps added up."""
         later = pl.callbacks.GradientAccumulationScheduler({1: 4})
         with raises(InputError, "lightning-accumulation", "4", "1"):
             run(shared.shares_plan((8,), 8), later, max_steps=9)

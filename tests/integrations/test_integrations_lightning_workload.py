@@ -1,4 +1,4 @@
-"""A LightningModule's training step as a workload: what a Trainer would run, and a module that stays as it was."""
+"""A LightningModule's training step as a workload: it runs as in a Trainer, and the module stays unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES = [(torch.full((4,), float(i)), i % 3) for i in range(40)]
 
 
 class Classifier(pl.LightningModule):
-    """A small module as anybody writes it: it logs, and has a schedule."""
+    """A small standard module with logging and a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Classifier(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """Somebody's own data module, which notes what was asked of it."""
+    """A user's data module that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_a_trainer_that_is_given_is_found():
     module = Asking()
     made = workload(module, loader(), trainer=plain_trainer(max_steps=7))
     assert loss_of(made) > 0
-    copied = copy.deepcopy(made.model)  # as it is trained
+    copied = copy.deepcopy(made.model)  # in training mode
     assert made.compute_loss(copied, made.sample_batch) > 0
     assert module._trainer is None
     assert tune(made, devices="cpu:1MiB", effective_batch_size=16).effective_batch_size == 16
@@ -230,7 +230,7 @@ def test_a_precision_that_is_not_mixed_is_refused():
 
 
 class TestAllOfAModuleStaysAsItWas:
-    """Parts of it did not: modules within it lost their Trainer, and it lost a `log` of its own."""
+    """Nested modules lost their Trainer, and the module lost its own `log`."""
 
     def test_modules_within_it_find_the_trainer_log_nothing_and_keep_their_own(self):
         class Whole(Classifier):
@@ -279,7 +279,7 @@ class TestAllOfAModuleStaysAsItWas:
 
 
 def test_what_is_in_evaluation_mode_stays_so_in_a_copy():
-    """A frozen BatchNorm was trained, and a part's dropout took memory that it does not take in Lightning."""
+    """A frozen BatchNorm was trained, and dropout took memory that it does not take in Lightning."""
     module = Classifier()
     module.layers[1].eval()
     copied = copy.deepcopy(workload(module, loader()).model)
@@ -288,7 +288,7 @@ def test_what_is_in_evaluation_mode_stays_so_in_a_copy():
 
 @pytest.mark.parametrize("wrapped", ["args", "named"])
 def test_a_step_in_a_wrapper_of_any_signature_gets_the_number(wrapped):
-    """As Lightning calls it: one that takes whatever comes was given the batch alone."""
+    """Lightning passes `batch_idx` to wrappers with any signature. The workload passed only the batch."""
 
     class Wrapped(Classifier):
         def training_step(self, *args):
@@ -316,7 +316,7 @@ def test_a_step_that_asks_for_its_optimizer():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_module_is_tuned_in_its_eager_form(in_place):
-    """Lightning takes both, which were refused: a copy of one that is compiled in place stayed compiled."""
+    """Lightning accepts both kinds. They raised an error, as a copy of a module compiled in place stayed compiled."""
     module = Classifier()
     if in_place:
         module.compile(backend="eager")
@@ -410,7 +410,7 @@ class TestRefusals:
             workload(Classifier(), {"a": loader(), "b": loader()})
 
     def test_several_loaders_in_one(self):
-        """It yields its batches beside two numbers, of which a step knows nothing."""
+        """It yields its batches with two numbers that the training step does not get."""
         with raises(InputError, "lightning-several-loaders", "CombinedLoader"):
             workload(Classifier(), CombinedLoader({"a": loader(), "b": loader()}))
 

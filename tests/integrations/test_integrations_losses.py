@@ -42,7 +42,7 @@ CLASS_WEIGHTS = torch.tensor([0.3, 2.7, 1.1], dtype=torch.float64)
 
 
 def make_sample(index: int) -> dict[str, Any]:
-    """A sample of everything; the first ones share a class, as those of a sorted data set do."""
+    """Return a sample with all fields. The first samples share a class, as in a sorted dataset."""
     draw = torch.Generator().manual_seed(index)
     ids = torch.randint(1, 50, (6 + index % 9,), generator=draw)
     ids[: 2 + index % 3] = 0
@@ -79,7 +79,7 @@ def detections(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def vision(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Qwen-VL's batch: as many patches as all of its images have, beside padded texts."""
+    """Qwen-VL's batch: the patches of all its images, and padded texts."""
     padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
     return {
         "input_ids": padded([one["input_ids"] for one in samples], padding_value=1),
@@ -206,7 +206,7 @@ def by_trainer(name: str, **options: Any) -> torch.Tensor:
 
 
 def by_accelerate(name: str, *, outside: bool = False, **options: Any) -> torch.Tensor:
-    """Train an epoch; `outside` computes the loss in the loop, where no model can be run again."""
+    """Train an epoch. With `outside`, the loop computes the loss, so the model cannot run again."""
     make, collate = MODELS[name]
     AcceleratorState._reset_state()
     GradientState._reset_state()

@@ -1,4 +1,4 @@
-"""The gradient noise scale in the tools: of unlike shares it is what `ctx.steps` finds of the same batches."""
+"""Tools with unequal splits estimate the same gradient noise scale as `ctx.steps` for the same batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rows(Dataset[Any]):
 
 
 class Regression(nn.Module):
-    """At its first weights for ever, since it is trained with a learning rate of 0."""
+    """The model keeps its first weights, because the learning rate is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def by_transformers(plan: Any, **options: Any) -> tuple[float, int]:
 
 
 def by_lightning(plan: Any) -> tuple[float, int]:
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it, because Lightning would start processes otherwise
     shares = Shares(plan, noise_scale=NoiseScale())
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
@@ -164,7 +164,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "ctx.steps" not in name])
 def test_it_is_what_a_loop_of_ones_own_finds(ranks, name):
-    """Clipping comes after it: a clipped gradient would tell of none."""
+    """The estimate comes before clipping, because clipped gradients hide the noise."""
     kind = name.split(", ")[1].replace("cut", "two forwards")
     (value, number), other = found_by(ranks, f"ctx.steps, {kind}")
     assert other == (value, number)
@@ -190,7 +190,7 @@ def test_one_process_without_a_group(in_one):
 
 
 def test_a_model_that_divides_by_the_steps_tokens_itself():
-    """GPT-2 in the Trainer: what a micro-batch counts for is in its loss already."""
+    """GPT-2 in the Trainer: its loss already includes the weight of the micro-batch."""
     plan = shared.shares_plan((8,), 40)
     model = shared.make_model("gpt")
     loader = DataLoader(

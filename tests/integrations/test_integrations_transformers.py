@@ -1,4 +1,4 @@
-"""transformers' Trainer with a plan's shares trains what one process would, and without a plan what it always did."""
+"""transformers' Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_args(folder: str | Path, **changes: Any) -> transformers.TrainingArgume
 
 
 class Watched(transformers.Trainer):
-    """Somebody's own Trainer, which notes the samples of every micro-batch."""
+    """A user's Trainer that records the samples of every micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ class Watched(transformers.Trainer):
 
 
 class Mixed(SharesMixin, Watched):
-    """Somebody's own Trainer, with shares."""
+    """A user's Trainer with a plan."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -178,7 +178,7 @@ def unlike_plans() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count what the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
     plan = shared.shares_plan((7, 1), 20)
     trainer = make_trainer("bert", plan, make_args(shared.folder_of_job("batchnorms")))
     trainer.model.norm = nn.BatchNorm1d(2)
@@ -361,7 +361,7 @@ class TestOneProcess:
         assert str(trainer.share) == "8 samples per forward, 5 forwards per optimizer step of 40"
 
     def test_a_loss_that_is_no_mean_is_said(self, tmp_path):
-        """Several samples count for more than each alone, by no number of their own."""
+        """For several samples, this loss has no detectable count."""
 
         class Squared(Mixed):
             def compute_loss(self, model, inputs, **options):
@@ -374,7 +374,7 @@ class TestOneProcess:
 
 
 def test_a_sum_counts_whole(tmp_path):
-    """It was weighted as a mean, and trained something else by each split."""
+    """It was weighted as a mean, so the training depended on the split."""
 
     class Adds(Mixed):
         def compute_loss(self, model, inputs, **options):
@@ -392,17 +392,17 @@ def test_a_sum_counts_whole(tmp_path):
 
 
 def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of one's own that makes no use of the step's items."""
+    """A user's loss that ignores the number of items in the step."""
     return nn.functional.cross_entropy(outputs["logits"], labels)
 
 
 class TestFeatures:
-    """What of the Trainer's own is in use beside the shares."""
+    """Features of the Trainer that are used together with the splits."""
 
     @pytest.mark.parametrize("loss", [loss_by_items, mean_loss])
     @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
     def test_a_loss_of_ones_own(self, tmp_path, plan, loss):
-        """One that takes a mean was taken for one over the step's items, and a step was the sum of its forwards."""
+        """A mean was treated as a mean over the step's items, so a step was the sum of its forwards."""
         trainer = make_single("bert", plan, make_args(tmp_path, max_steps=6), compute_loss_func=loss)
         trainer.train()
         assert error(trainer, 20, 6) < 1e-9
@@ -434,7 +434,7 @@ class TestFeatures:
 
 class TestRefusals:
     def test_a_sampler_of_ones_own(self, tmp_path):
-        """Its choice was ignored, and nobody said so."""
+        """The sampler was ignored without a message."""
 
         class Weighted(Mixed):
             def _get_train_sampler(self, train_dataset=None):
@@ -477,7 +477,7 @@ class TestRefusals:
             make_trainer("bert", plan, make_args(tmp_path, **options))
 
     def test_texts_grouped_by_length_are_trained_on(self, tmp_path):
-        """It was refused; neighbours in length stay neighbours, and the plan's cuts stay the plan's."""
+        """It raised an error. Samples of similar length stay together, and the plan's splits stay the same."""
 
         def padding(strategy: str) -> tuple[int, list[int]]:
             args = make_args(tmp_path, max_steps=-1, num_train_epochs=1, train_sampling_strategy=strategy)

@@ -1,4 +1,4 @@
-"""What the integrations share: a process's part of a plan, its loader, what a loss is a mean over, its backward."""
+"""Shared code of the integrations: a process's part of a plan, its loader, loss weights and backward."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestShare:
             made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     def test_batchnorms_of_a_process_without_a_share_are_refused(self):
-        """What it runs in the place of its share counts for nothing, and a BatchNorm counted it."""
+        """A process without samples runs one that does not count, but a BatchNorm counted it."""
         share = made_share(1, (7, 1), 16)
         sampler = share.batch_sampler(50)
         share.refuse_uncounted_batchnorms(nn.Linear(2, 2), sampler)
@@ -168,7 +168,7 @@ class TestFindShare:
         assert find_share(None, parameters=13).plan == larger
         assert find_share(None, parameters=14) is None
         remembered.append(replace(larger, workload={"parameters": 12}))
-        remembered.reverse()  # the newest comes first
+        remembered.reverse()  # newest first
         assert find_share(None, parameters=12).plan.effective_batch_size == 41
         assert "the newest of 3 saved plans" in capfd.readouterr().err
         remembered.reverse()
@@ -178,7 +178,7 @@ class TestFindShare:
         assert find_share(None, parameters=12) is None
 
     def test_of_an_unknown_model_nothing_is_remembered(self, monkeypatch):
-        """Once the plan of another model, the only one there, set the batch size of whatever Lightning trained next."""
+        """The only plan of the cache, for another model, set the batch size of any Lightning training."""
         plans = [shared.shares_plan((8,), 40), replace(shared.shares_plan((8,), 40), workload={"parameters": 12})]
         monkeypatch.setattr(
             "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in plans)
@@ -202,7 +202,7 @@ class TestAnotherModel:
 
 
 class Rows(Dataset[Any]):
-    """Samples by index, several at once, and an attribute of its own."""
+    """Samples by index, several at once, and an extra attribute."""
 
     name = "rows"
 
@@ -290,7 +290,7 @@ class TestCounting:
         seed=st.integers(0, 99),
     )
     def test_the_rule_of_a_loss_is_found(self, rule, lengths, seed):
-        """From the loss alone, whatever the tool believes; the lengths tell the rules apart, or else nothing does."""
+        """Found from the loss only, whatever the tool assumes. The lengths must differ to distinguish the rules."""
         generator = torch.Generator().manual_seed(seed)
         labels = torch.full((len(lengths), 9), -100)
         for row, length in enumerate(lengths):
@@ -309,7 +309,7 @@ class TestCounting:
         assert found == rule
 
     def test_one_label_a_sample(self):
-        """No label is left of one that is shifted: that rule says nothing, and the others are asked all the same."""
+        """A shifted single label leaves none. That rule then gives no result, but the others are still tried."""
         batch = {"x": torch.rand(4, 3), "labels": torch.tensor([0, 1, 2, 0])}
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
         rule, error, *_ = examine_others(mean, batch, otherwise="labels")
@@ -319,7 +319,7 @@ class TestCounting:
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
-        """Whatever could be counted, nothing is."""
+        """Nothing is counted for a sum."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
         rule, error, *_ = examine_others(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)
@@ -342,7 +342,7 @@ class TestCounting:
 
 
 class TestExamining:
-    """One pair of samples was looked at, and ragged batches not at all: in both cases nothing was said."""
+    """Only one pair of samples and no ragged batch was compared, so no reduction was detected in both cases."""
 
     @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0]])
     def test_class_weights_are_found_whichever_samples_share_a_class(self, labels):
@@ -357,7 +357,7 @@ class TestExamining:
 
     @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1]])
     def test_weights_that_are_in_no_graph_are_warned_of(self, labels):
-        """They are detached numbers; no pair of one class shows them, the others do."""
+        """They are detached. A pair of samples of one class does not show them, but the other pairs do."""
         batch = {"x": torch.rand(6), "labels": torch.tensor(labels)}
         weigh = lambda rows: 0.3 + 2.4 * rows["labels"]
         finding = examine_others(
@@ -457,7 +457,7 @@ class TestWeighing:
 
 
 class Twice:
-    """A batch sampler of somebody's own."""
+    """A user's batch sampler."""
 
     def __iter__(self):
         yield from ([0, 0], [1, 1])
@@ -494,7 +494,7 @@ class Endless:
 
 
 class ByChance:
-    """Draws by a generator that no seed reaches, so that each process would have an order of its own."""
+    """Draws with a generator that no seed reaches, so each process would get another order."""
 
     def __init__(self):
         self.rng = np.random.default_rng()
@@ -504,7 +504,7 @@ class ByChance:
 
 
 class TestOrder:
-    """A loader's own order was ignored: a weighted sampler's samples came as if there were none."""
+    """The loader's own order was ignored: samples of a weighted sampler came unweighted."""
 
     @pytest.mark.parametrize("shuffle", [False, True])
     @pytest.mark.parametrize("drop_last", [False, True])
@@ -542,7 +542,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("draws_by", ["torch", "its own", "python", "numpy"])
     def test_a_sampler_that_groups_is_taken(self, draws_by):
-        """It was refused: length-grouped training had no plan."""
+        """It raised an error, so training grouped by length could not use a plan."""
         ranks = []
         for rank in range(2):
             torch.manual_seed(rank)
@@ -566,13 +566,13 @@ class TestOrder:
 
     def test_a_sampler_is_left_as_it_was(self):
         sampler, inner = ByLength("torch"), torch.Generator()
-        sampler.sampler = RandomSampler(range(50), generator=inner)  # what it may draw by
+        sampler.sampler = RandomSampler(range(50), generator=inner)  # the generators that it may use
         before = inner.get_state()
         loader_options(DataLoader(Rows(), batch_size=4, sampler=sampler), made_share(0, (8,), 16), seed=0)
         assert torch.equal(inner.get_state(), before)
 
     def test_an_epoch_that_repeats_samples_is_refused_when_it_is_drawn(self):
-        """The first was looked at, and a later one trained on the same sample again and again."""
+        """Only the first epoch was checked. A later epoch trained on one sample repeatedly."""
 
         class Later(ByLength):
             epoch = 0
@@ -621,7 +621,7 @@ class TestWeighed:
         length=st.integers(1, 99),
     )
     def test_the_weights_of_a_step_add_up_also_of_a_part_of_it(self, sizes, effective, num_samples, where, length):
-        """An epoch that ended within a step (Lightning's limit_train_batches) had the gradient of half a step."""
+        """An epoch that ended within a step (Lightning's limit_train_batches) had half of the step's gradient."""
         plan = shared.shares_plan(tuple(sizes), effective)
         weights: Counter[int] = Counter()
         for rank in range(len(sizes)):
@@ -660,7 +660,7 @@ class TestWeighed:
 
 
 def test_without_marks_batches_are_of_any_kind() -> None:
-    """A tool whose loader knows the schedule needs none: pairs of tensors came to an error in the short last step."""
+    """A tool whose loader knows the schedule needs no marks. Pairs of tensors failed in the short last step."""
     loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(50), torch.arange(50)), batch_size=9)
     options = loader_options(loader, made_share(1, (7, 1), 20), shuffle=False, seed=0, drop_last=False)
     assert [len(first) for first, _ in DataLoader(**options)] == [1] * 8

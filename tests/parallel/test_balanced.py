@@ -1,4 +1,4 @@
-"""The wrapper is the plain model: the same outputs, the same gradients, whatever the split."""
+"""The wrapper gives the same outputs and gradients as the plain model, for any split."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def nested_inputs(dtype, n: int = BATCH):
 
 
 class TakesApart(nn.Linear):
-    """Insists on the types of what it is called with, and returns a nesting of its own."""
+    """Checks the types of its arguments, and returns a nested container."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -135,7 +135,7 @@ class TestGradients:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("split", [(5, 11), (2, 1, 13), (16,), (0, 16)], ids=str)
     def test_of_many_inputs(self, split, dtype, run):
-        """Tensors, a number and an argument that may be left out, by position and by name: each gets its gradient."""
+        """Tensors, a number and an optional argument, by position and by name. Each tensor gets its gradient."""
         module = Combines().to(dtype)
         reference = copy.deepcopy(module)
         inputs = [torch.randn(BATCH, 5, dtype=dtype) for _ in range(3)]
@@ -200,7 +200,7 @@ class TestGradients:
     @pytest.mark.parametrize("weights", [torch.channels_last, torch.contiguous_format], ids=str)
     @pytest.mark.parametrize("images", [torch.channels_last, torch.contiguous_format], ids=str)
     def test_have_the_strides_of_their_parameters(self, weights, images, split, dtype, run):
-        """Over three steps of an optimizer: the layout must last, whatever that of the inputs is."""
+        """Over three optimizer steps, because the layout must last for any layout of the inputs."""
         module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 2, 3)).to(dtype)
         module = module.to(memory_format=weights)
         reference = copy.deepcopy(module)
@@ -355,7 +355,7 @@ class TestBatchNorm:
 
 
 class TestByHand:
-    """Where a module's result depends on the chunk, the reference is the same chunks, run by hand."""
+    """If a module's result depends on the chunk, the reference runs the same chunks in a plain loop."""
 
     @staticmethod
     def chunks(inputs, split):
@@ -376,7 +376,7 @@ class TestByHand:
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     def test_dropout(self, split, run):
-        """Each chunk draws a mask of its own, from where the one before it left the generator."""
+        """Each chunk draws its own mask, from the generator state after the chunk before."""
         module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
         reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 4, dtype=torch.double)
         torch.manual_seed(3)
@@ -419,7 +419,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("empty", [[], {}, ()], ids=str)
     def test_an_empty_container_reaches_every_device(self, empty, run):
-        """Beside a tensor by name: what is empty has no samples, and is there all the same, of its own type."""
+        """An empty container next to a named tensor has no samples, but must arrive with its type."""
         seen = []
 
         class Keywords(nn.Linear):
@@ -463,7 +463,7 @@ class TestCalls:
             assert torch.equal(wrap(module, 2, 3, 3)(torch.tensor(1.0)), module.weight * 2)
 
     def test_with_nothing_but_what_is_whole_the_first_device_runs_it(self):
-        """A tensor inside a Whole was looked for a batch size."""
+        """The batch size was read from a tensor inside a Whole."""
         module = Echo()
         assert wrap(module, 2, 3)(Whole(torch.zeros(4, 4))).shape == (4, 4)
         assert len(module.calls) == 1
@@ -480,7 +480,7 @@ class TestCalls:
         torch.testing.assert_close(outputs, module(inputs, mask))
 
     def test_what_holds_no_samples_is_not_cut(self, run):
-        """A number in a tensor, one row for all, and a (T, T) mask beside (n, T) tokens: whole on each device."""
+        """A number in a tensor, one row for all samples, and a (T, T) mask with (n, T) tokens stay whole."""
         module = Echo()
         tokens, mask = torch.zeros(7, 5), torch.ones(5, 5)
         with run():
@@ -489,7 +489,7 @@ class TestCalls:
         assert shapes == [[(n, 5), (), (1, 5), (5, 5)] for n in (1, 2, 4)]
 
     def test_what_was_seen_to_be_whole_stays_so_at_a_batch_as_large_as_it(self, run):
-        """A (T, T) mask beside (n, T) tokens was cut in the one batch in which n is T."""
+        """A (T, T) mask next to (n, T) tokens was split in the one batch with n equal to T."""
         module, mask = Echo(), torch.ones(4, 4)
         wrapped = wrap(module, 1, 3)
         with run():
@@ -499,7 +499,7 @@ class TestCalls:
         assert [tuple(kwargs["longer"].shape) for _, kwargs in module.calls[2:]] == [(1, 4), (3, 4)]
 
     def test_a_table_that_is_cut_to_single_rows_is_said(self, run):
-        """At shares of 1 each row broadcasts over its sample, which gave wrong numbers without a word."""
+        """With one sample per device, each row broadcasts over its sample. The numbers were wrong without a warning."""
 
         class Positions(nn.Linear):
             def forward(self, x, positions):
@@ -635,7 +635,7 @@ class TestDevices:
         assert [tuple(arg.shape) for arg in args] == [(4, 1), (2,)]
 
     def test_cpu_by_any_name(self):
-        """`cpu:0` is the device that tensors call `cpu`; the module was said to be elsewhere."""
+        """`cpu:0` is the device that tensors call `cpu`. The error claimed that the module was on another device."""
         wrapped = BalancedDataParallel(None, nn.Linear(2, 2), ["cpu:0", torch.device("cpu", 1)], "cpu:0")
         assert wrapped(torch.zeros(4, 2)).shape == (4, 2)
 
@@ -644,13 +644,13 @@ class TestDevices:
             BalancedDataParallel(None, Echo(), ["cpu", "cuda:0"])
 
     def test_a_module_elsewhere_is_a_runtime_error_too(self):
-        """As nn.DataParallel's is, which code may catch."""
+        """nn.DataParallel raises RuntimeError, too, and user code may catch it."""
         with raises(RuntimeError, "module-device", "weight", "meta"):
             wrap(nn.Linear(2, 2, device="meta"), 2, 2)(torch.zeros(4, 2))
 
     @pytest.mark.parametrize("part", ["the first layer", "the last layer", "a buffer"])
     def test_one_part_elsewhere(self, part):
-        """Any of its tensors may be the one that was forgotten; moved home, the same wrapper runs."""
+        """Any tensor of the module may have been forgotten. After a move back, the same wrapper runs."""
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         wrapped = wrap(module, 2, 2)
         if part == "a buffer":
@@ -685,7 +685,7 @@ class TestDevices:
 class TestMemory:
     @staticmethod
     def held(split, function=lambda outputs: outputs.sum()):
-        """What device 0 held at most above parameters, gradients and outputs, in parameters."""
+        """Return device 0's peak beyond parameters, gradients and outputs, in units of the parameters."""
         module = nn.Linear(1024, 1024, bias=False)
         with tracked(len(split)) as tracker:
             outputs = wrap(module, *split)(torch.randn(sum(split), 1024))
@@ -696,13 +696,13 @@ class TestMemory:
             return forward_bytes / 4096, tracker.peak_bytes[0] / (4 * 1024**2)
 
     def test_gathering_holds_the_outputs_once(self):
-        """A chunk was copied beside the block that it was gathered in; torch's gather has no such copy."""
+        """Each chunk was copied in addition to the gathered block. torch's gather makes no such copy."""
         rows, _ = self.held((0, 100, 100))
         assert rows == 1024 + 200
 
     @pytest.mark.parametrize("others", [1, 2, 6])
     def test_summing_gradients_takes_as_much_for_many_devices_as_for_two(self, others):
-        """Each gradient's sum was a new tensor beside the last one: a parameter more from the third device on."""
+        """Each gradient sum was a new tensor next to the last: a copy of the parameters more from three devices on."""
         assert self.held((4, *(4,) * others))[1] == pytest.approx(
             4, abs=0.1
         )  # weight, its gradient, another, their sum

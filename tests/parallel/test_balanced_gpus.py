@@ -1,7 +1,7 @@
-"""The wrapper on real GPUs: on two where there are two, else on one that is named twice.
+"""The wrapper on real GPUs: on two GPUs, or on one GPU that is named twice.
 
-Replicas run in threads of their own there, so what a thread does not inherit is looked at in each, and what is
-noted by them comes in any order.
+Replicas run in separate threads there. So each replica is checked for state that threads do not inherit, and records
+come in any order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def made(name: str, home: torch.device = HOME):
 
 
 class Witness(nn.Module):
-    """Notes what a function sees inside each forward, of the module (or the replica of it) and the chunk."""
+    """Records the value of a function in each forward, with the module (or replica) and the chunk."""
 
     def __init__(self, see):
         super().__init__()
@@ -135,7 +135,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     def test_of_what_nothing_used_change_nothing(self, split):
-        """torch's broadcast fills in zeros on several GPUs, where a plain module has no gradient."""
+        """torch's broadcast creates zero gradients on several GPUs. A plain module has no gradient."""
         module = Unused().to(HOME)
         loss_of(wrap(module, *split)(torch.randn(BATCH, 5))).backward()
         assert module.unused.weight.grad is None or not module.unused.weight.grad.any()
@@ -205,7 +205,7 @@ class TestGradients:
 
     @pytest.mark.cuda  # nn.DataParallel's broadcast is
     def test_an_even_split_is_nn_data_parallels(self):
-        """The same chunks: then outputs, gradients and running statistics are the same, too."""
+        """With the same chunks, outputs, gradients and running statistics are equal, too."""
         module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double().to(HOME)
         theirs = copy.deepcopy(module)
         parent = nn.DataParallel(theirs, list(CARDS))
@@ -234,7 +234,7 @@ class TestBatchNorm:
             loss_of(torch.cat([reference(chunk) for chunk in chunks])).backward()
             loss_of(wrapped(inputs)).backward()
         assert_same_gradients(module, reference, TOLERANCE)
-        # The first device with samples moves the statistics, whether or not that is the one the module is on.
+        # The first device with samples updates the statistics, even if the module is on another device.
         assert module[1].num_batches_tracked == 3
         torch.testing.assert_close(module[1].running_mean, first[1].running_mean)
         torch.testing.assert_close(module[1].running_var, first[1].running_var)
@@ -284,7 +284,7 @@ class TestDevices:
         torch.testing.assert_close(outputs, module(inputs.to(HOME)))
 
     def test_moved_after_it_was_wrapped(self):
-        """As scripts do: wrapped first, then .cuda()."""
+        """The order of common scripts: wrap first, then call .cuda()."""
         wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).to(card(CARDS[0]))
         inputs = torch.randn(BATCH, 5)
         torch.testing.assert_close(wrapped(inputs), wrapped.module(inputs.to(HOME)))
@@ -327,7 +327,7 @@ class TestDevices:
 
 
 class Both(nn.Module):
-    """What a module returns, and the mean of it."""
+    """Return the mean of a module's outputs."""
 
     def __init__(self, module):
         super().__init__()
@@ -342,7 +342,7 @@ class TestInsideReplicas:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("split", [(2, 6), (0, 8), (8, 0)], ids=str)
     def test_autocast_has_the_callers_dtype(self, split, dtype):
-        """torch's threads are told that autocast is on, not in which dtype: they ran in float16."""
+        """torch's threads learn that autocast is on, but not its dtype. Replicas ran in float16."""
 
         def see(module, x):
             return torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND), module.body[0](x).dtype
@@ -440,7 +440,7 @@ class TestInsideReplicas:
             assert witnessed(see)[0] == [True, True]
 
     def test_they_say_that_zeroing_their_gradients_does_nothing(self):
-        # Caught around the whole call: catching warnings is for the process, not for a thread.
+        # Catch around the whole call, because warning filters belong to the process and not to a thread.
         with pytest.warns(UserWarning, match=r"zero_grad\(\) .*has no effect"):
             witnessed(lambda module, x: module.zero_grad())
 

@@ -1,4 +1,4 @@
-"""What goes on inside a wrapped step: derivatives of derivatives, and what a module sees while its chunk runs."""
+"""Inside a wrapped step: second derivatives, and the state that a module sees while its chunk runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def double(*shape: int, **options):
 
 
 class Witness(nn.Module):
-    """Notes what a function sees inside each forward, of the module (or the replica of it) and the chunk."""
+    """Records the value of a function in each forward, with the module (or replica) and the chunk."""
 
     def __init__(self, see):
         super().__init__()
@@ -108,7 +108,7 @@ class TestDerivatives:
 
     @pytest.mark.parametrize("split", UNEVEN, ids=str)
     def test_a_penalty_on_gradients_outlives_the_graph_it_came_from(self, split, run):
-        """The outputs' graph is dropped before the second backward: what that needs must be kept by itself."""
+        """The outputs' graph is freed before the second backward, which needs parts of it."""
         module, points = MODELS["mlp"][0]().double(), torch.randn(6, 5, dtype=torch.double)
         reference = copy.deepcopy(module)
 
@@ -256,7 +256,7 @@ class TestReplicas:
 
 
 class TestModes:
-    """What is switched on around the wrapper is on for each chunk."""
+    """Modes set around the wrapper apply to each chunk."""
 
     def test_inference_mode(self, run):
         with torch.inference_mode():

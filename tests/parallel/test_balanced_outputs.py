@@ -1,4 +1,4 @@
-"""What comes out of a wrapper: everything in order and of its type, and losses as the whole batch has them."""
+"""Outputs of a wrapper keep their order and types, and losses are the whole batch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(request):
     return RUNS[request.param]
 
 
-# Any nesting, any split
+# Any nesting and any split
 
 
 class Both(NamedTuple):
@@ -40,13 +40,13 @@ class Held:
 
 
 class Sealed(tuple):
-    """A tuple of a type of its own."""
+    """A subclass of tuple."""
 
     __slots__ = ()
 
 
 def numbered(*tail: int, dtype: torch.dtype = torch.float32):
-    """A tensor whose every element tells which sample it is of; samples lie along `dim`."""
+    """A tensor in which each element is the number of its sample. The samples are along `dim`."""
 
     def make(n: int, dim: int) -> Tensor:
         shape = (n, *tail)
@@ -132,7 +132,9 @@ def assert_mirrors(tree, more, n, dim, given_shares) -> None:
     assert_alike(wrapped(inputs["tree"], more=inputs["more"]), inputs)
 
 
-@pytest.mark.filterwarnings("ignore::autosplit.parallel.balanced.AmbiguousBatchWarning")  # what is drawn may be square
+@pytest.mark.filterwarnings(
+    "ignore::autosplit.parallel.balanced.AmbiguousBatchWarning"
+)  # the drawn tensors may be square
 class TestAnyNesting:
     @settings(max_examples=200)
     @given(TREES, TREES, st.integers(1, 20), st.sampled_from([0, 1]), shares())
@@ -198,7 +200,7 @@ class TestContainers:
         assert outputs.hidden[1][0].flatten().tolist() == [2.0 * index for index in range(8)]
 
     def test_an_answer_is_not_the_first_chunks(self):
-        """What a module keeps of its answer must not grow into the whole batch's."""
+        """Output that a module keeps must not grow to the whole batch's."""
         kept = []
 
         def answer(x):
@@ -306,7 +308,7 @@ class TestLosses:
         assert_same_gradients(module, reference, TOLERANCE[dtype])
 
     def test_of_tokens_by_a_callable(self, split, run):
-        """A callable's weights are used as they are: counts divided by the whole batch's are a mean over it."""
+        """Weights from a function are used unchanged: counts divided by the whole batch's count give a mean."""
         batch = padded()
         real = float((batch[1] != IGNORED).sum())
 
@@ -349,7 +351,7 @@ class TestOneElementLosses:
 
     @pytest.mark.parametrize("split", [(2, 5, 4), (1, 9, 1), (0, 5, 6)], ids=str)
     def test_are_weighted_by_their_samples(self, split):
-        """They came back one after the other, and their mean weighed all alike: off by a third at (2, 5, 4)."""
+        """They were concatenated, and their mean weighted all devices equally: off by a third at (2, 5, 4)."""
         reference = self.WithLoss()
         module = copy.deepcopy(reference)
         inputs = torch.randn(11, 5, dtype=torch.float64)

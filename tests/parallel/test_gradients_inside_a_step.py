@@ -128,7 +128,7 @@ def test_training_is_that_of_one_gpu(loss_of):
 
 
 def test_gradients_that_wait_are_not_part_of_a_gradient_inside_the_step():
-    """`torch.autograd.grad` returns the gradient of its own loss, and leaves waiting gradients where they are."""
+    """`torch.autograd.grad` returns the gradient of its own loss, and does not touch waiting gradients."""
     reference, module, batches = pair()
     with Tracker(["device 0", "device 1"], [None, None]):
         wrapped = BalancedDataParallel(None, module, ["cpu", "cpu"], split=(5, 3))
@@ -144,7 +144,7 @@ def test_gradients_that_wait_are_not_part_of_a_gradient_inside_the_step():
 
 
 def test_an_optimizer_that_steps_inside_the_backward_is_refused():
-    """Each micro-batch was an update of its own: 3e-4 off, and no error was raised."""
+    """Each micro-batch was a separate update: 3e-4 off, without an error."""
     _, module, batches = pair()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in module.parameters()}
 

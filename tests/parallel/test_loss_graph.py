@@ -1,4 +1,4 @@
-"""The graph of a loss shows what it is a mean over; what it does not show is unknown, and never taken for certain."""
+"""The graph of a loss shows its reduction. An unclear graph counts as unknown."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_label_mean_is_told_in_words():
 
 
 def epoch(loss_of: Any, **options: Any) -> list[str]:
-    """Walk two optimizer steps of a loop of one's own; return what was warned of."""
+    """Run two optimizer steps of a user's loop, and return the warnings."""
     model = nn.Linear(3, 3).double()
     batches = [(OUT.detach()[part], LABELS[part]) for part in (slice(0, 4), slice(4, 6))] * 2
     with warnings.catch_warnings(record=True) as caught:

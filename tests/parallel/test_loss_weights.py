@@ -1,4 +1,4 @@
-"""Scalar outputs of replicas: whatever a loss is a mean over, the combined one is that of the whole batch."""
+"""Scalar losses of replicas: the combined loss is the whole batch's, whatever the loss averages over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SampleMean(nn.Linear):
 
 
 def calls(*counted, length=6):
-    """One call per count: labels of one sample, of which so many count."""
+    """One call per count. Each returns labels of one sample with that count."""
     return [((), {"labels": torch.tensor([[1] * count + [-100] * (length - count)])}) for count in counted]
 
 
@@ -88,7 +88,7 @@ class TestExplicit:
         assert weights == [size / sum(sizes) for size in sizes]
 
     def test_callable(self):
-        """One replica's call can't know the others': what it counts for is an amount, not a share."""
+        """A replica's call cannot know the other replicas' counts, so it returns an amount and not a share."""
 
         def counted(call):
             return float((call[1]["labels"] != -100).sum())
@@ -103,7 +103,7 @@ class TestExplicit:
         assert as_floats(weights) == pytest.approx([count / sum(counts) for count in counts])
 
     def test_next_tokens(self):
-        """The first label of a sequence has nothing to predict it from, unless they were shifted before."""
+        """The first label of a sequence has no preceding token, unless the labels were already shifted."""
         weights = weights_of("next tokens", nn.Identity(), calls(2, 4), [1, 1])
         assert as_floats(weights) == pytest.approx([1 / 4, 3 / 4])
         shifted = [((), {**named, "shift_labels": named["labels"]}) for _, named in calls(2, 4)]
@@ -131,7 +131,7 @@ class TestExplicit:
 
 
 def padded(batch_size=16, length=8, classes=3):
-    """Labels of which each sequence keeps another number, most of them few; the first sequence keeps none."""
+    """Labels with a different count in each sequence, mostly small. The first sequence has none."""
     labels = torch.randint(0, classes, (batch_size, length))
     for index in range(batch_size):
         labels[index, (3 * index) % length if index % 4 == 0 else 1 + index % 2 :] = -100
@@ -334,7 +334,7 @@ BY_SAMPLES = {"many classes", "regression", "question answering", "question answ
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_check_finds_what_a_head_averages_over(transformers, name):
-    """Also from labels of which none is left out, as those of a sample batch may be: later ones may have some."""
+    """Also from a sample batch in which all labels count. Later batches may ignore some."""
     model, call = model_and_call(transformers, name)
     sample = {key: part.clamp(min=0) if reducing.is_integer(part) else part for key, part in call.items()}
     (gradient, *_) = check(Workload(model, sample))
@@ -365,14 +365,14 @@ def test_a_head_that_divides_by_the_items_is_added_up(transformers):
 
 
 def test_by_samples_a_language_model_is_off(transformers):
-    """Three long sequences among short ones: their tokens are near half of the batch, they are a fifth of it."""
+    """Three long sequences among short ones: nearly half of the tokens, but a fifth of the batch."""
     model, call = model_and_call(transformers, "gpt2")
     with torch.no_grad():
         model.lm_head.weight.mul_(40.0)  # predictions as sharp as those of a trained model
         expected = model(input_ids=call["input_ids"]).logits.argmax(-1)
-    call["labels"] = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)  # what it predicts ...
+    call["labels"] = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)  # the predicted labels ...
     call["labels"][3:, 3:] = -100
-    call["labels"][:3] = tokens(3)  # ... and what it does not
+    call["labels"][:3] = tokens(3)  # ... and the others
     whole = model(**call).loss.detach()
     errors = []
     for reduce in ("samples", "next tokens"):
@@ -384,7 +384,7 @@ def test_by_samples_a_language_model_is_off(transformers):
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_model_over_followed_devices(transformers, fake):
-    """The tuner's devices: labels are counted where they are, be they real or fake, and so is the cache joined."""
+    """The tuner's devices: labels are counted on real and fake devices, and caches are joined there, too."""
     with fake_mode() if fake else contextlib.nullcontext():
         model, call = model_and_call(transformers, "gpt2", torch.float32)
         expected = model(**call).loss

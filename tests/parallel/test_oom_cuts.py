@@ -1,4 +1,4 @@
-"""A micro-batch that runs out of memory is run in parts: the training is the same, and nothing is counted twice."""
+"""A micro-batch that runs out of memory runs in parts. The training stays the same, and nothing counts twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batches(count: int, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def walk(network: Any) -> None:
-    """Run one step of one micro-batch that may be cut."""
+    """Run one step with one micro-batch that may be cut."""
     for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
         for inputs, targets in step:
             with step.attempt():
@@ -43,7 +43,7 @@ def walk(network: Any) -> None:
 
 
 def trained(faults: Faults, cuts: Cuts | None, *, forwards: int = 3, count: int = 40, wrap: Any = None) -> Any:
-    """Train; return the weights, the steps' losses, and the samples that the loop saw in runs that did not fail."""
+    """Train. Return the weights, the losses of the steps, and the samples in successful runs."""
     network = Network(faults)
     model = network if wrap is None else wrap(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -71,10 +71,10 @@ class TestTheSameTraining:
         assert cuts.count_cut >= 4
         torch.testing.assert_close(found, told, rtol=1e-9, atol=1e-12)
         assert cut_losses == pytest.approx(losses, rel=1e-9)
-        assert seen == 40 * 6  # no sample twice, and none left out
+        assert seen == 40 * 6  # each sample exactly once
 
     def test_with_micro_batches_that_never_fit(self, place, forwards, wrap):
-        """After three that ran out, none of their size is tried again."""
+        """After three failures, the full size is not tried again."""
         told, _, _ = trained(Faults(), None, forwards=forwards, wrap=wrap)
         faults, noted = Faults(above=2 if wrap is None else 1, place=place), []
         found, _, seen = trained(faults, cuts := Cuts(note=noted.append), forwards=forwards, wrap=wrap)
@@ -88,7 +88,7 @@ class TestTheSameTraining:
 
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
 def test_the_parts_draw_the_same_random_numbers_as_the_whole_would():
-    """Of what a failed forward drew, nothing is left: the step after it draws what it would have drawn."""
+    """The draws of a failed forward have no effect: the next step draws the same numbers as without it."""
     drawn = []
     for failing in (False, True):
         torch.manual_seed(5)
@@ -108,7 +108,7 @@ def test_the_parts_draw_the_same_random_numbers_as_the_whole_would():
 
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
 def test_memory_of_a_failed_backward_is_free_for_the_parts():
-    """The loop's own `loss` held the whole graph while the first part ran, which then ran out, too."""
+    """The loop's own `loss` kept the whole graph while the first part ran, which then ran out of memory, too."""
     network = Network(Faults(every=1000, runs=998))
 
     class Marker(torch.autograd.Function):
@@ -137,13 +137,13 @@ def test_memory_of_a_failed_backward_is_free_for_the_parts():
             with step.attempt():
                 loss = F.mse_loss(network(Marker.apply(inputs.requires_grad_())), targets)
                 step.backward(loss)
-    assert len(alive) == 4  # the second ran out
+    assert len(alive) == 4  # the second ran out of memory
     assert alive[2] == alive[0] == 0
 
 
 class TestErrors:
     def test_what_has_had_its_backward_is_not_run_again(self):
-        """It was run again in parts, and its gradient was there twice."""
+        """It ran again in parts, so its gradient counted twice."""
         network = Network(Faults())
         after = Faults(every=1, place="forward")
         step = next(steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()))
@@ -223,7 +223,7 @@ class TestPlan:
         assert "6 samples ran out of memory and were cut to 3 samples" in note.text
 
     def test_budgets_that_are_enforced_are_kept(self):
-        """Real errors of a device that really is full: the batch is larger than what was tuned with."""
+        """Real errors of a full device: the batch is larger than the tuned batch."""
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
         bare = make_plan((64, 32))
@@ -275,7 +275,7 @@ def test_halves_count_what_the_loss_is_a_mean_over():
 @pytest.mark.skipif(KIND != "emu", reason="orders a fault, which only emulated devices take")
 @pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
 class TestOnCards:
-    """Replicas run in threads, and each device's backward in one of its own: any allocation on either may fail."""
+    """Replicas run in threads, and so does each device's backward. Any allocation on either device may fail."""
 
     @pytest.mark.parametrize("forwards", [1, 3])
     @pytest.mark.parametrize("device", CARDS)

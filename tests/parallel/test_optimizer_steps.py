@@ -65,7 +65,7 @@ def sampled_loader(batch_size: int, effective_batch_size: int, **options: Any) -
 
 
 def check_gradients(loader: Any, batch_size: int, effective_batch_size: int) -> list[list[int]]:
-    """Walk the loader, compare each step's gradient with that of its samples in one batch; return the samples."""
+    """Walk the loader and compare each step's gradient with one batch of its samples. Return the samples."""
     seen = []
     for step in steps(loader, batch_size=batch_size, effective_batch_size=effective_batch_size):
         model = make_model()
@@ -313,7 +313,7 @@ class TestCounting:
 
     @pytest.mark.parametrize("loader", [TensorDataset(torch.zeros(9, 4)), 5, None], ids=["data set", "5", "None"])
     def test_no_loader(self, loader: Any) -> None:
-        """Each sample of a data set was a batch, of as many samples as it has features."""
+        """Each sample of a dataset was treated as a batch, with as many samples as features."""
         with raises(InputError, "loader-type"):
             steps(loader, batch_size=3, effective_batch_size=6)
 
@@ -368,7 +368,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("split", [None, (3, 1)])
     def test_an_update_between_two_micro_batches(self, split: tuple[int, int] | None) -> None:
-        """On cards it is seen by the gradients that wait there; on one device it went by unseen."""
+        """On GPUs, waiting gradients reveal it. On one device it went unnoticed."""
         module = make_model()
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -389,7 +389,7 @@ class TestMistakes:
     def test_gradients_that_are_thrown_away_between_two_micro_batches(
         self, split: tuple[int, int] | None, when: str
     ) -> None:
-        """Who moved zero_grad() of an ordinary loop into the inner one trained on the last micro-batch alone."""
+        """Users who moved zero_grad() into the inner loop trained on the last micro-batch only."""
         module = make_model()
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
         with raises(InputError, "update-between-micro-batches", "gradients were discarded"):
@@ -447,7 +447,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("samples", [3, NUM_SAMPLES + 1])
     def test_a_sampler_of_another_data_set(self, samples: int) -> None:
-        """Too many ended in an IndexError of the loader's; too few left samples out without a word."""
+        """Too many samples raised the loader's IndexError. Too few left samples out without a message."""
         sampler = ScheduledBatchSampler(samples, 4, 10)
         loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler)
         said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}.* Pass batch_sampler\\(len"
@@ -475,7 +475,7 @@ class TestMistakes:
 
 
 class ShortLoader:
-    """Gives a number of batches of its own, whatever its sampler says."""
+    """Gives a fixed number of batches, whatever its sampler contains."""
 
     def __init__(self, batch_sampler: ScheduledBatchSampler, batches: int) -> None:
         self.batch_sampler = batch_sampler
@@ -486,7 +486,7 @@ class ShortLoader:
 
 
 def test_a_step_of_many_forwards_holds_one_loss() -> None:
-    """A loss of each, 512 bytes on a device, once took a training of 19 forwards out of the memory of its plan."""
+    """A loss per forward, 512 bytes on a device, once exceeded the plan's memory in a training with 19 forwards."""
     weight = torch.tensor(3.0, requires_grad=True)
     step = OptimizerStep(iter(range(40)), [1] * 40, index=0)
     alive = []

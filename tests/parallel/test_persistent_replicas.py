@@ -1,4 +1,4 @@
-"""Replicas that are kept over the micro-steps of an optimizer step: the same gradients, fewer copies."""
+"""Replicas kept over the micro-steps of an optimizer step give the same gradients with fewer copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
 
 
 class Moves:
-    """Counts the copies between devices by what travels."""
+    """Counts the copies between devices by their contents."""
 
     def __init__(self):
         self.counts = Counter()
@@ -60,7 +60,7 @@ def mlp():
 
 
 class Mixed(nn.Module):
-    """Tied, sparse, normed, recurrent and frozen parameters, one that is never used, and a buffer with a gradient."""
+    """Tied, sparse, normed, recurrent, frozen and unused parameters, and a buffer with a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("sizes", [(16, 1), (1, 16), (16, 1, 16), (2, 16, 2), (1, 1, 1)], ids=str)
     def test_devices_come_and_go(self, sizes):
-        """A short micro-batch leaves devices out; what they hold comes home all the same."""
+        """A short micro-batch leaves devices out. Their gradients are still reduced to device 0."""
         reference = mlp()
         module = copy.deepcopy(reference)
         batches = batches_of(*sizes)
@@ -140,7 +140,7 @@ class TestGradients:
         assert_same_gradients(module, reference)
 
     def test_a_device_that_sat_out_a_micro_batch_has_this_steps_weights(self):
-        """Its copies were taken for new because the other devices' were: the second step was 12 % off."""
+        """Its copies counted as new because the other devices' copies were new. The second step was 12% off."""
         reference = mlp()
         module = copy.deepcopy(reference)
         wrapper = wrap(module, 2, 2, 2)
@@ -175,7 +175,7 @@ class TestGradients:
             torch.testing.assert_close(ours, theirs)
 
     def test_parameters_changed_behind_autograds_back(self):
-        """`p.data.add_()` leaves no version behind; the next optimizer step copies anew all the same."""
+        """`p.data.add_()` changes no version. The next optimizer step still copies the parameters again."""
         module = mlp()
         batches = batches_of(16, 16)
         with tracked():
@@ -240,7 +240,7 @@ class TestGradients:
         assert_same_gradients(module, reference)
 
     def test_a_penalty_on_the_parameters_between(self):
-        """A gradient that was added by hand is no gradient that was cleared."""
+        """An added gradient must not count as a cleared gradient."""
         reference = mlp()
         module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
@@ -277,7 +277,7 @@ class TestGradients:
 
 
 class Drawn(nn.Module):
-    """A model of random parts: tied and frozen layers, and one that not every micro-batch uses."""
+    """A model of random parts: tied layers, frozen layers, and a layer that some micro-batches skip."""
 
     def __init__(self, rng: random.Random):
         super().__init__()
@@ -294,9 +294,10 @@ class Drawn(nn.Module):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_any_schedule_trains_as_one_device_does(seed):
-    """Shares of 0, micro-batches that leave devices out, frozen and tied parameters, optimizers in and out of budgets.
+    """Empty shares, micro-batches that leave devices out, frozen and tied parameters, and optimizers with or without
+    budgets.
 
-    It found what took a device's copies for new because another one's were.
+    This test found that one device's copies counted as new because another device's were.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -335,7 +336,7 @@ def gan(model, discriminator, real, made):
 
 
 class TestUsersLoops:
-    """Loops that people write, each with a gradient that was wrong and no error."""
+    """Common training loops. Each had a wrong gradient and no error."""
 
     @staticmethod
     def pair():
@@ -344,7 +345,7 @@ class TestUsersLoops:
 
     @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
     def test_a_hook_on_a_parameter_sees_the_whole_gradient(self, kind):
-        """A mask over a gradient was laid over the first device's part alone."""
+        """A hook that masks a gradient was applied only to the first device's part."""
         reference, module = self.pair()
         batches = batches_of(16, 16)
 
@@ -366,7 +367,7 @@ class TestUsersLoops:
         assert_same_gradients(module, reference)
 
     def test_frozen_for_a_second_forward(self):
-        """A leaf that was frozen meanwhile got nothing from the backward of before."""
+        """A leaf frozen between forward and backward lost its gradient."""
         reference, module = self.pair()
         batches = batches_of(16, 16, 16, 16)
         gan(reference, reference, *batches[:2])
@@ -381,7 +382,7 @@ class TestUsersLoops:
     @pytest.mark.parametrize("to_none", [True, False])
     @pytest.mark.parametrize("again", [True, False])
     def test_cleared_between_forward_and_backward(self, to_none, again):
-        """Forward, zero_grad, backward is how many write it: what an abandoned step had left was added all the same."""
+        """Forward, zero_grad, backward is a common order. Gradients of an abandoned step were still added."""
         reference, module = self.pair()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         lost, kept, last = batches_of(16, 16, 16)
@@ -400,7 +401,7 @@ class TestUsersLoops:
         assert_same_gradients(module, reference)
 
     def test_two_forwards_one_of_them_within(self):
-        """The second forward, outside of no_sync, let go of the replicas that the first one's backward needed."""
+        """The second forward, outside of no_sync, freed the replicas that the first backward needed."""
         reference, module = self.pair()
         first, second = batches_of(16, 16)
         (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
@@ -413,7 +414,7 @@ class TestUsersLoops:
 
     @pytest.mark.parametrize("last", [True, False])
     def test_a_loss_on_what_a_hook_caught(self, last):
-        """A feature loss does not go through what the wrapper returns, and nobody saw that backward."""
+        """A feature loss does not use the wrapper's output, so its backward went unnoticed."""
 
         def trained(model, module, batches, run):
             caught = []
@@ -439,7 +440,7 @@ class TestUsersLoops:
 
     @pytest.mark.parametrize("change", ["scale", "replace", "clip"])
     def test_a_gradient_changed_between_micro_steps_is_refused(self, change):
-        """The first device's part was scaled, and the others were not."""
+        """Only the first device's part was scaled."""
         module = mlp()
         with tracked():
             wrapped = wrap(module, 4, 6, 6)
@@ -537,7 +538,7 @@ class TestCopies:
                 mean_loss(wrapped(batches_of(16)[0])).backward()
             twin = duplicate(wrapped)
         assert twin._kept is None
-        assert not wrapped._kept.waiting  # its gradients came home before it was copied
+        assert not wrapped._kept.waiting  # its gradients were reduced before the copy
         assert module[0].weight.grad is not None
 
     def test_no_reference_cycle(self):
@@ -558,7 +559,7 @@ class TestTwoForwards:
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_the_second_does_not_spoil_the_first(self, split):
-        """Values were copied anew under the first forward's graph, and its backward refused to run."""
+        """Values were copied again under the first forward's graph, and its backward raised an error."""
         reference = mlp()
         module = copy.deepcopy(reference)
         pairs = [batches_of(16, 16), batches_of(16, 16)]
@@ -579,7 +580,7 @@ class TestTwoForwards:
 class TestBrokenOff:
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_what_a_broken_backward_left_is_not_brought_home(self, split):
-        """A backward that ran out of memory midway had filled some leaves and noted none: the next step got them."""
+        """A backward that ran out of memory had filled some leaves without a record. The next step used them."""
 
         class Breaks(torch.autograd.Function):
             @staticmethod
@@ -619,7 +620,9 @@ class TestClearing:
     @pytest.mark.parametrize("to_none", [True, False])
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_an_abandoned_step_leaves_nothing_behind(self, split, to_none):
-        """A step was given up in the middle, its gradients cleared; what waited elsewhere must not reach the next."""
+        """After a step is abandoned and its gradients are cleared, gradients on other devices must not reach the next
+        step.
+        """
         reference = mlp()
         module = copy.deepcopy(reference)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -738,7 +741,7 @@ class TestSteps:
         assert observer.counts["parameter"] == observer.counts["gradient"] == 2 * (2 * 4)
 
     def test_a_model_that_sat_out_the_last_micro_step(self):
-        """Two models, one of them run in the first micro-step only: its gradients come home at the end of the step."""
+        """Only one of two models runs in the last micro-step. The other's gradients are reduced at its end."""
         first, second = mlp(), mlp()
         copies = copy.deepcopy(first), copy.deepcopy(second)
         batches = batches_of(16, 16)
@@ -759,7 +762,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("how", ["break", "raise"])
     def test_leaving_the_loop_leaves_nothing_switched(self, how):
-        """A flag held open across a yield would leave every later step without its gradients."""
+        """If a flag stayed set across a yield, every later step would lose its gradients."""
         module = mlp()
         with tracked():
             wrapped = wrap(module, 4, 6, 6)
@@ -793,7 +796,7 @@ class TestSteps:
 class TestWalks:
     @pytest.mark.parametrize("sizes", [(3, 3), (3, 2), (2, 3)])
     def test_two_side_by_side_leave_nothing_running(self, sizes):
-        """They do not end in reverse order: the second put the first back, which was over."""
+        """They do not end in reverse order. The second restored the first, which had already ended."""
         module = mlp()
         walks = [steps(batches_of(*(4,) * n), batch_size=4, effective_batch_size=4 * n) for n in sizes]
         for one, other in zip(*walks, strict=True):
@@ -855,7 +858,9 @@ class TestLosses:
 
 
 class TestBetweenGpus:
-    """The copies between GPUs, on CPU tensors: what travels where, and that a device used twice has its own."""
+    """Copies between GPUs, simulated with CPU tensors: contents and destinations, with a separate copy for a device
+    used twice.
+    """
 
     @staticmethod
     def run(module, sizes, monkeypatch):
@@ -890,7 +895,7 @@ class TestBetweenGpus:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN's, of weights that were copied one by one
 class TestOnGpus:
-    """On two cards, or on one that is named twice."""
+    """On two GPUs, or on one GPU named twice."""
 
     @pytest.mark.parametrize("split", [(2, 6), (6, 2), (0, 8), (8, 0)], ids=str)
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Batches of lists, ids and images of different sizes are cut like tensors, and outputs of samples are joined."""
+"""Batches of lists, ids and images of different sizes are split like tensors, and outputs of samples are joined."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestModels:
     @pytest.mark.parametrize("name", RAGGED)
     @pytest.mark.parametrize("split", [(4,), (4, 0), (0, 4)], ids=str)
     def test_run_whole_on_one_device(self, name, split, run):
-        """Nothing is cut there, so nobody has to count the samples."""
+        """One device needs no split, so the samples need not be counted."""
         ragged = RAGGED[name]
         with run():
             loss = ragged.compute_loss(wrap(ragged.built(), *split), ragged.batch(4))
@@ -138,7 +138,7 @@ class TestWhatIsCut:
         assert all(named == {"sizes": [224, 224]} for _, named in module.seen)
 
     def test_a_list_of_inputs_is_no_list_of_samples(self):
-        """As in nn.DataParallel: each of the two tensors is cut."""
+        """As in nn.DataParallel: each of the two tensors is split."""
         module = Notes()
         wrap(module, 1, 1)(X[:2], [X[:2], X[:2] + 1])
         assert [[part.shape for part in others[0]] for others, _ in module.seen] == [[(1, 5), (1, 5)]] * 2
@@ -177,7 +177,7 @@ class TestWhatIsCut:
 @settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any), kind=st.sampled_from([list, tuple]))
 def test_lists_of_samples_come_back_in_order(sizes, kind):
-    """A list of texts is cut, returned by each device, and joined: it is the same list again."""
+    """A list of texts is split, returned by each device, and joined to the same list."""
     texts = kind(f"sample {index}" for index in range(sum(sizes)))
     module = Notes()
     module.forward = lambda x, texts: {"texts": texts, "x": x}
@@ -257,7 +257,7 @@ class TestOutputs:
         assert joined(lambda x: ["cat"] * len(x), 1, 3) == ["cat"] * 4
 
     def test_a_list_of_outputs_is_joined_item_by_item(self):
-        """As in nn.DataParallel. The same lengths as the devices' samples are an accident, which is warned of."""
+        """As in nn.DataParallel. If the lists are as long as the devices' samples by accident, there is a warning."""
         with pytest.warns(AmbiguousBatchWarning, match="assumed a container of tensors with the batch first"):
             assert [part.shape for part in joined(lambda x: [x, x], 2, 2)] == [(4, 1), (4, 1)]
         assert [part.shape for part in joined(lambda x: [x, x], 1, 2)] == [(3, 1), (3, 1)]

@@ -1,4 +1,4 @@
-"""The loops that README and docstrings show, run as they stand on accelerators: the gradient is the whole step's."""
+"""The loops of README and docstrings run unchanged on accelerators. The gradient is the whole step's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def assert_exact(gradient: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan of 20 samples in steps of several forwards over the cards that are here."""
+    """Return a plan of 20 samples in steps of several forwards on the available GPUs."""
     inputs, targets = samples()
     workload = autosplit.Workload(make_model(), (inputs[:8], targets[:8]), loss_fn=squares)
     return autosplit.tune(
@@ -102,7 +102,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def exactly() -> Iterator[None]:
-    """Let what a block makes be of float64, and the same whenever it is made."""
+    """Make all new tensors of a block float64 and reproducible."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     yield
@@ -117,11 +117,11 @@ def assert_trained_as(model: nn.Module, alone: nn.Module) -> None:
 
 @pytest.mark.usefixtures("exactly")
 class TestPages:
-    """Blocks that run as they stand: each makes its model, data and optimizer. One process trains the same."""
+    """Blocks that run unchanged: each makes its model, data and optimizer. One process trains the same."""
 
     @pytest.mark.usefixtures("cache_dir")
     def test_the_first_loop(self):
-        """It failed on every GPU: the outputs were there, and the targets on the host."""
+        """It failed on every GPU, because the outputs were on the GPU and the targets on the host."""
         block = readme_block("plan = autosplit.tune(net, data[:8]")
         names: dict[str, Any] = {}
         exec(block, names)  # it is ours

@@ -1,4 +1,4 @@
-"""What travels between GPUs in a forward whose replicas last no longer than it, on CPU tensors."""
+"""Copies between GPUs in a forward without kept replicas, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_second_derivatives(comm):
 
 
 def test_a_gpu_used_twice_has_buffers_of_its_own(comm):
-    """torch hands out a lone buffer of its dtype as it is: both replicas counted the same batches twice."""
+    """torch returns a buffer unchanged if it is the only one of its dtype. Both replicas counted the same batches
+    twice.
+    """
     module = nn.BatchNorm1d(2)
     first, second = replicate(module, [0, 1], GpuCopies(CPUS[:2]))
     assert first.num_batches_tracked is module.num_batches_tracked

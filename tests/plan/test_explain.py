@@ -1,4 +1,4 @@
-"""A plan explains itself: what bounds it, in cases with a known answer, and what else there is."""
+"""A plan explains its limits and alternatives, in cases with known results."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def bound_of(plan: Plan, what: str, device: str | None = None) -> Bound | None:
 
 
 class TestWhatBounds:
-    """Each time in ms: a step of 100 samples, of which the slowest device's share counts."""
+    """Times are in ms. The step has 100 samples, and the slowest device decides."""
 
     def test_the_memory_of_device_0(self):
         # (20, 80) takes 80 * 4, (80, 20) would take 80.
@@ -129,7 +129,7 @@ class TestWhatBounds:
         )
 
     def test_a_gain_below_the_noise_is_not_told(self):
-        """A loaded machine promised +18,896 % without a limit: a step that is shorter than its own error."""
+        """On a busy machine, an unlimited change promised +18,896%, because the step was shorter than its error."""
         plan = solved_plan((20, 20), (0.01, 0.01), (20, 20), fixed_ms=100.0, effective=10_000)
         sure, vague = (
             replace(plan, fit=replace(plan.fit, residuals=(Residual((20, 20), 250, 1.0, predicted_s),)))
@@ -147,14 +147,14 @@ class TestWhatBounds:
         ("overhead", "what"), [("copies_ms", "overhead"), ("update_ms", "update"), ("gather_ms", "overhead")]
     )
     def test_what_a_step_takes_beside_the_devices(self, overhead, what):
-        # 50 of each device, and 50 of that, for each sample of the other where they are gathered. Were it on device 0
-        # alone, nothing would be copied or gathered, and it would take 100 as well.
+        # 50 of each device, and 50 more for each of the other's samples, where they are gathered. On device 0 alone,
+        # nothing would be copied or gathered, and it would take 100 as well.
         amount = 1.0 if overhead == "gather_ms" else 50.0
         plan = solved_plan((50, 50), (1.0, 1.0), (99, 99), accumulates=False, **{overhead: amount})
         assert bound_of(plan, what).gain == pytest.approx(2.0)
 
     def test_what_devices_cost_each_other_is_one_thing(self):
-        """A whole step tells how long it took, not by what: all of it was charged to the gather, of a single number."""
+        """A step shows its total time, not the cause. All of it was attributed to the gather of a single number."""
         plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
         slow = replace(plan, fit=Fit(replace(plan.fit.step_time, contention=1.5, copies_s=(0.0, 0.025))))
         assert bound_of(plan, "overhead") is None
@@ -173,7 +173,7 @@ class TestWhatBounds:
         assert limits_of(plan) == [("max_batch_size", None, 1.5)]
 
     def test_a_larger_max_batch_size_is_no_more_than_memory_holds(self):
-        # Ceilings were looked for up to 10, and memory holds 12: (12, 8) of 20 is at 22, (10, 10) at 20.
+        # Ceilings were searched up to 10, and 12 fit in memory. (12, 8) of 20 takes 22, (10, 10) takes 20.
         plan = solved_plan((5, 5), (1.0, 1.0), (6, 12), fixed_ms=10.0, most=10, effective=None)
         # 18 samples in (6, 12) at 22 are less than 16 in (6, 10) at 20: 20 do not fit, and 18 is what does.
         rate = max(16 / 20, 17 / 21, 18 / 22)
@@ -219,7 +219,7 @@ class TestWhatElseThereIs:
         assert even.gain == pytest.approx(2.5)
 
     def test_an_even_split_that_was_measured_has_no_other_rate(self):
-        """README had two for one split: 40,262 predicted, and 41,397 simulated."""
+        """The README had two rates for one split: 40,262 predicted and 41,397 simulated."""
         plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1300.0, even_samples_per_s=520.0)
         explanation = plan.explain()
         assert explanation.even is None
@@ -287,7 +287,7 @@ class TestWhatElseThereIs:
         assert "1 GiB more on cuda:0, the fullest device, would not help." in str(explanation)
 
     def test_the_smallest_batch_that_is_hardly_slower(self):
-        """Nothing said why a plan for which no batch was asked had 1,217 samples, and its fastest trial others."""
+        """A plan without a requested batch had 1,217 samples, unlike its fastest trial, and no text explained it."""
         larger = Trial(0, 50, 200, 1, (50, 150), 102.0)
         own = Trial(1, 2, 6, 1, (2, 4), 100.0)
         plan = replace(made_plan((2, 4), effective=6), samples_per_s=100.0, trials=(larger, own))
@@ -378,7 +378,7 @@ def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
 
 
 class TestAnExplanationThatIsKept:
-    """With many devices it takes seconds to make one, and a plan that is remembered is shown at once."""
+    """With many devices, explaining takes seconds. A saved plan should show its explanation immediately."""
 
     @staticmethod
     def kept(monkeypatch) -> Plan:
@@ -410,7 +410,7 @@ class TestAnExplanationThatIsKept:
         assert plan.with_explanation() == plan
 
     def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
-        """Once the rank that keeps a plan refused the others': only its own had the explanation in it."""
+        """A rank rejected the others' plan, because only the plan of the saving rank had an explanation."""
         plan = solved_plan((50, 50), (1, 1), (60, 60))
         kept = replace(plan.with_explanation(), notes=noted("tuned here"))
         assert kept.bare().to_json() == plan.bare().to_json()
@@ -447,7 +447,7 @@ class TestAnExplanationThatIsKept:
         ],
     )
     def test_one_that_contradicts_its_plan_is_made_anew(self, told):
-        """Its digest is the plan's, which whoever changes the file can write."""
+        """Its digest is in the plan's file, so anyone who changes the file can change the digest."""
         plan = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation()
         explanation = plan.explained.explanation
         tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))

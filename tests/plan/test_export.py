@@ -46,13 +46,13 @@ def ranked(plan: Plan, sizes: tuple[int, ...], ceilings: tuple[int, ...], steps:
 
 
 def uneven_plan(effective: int = 96, **changes: Any) -> Plan:
-    """A card three times as fast as the other one, which holds 40 samples: 3 to 1 on them."""
+    """One GPU is three times as fast as the other, which fits 40 samples."""
     plan = solved_plan((72, 24), (1.0, 3.0), (200, 40), effective=effective, **changes)
     return ranked(plan, (72, 24), (200, 40), 1, effective)
 
 
 def even_plan(kind: str = "cuda", count: int = 2, **changes: Any) -> Plan:
-    """Cards that are alike, 50 samples on each, in 2 forwards."""
+    """Two equal GPUs with 50 samples each, in 2 forwards."""
     plan = solved_plan((50,) * count, (1.0,) * count, (60,) * count, effective=100 * count, kind=kind, **changes)
     return ranked(plan, (50,) * count, (60,) * count, 2, 100 * count)
 
@@ -63,7 +63,7 @@ def lone_plan(effective: int = 100, kind: str = "cuda") -> Plan:
 
 
 def numbers(found: Export) -> tuple[int, int]:
-    """What the settings say: samples per forward of each rank, and forwards."""
+    """Return the settings' samples per forward of each rank, and the number of forwards."""
     settings = found.settings
     if found.to == "transformers":
         arguments = settings["TrainingArguments"]
@@ -76,7 +76,7 @@ def numbers(found: Export) -> tuple[int, int]:
     return settings["DataLoader"]["batch_size"], settings[taker][name]
 
 
-# -------------------------------------------------------------------------------------------------- what they are told
+# ------------------------------------------------------------------------------------------------- exported numbers
 
 
 @pytest.mark.parametrize("to", TOOLS)
@@ -99,7 +99,7 @@ def test_one_device_is_exact(to):
 
 @pytest.mark.parametrize("to", TOOLS)
 def test_an_uneven_plan_has_the_nearest_even_one_computed(to):
-    """72 and 24: neither 48 for each, the mean, which the small card can't hold, nor 24, which wastes the large one."""
+    """72 and 24: the mean, 48 each, does not fit the small GPU, and 24 each wastes the large GPU."""
     found = uneven_plan().export(to)
     assert numbers(found) == (24, 2)
     assert not found.exact
@@ -148,7 +148,7 @@ def test_the_range_that_was_asked_for_is_named():
 
 
 def test_without_an_effective_batch_there_is_one_forward():
-    """Those ceilings were found in steps of one forward: gradients that wait for a second were not counted."""
+    """Those ceilings were found in steps of one forward, without gradients that wait for a second."""
     plan = uneven_plan()
     found = replace(plan, effective_batch_sizes=None).export("transformers")
     assert numbers(found) == (40, 1)
@@ -274,7 +274,7 @@ def test_outputs_that_are_copied_to_float32_are_named():
     st.sampled_from(TOOLS),
 )
 def test_exact_or_within_every_ceiling(ranks, steps, short, to):
-    """Whatever the ranks, the tool's numbers are the plan's own or ones that every device holds."""
+    """For any ranks, the tool gets the plan's numbers, or numbers that fit every device."""
     sizes, room, paces = zip(*ranks, strict=True)
     ceilings = tuple(size + more for size, more in zip(sizes, room, strict=True))
     effective = max(sum(sizes) * (steps - 1) + 1, sum(sizes) * steps - short)
@@ -296,7 +296,7 @@ def test_a_step_of_the_workloads_own_is_named():
 
 
 def test_a_name_can_not_leave_its_comment():
-    """A plan may come from anybody; what is pasted as code must not."""
+    """A plan may come from an untrusted author, and its text must not become code that users paste."""
     evil = 'x"\n\nimport os; os.system("reboot")\r\x1b[2J\u2028y'
     plan = even_plan("sim")
     plan = replace(plan, devices=tuple(replace(device, name=evil) for device in plan.devices))
@@ -587,7 +587,7 @@ def test_lightning_takes_it(which, tmp_path, monkeypatch):
 HOMES = {
     "DistributedDataParallelKwargs": "accelerate.utils",
     "DataLoaderConfiguration": "accelerate.utils",
-    "DDPStrategy": "torch.nn.parallel",  # which it hands them on to
+    "DDPStrategy": "torch.nn.parallel",  # it passes them on to this
     "Trainer": "lightning.pytorch",
     "DataLoader": "torch.utils.data",
 }
@@ -678,7 +678,7 @@ trainer.fit(Module(), loader)
 """,
 }
 
-# These scripts are without autosplit, so that nobody ends gloo's threads, which may take a process down at its end.
+# These scripts do not use autosplit, so gloo's threads survive and may crash the process at its end.
 TELLING = """
 with open(f'{os.environ.get("LOCAL_RANK", 0)}.txt', "w") as told:
     told.write(" ".join(map(str, seen)))

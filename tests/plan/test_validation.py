@@ -1,4 +1,4 @@
-"""A plan that was read agrees with itself, and holds nothing that what works with it would choke on."""
+"""A loaded plan is consistent, and has no values that break other code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_unsound_plan_is_refused(plan, message):
 
 
 def refuse(plan: Plan) -> None:
-    """Read a plan again; what no reader of JSON takes is looked at as it is."""
+    """Read a plan again. Values that JSON cannot express are validated directly."""
     try:
         text = plan.to_json()
         json.loads(text)
@@ -119,7 +119,7 @@ def test_a_number_that_no_plan_has_is_refused(name, value, message):
 
 
 def test_escape_sequences_of_a_file_do_not_reach_the_terminal():
-    """The kind of a device was printed as it was, through the traceback."""
+    """The kind of a device was printed unescaped in the traceback."""
     plan = json.loads(PLAN.to_json())
     plan["simulated"] = True
     plan["devices"][0]["kind"], plan["devices"][1]["kind"] = "sim", "\x1b[31mcpu\x1b[0m\u202e"

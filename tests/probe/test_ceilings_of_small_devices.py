@@ -1,4 +1,4 @@
-"""Bugs of ceilings that were met, each with its story."""
+"""Regression tests of ceilings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autosplit.runtime.protocol import StepShape
 
 
 class Branching(nn.Module):
-    """Asks for a number on the way, so that no fake tensor can follow it."""
+    """Reads a value, so fake tensors cannot trace it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def small(width: int = 64) -> nn.Module:
 
 
 def runs(workload: Workload, budget: str, n: int) -> bool:
-    """Tell whether a step of a rank of two fits a budget, by running it."""
+    """Run a step of one of two ranks, and return whether it fits a budget."""
     devices = autosplit.parse_devices(f"cpu:{budget}")
     runtime = CpuRuntime(devices, (devices[0].capacity_bytes,), training_copy(workload, device=torch.device("cpu")))
     try:
@@ -56,8 +56,10 @@ def runs(workload: Workload, budget: str, n: int) -> bool:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.ASGD])
 def test_optimizers_whose_moment_is_the_fullest_at_small_batches(optimizer):
-    """Their state was made outside the fake mode, or they ask for numbers: followed for real, at four times the sample
-    batch the peak was still flat, its line never rose, and the search began at 65536: "does not fit" at batch 1.
+    """Their state was created outside of the fake mode, or they read values.
+
+    Real traces had a flat peak up to four times the sample batch. The fit never rose, the search began at 65536, and
+    the error was "does not fit" at batch 1.
     """
     workload = classifier(small(), optimizer)
     found = find_ceiling(workload, "cpu:1MiB")
@@ -90,7 +92,7 @@ class Jumping(nn.Module):
 
 
 def test_a_jump_between_the_sample_batch_and_twice_it_is_not_taken_for_a_slope():
-    """Two points make a line whatever they are, and the line was believed: 8 samples where hundreds run."""
+    """Any two points make a line. It was trusted, and the answer was 8 samples where hundreds fit."""
     workload = classifier(Jumping(5), torch.optim.SGD, samples=4)
     found = find_ceiling(workload, "cpu:1MiB")
     assert runs(workload, "1MiB", found.batch_size)
@@ -99,7 +101,7 @@ def test_a_jump_between_the_sample_batch_and_twice_it_is_not_taken_for_a_slope()
 
 class TestPlainCpu:
     def test_the_role_is_what_runs(self):
-        """The step of a primary was run whatever was asked for, and called by the role's name."""
+        """Every role ran the step of a primary, under the requested role's name."""
         workload = classifier(
             small(512), torch.optim.SGD
         )  # whose peak is in the backward: later, gradients are as many
@@ -118,7 +120,7 @@ class TestPlainCpu:
         assert 0 < len(slow.forwards) < 10
 
     def test_a_model_that_fails_with_few_samples_is_looked_at_from_its_sample_batch_on(self):
-        """It began at one sample, whatever the sample batch: the model's own error came back raw."""
+        """The search began at one sample, and the model's own error came back unexplained."""
         found = find_ceiling(classifier(AtLeast(4), torch.optim.SGD), "cpu", max_batch_size=32)
         assert found.batch_size >= 8
 
@@ -158,7 +160,7 @@ class AtLeast(nn.Module):
 
 
 def test_an_error_of_the_users_code_says_with_which_batch():
-    """A model that takes multiples of four raised its own ValueError, and nobody said which size had been tried."""
+    """A model that needs multiples of four raised its own ValueError, and no message named the tried size."""
     with pytest.raises(
         UserCodeError,
         match=r"with a batch of \d*[13579] .* raised ValueError: can't",
@@ -167,7 +169,7 @@ def test_an_error_of_the_users_code_says_with_which_batch():
 
 
 def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
-    """What the allocator of the processor raises came out raw, in this process but not in a child's."""
+    """The CPU allocator's error came back unchanged in this process, but not in a child process."""
     workload = classifier(small(), torch.optim.SGD)
     devices = autosplit.parse_devices("cpu:1GiB")
     runtime = CpuRuntime(devices, (2**30,), training_copy(workload, device=torch.device("cpu")))
@@ -214,7 +216,7 @@ def test_a_function_that_leaves_the_program_is_the_users_error():
 
 
 class TestHeldInterrupts:
-    """One Ctrl-C in 25 ended the whole process: torch's dispatcher has no way out for it under fake tensors."""
+    """One Ctrl-C in 25 ended the whole process, because torch's dispatcher cannot pass it on under fake tensors."""
 
     def test_it_comes_to_whoever_would_have_had_it(self):
         came = []
@@ -238,7 +240,7 @@ class TestHeldInterrupts:
 
     @pytest.mark.slow
     def test_interrupts_at_random_moments_of_a_tuning_are_only_interrupts(self):
-        """Pressed while it tunes only: the alarm that rang a moment before or after was the test's own failure."""
+        """Press Ctrl-C only during the tuning. An alarm just before or after it failed the test."""
         workload = classifier(small(), torch.optim.AdamW)
         tunes = []
         pressed = lambda _number, _frame: tunes and tunes.pop() and signal.raise_signal(signal.SIGINT)

@@ -72,7 +72,7 @@ OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW]
 
 @dataclass
 class Case:
-    """One that was looked for, with what is true."""
+    """A ceiling search with its true result."""
 
     name: str
     found: int
@@ -91,7 +91,7 @@ def workload_of(number: int) -> tuple[Workload, str]:
 
 
 def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bool:
-    """Tell whether a step runs in an allocator that has seen nothing before."""
+    """Return whether a step fits in a fresh allocator."""
     runtime = AcceleratorRuntime(parse_devices(SPEC), (capacity_bytes,), workload)
     shape = StepShape(((samples,),), arrangement="eval" if role == "eval" else "balanced")
     try:

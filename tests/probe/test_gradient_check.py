@@ -1,4 +1,4 @@
-"""What a training depends on is found and named, every figure and every advice holds, and nothing is left behind."""
+"""The gradient check finds and names every cause. Its figures and advice are right, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Centred(nn.Module):
 
 
 class BatchSoftmax(nn.Module):
-    """A layer of one's own that looks at its neighbours."""
+    """A layer that mixes the samples of a batch."""
 
     def forward(self, x):
         return x.softmax(0)
@@ -136,7 +136,7 @@ class Noisy(nn.Module):
 
 
 class SinglePrecision(nn.Module):
-    """A plain tensor of its own, which no conversion reaches."""
+    """A module with a plain tensor that no conversion reaches."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +360,7 @@ HOOKED = {}
 
 
 class Auxiliary(nn.Module):
-    """Keeps what an auxiliary loss is made of in an attribute, or lets a hook do it."""
+    """Keeps the input of an auxiliary loss in an attribute or in a hook."""
 
     def __init__(self, keeps):
         super().__init__()
@@ -609,7 +609,7 @@ class Placed(nn.Module):
 
 
 class Prototyped(nn.Module):
-    """Compares samples with a table of prototypes, and looks at all of these."""
+    """Compares samples with a table of prototypes, and uses the whole table."""
 
     def __init__(self, reduce):
         super().__init__()
@@ -629,7 +629,7 @@ TABLES = {
 
 @pytest.mark.parametrize("case", TABLES)
 def test_a_table_with_as_many_rows_as_the_batch_is_named(case):
-    """It was cut as samples are, and what came of that named no cause."""
+    """It was split like samples, and the resulting error named no cause."""
     model, inputs, error = TABLES[case]
     batch = {"inputs": (inputs, ROWS), "targets": torch.zeros(6)}
 
@@ -647,7 +647,7 @@ def test_a_table_with_as_many_rows_as_the_batch_is_named(case):
 
 
 def test_what_is_cut_in_doubt_is_said_where_another_size_fails():
-    """A square batch says nothing of which dimension is the samples': torch's own error named no cure."""
+    """A square batch does not show which dimension holds the samples. torch's error gave no remedy."""
     given = Workload(Placed(), (TOKENS, torch.randn(6, 4)), loss_fn=None)
     with pytest.raises(UserCodeError, match=r"sample_batch\[1\] of shape \(6, 4\).*as autosplit.Whole\(tensor\)"):
         autosplit.tune(given, devices="sim:1xRTX3090", profile="off", n_trials=1, max_batch_size=64)
@@ -726,7 +726,7 @@ def test_an_optimizer_that_steps_twice_and_one_with_a_closure():
     assert max(one.split_error for one in found) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------- what can't be checked
+# ---------------------------------------------------------------------------------------- what cannot be checked
 
 
 def test_too_few_samples_are_refused_and_made_where_they_can_be():
@@ -802,7 +802,7 @@ def test_what_takes_too_long_is_not_checked(monkeypatch):
 
 
 def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
-    """no_grad() ends by a torch function: where the clock stopped that, gradients stayed off, for the user as well."""
+    """no_grad() ends in a torch function. A timeout there left gradients off, for the user as well."""
     restored = []
 
     class Restoring(nn.Linear):
@@ -862,7 +862,7 @@ def state_of(model):
         ],
         "modes": [part.training for part in model.modules()],
         "hooks": [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()],
-        "random": (torch.get_rng_state(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002  # the one that is kept
+        "random": (torch.get_rng_state(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002 # the generator with global state
         "default": torch.get_default_dtype(),
         "modes of torch": torch._C._len_torch_function_stack(),
     }
@@ -914,7 +914,7 @@ def test_the_loss_and_the_batch_are_left_as_they_were():
     assert all(map(torch.equal, batch, workload.sample_batch))
 
 
-# ------------------------------------------------------------------------------------------------ against the real
+# ---------------------------------------------------------------------------------- compared with real training
 
 
 @pytest.mark.filterwarnings("ignore:The loss is a mean over the labels")  # which it is

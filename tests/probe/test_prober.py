@@ -1,4 +1,4 @@
-"""find_ceiling: the largest batch, as brute force finds it, for every role and many kinds of models."""
+"""find_ceiling finds the same largest batch as brute force, for every role and many kinds of models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST = 40
 
 
 def shape_of(role: str, n: int) -> StepShape:
-    """The step by which a role is probed, alone in its job."""
+    """Return the step that probes a role in a job of its own."""
     if role == "replica":
         return StepShape(((0, n),))
     if role == "primary":
@@ -131,7 +131,7 @@ class TestLimits:
 
 
 class StandIn:
-    """Real devices, as far as the prober asks them: their peaks are those of traces, and what a test adds."""
+    """Real devices as the prober uses them. Their peaks come from traces, plus an amount set by the test."""
 
     simulated = False
     shares_processor = True
@@ -166,7 +166,7 @@ def capacity_for(tracer, n: int) -> int:
 
 class TestOffTheTrace:
     def test_a_constant_beyond_the_trace_costs_no_failure(self, tracer):
-        """A CUDA context's workspaces, fragmentation: small real steps show it before the ceiling is tried."""
+        """CUDA workspaces and fragmentation. Small real steps show them before the ceiling is tried."""
         runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 30 * KIB)
         found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
         assert found.ooms == 0

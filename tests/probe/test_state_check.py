@@ -35,7 +35,7 @@ class MemoryBank(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The moving averages of a VQ-VAE's codebook, in a tensor that each forward assigns anew."""
+    """The moving averages of a VQ-VAE's codebook, in a tensor that each forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The largest batch by few real steps: on an allocator by hand, beside a brute force over the same one."""
+"""The largest batch from few real steps: on a handwritten allocator, compared with brute force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = 40
 
 
 def found_on(seed: int, *, segments: bool, seen: float | None = 1.0) -> tuple[int, WallSearch, Card]:
-    """Return the truth, the search that looked for it, and the card that it looked on."""
+    """Return the true ceiling, the search, and the GPU that it used."""
     network = Network(seed, tries=segments)
     other = Card(network, segments=segments)
     truth = brute_force(lambda n: other.memory(n) is not None)
@@ -30,7 +30,7 @@ def found_on(seed: int, *, segments: bool, seen: float | None = 1.0) -> tuple[in
 
 
 def test_where_memory_ends_sharply_the_wall_is_found_to_the_sample():
-    """At every confirmed size the whole curve was traced again: 232 traces for 10 runs, on a network of two layers."""
+    """The whole curve was traced again at every confirmed size: 232 traces for 10 runs of a network of two layers."""
     cases = [found_on(seed, segments=False) for seed in range(CASES)]
     assert sum(search.found == truth for truth, search, _ in cases) >= 0.95 * CASES
     assert all(search.found <= truth for truth, search, _ in cases)
@@ -39,7 +39,7 @@ def test_where_memory_ends_sharply_the_wall_is_found_to_the_sample():
 
 @pytest.mark.parametrize("seen", [0.25, 0.5, 1.3])
 def test_a_trace_of_another_slope_costs_few_samples_and_no_more_steps(seen):
-    """The processor keeps four times the bytes of a GPU's attention; under autocast it keeps half of a GPU's."""
+    """The CPU keeps four times the bytes of a GPU's attention. Under autocast it keeps half of a GPU's."""
     cases = [found_on(seed, segments=False, seen=seen) for seed in range(CASES)]
     assert sum(search.found >= 0.95 * truth for truth, search, _ in cases) >= 0.95 * CASES
     assert sum(card.ooms <= 1 for *_, card in cases) >= 0.95 * CASES
@@ -47,9 +47,9 @@ def test_a_trace_of_another_slope_costs_few_samples_and_no_more_steps(seen):
 
 
 def test_segments_and_workspaces_that_were_tried_out_leave_the_wall_where_it_is():
-    """What the allocator reserved was taken for what a step needs: of 46,403 samples 30,933 were the answer.
+    """The search took reserved memory for needed memory. It found 30,933 of 46,403 samples.
 
-    Near the wall it is chance which sizes run: of one each segment finds a block, of a smaller one not.
+    Near the limit, chance decides which sizes run. For one size every segment finds a block, for a smaller size not.
     """
     cases = [found_on(seed, segments=True) for seed in range(CASES)]
     shares = sorted(search.found / truth for truth, search, _ in cases)
@@ -88,7 +88,7 @@ def test_a_process_that_died_says_nothing_of_bytes():
 
 
 def test_no_wall_is_looked_for_beyond_the_largest_batch():
-    """As near to it as to a wall, it was gone halfway to in each step, and never reached: 65,211 of 65,536."""
+    """Each step halved the distance to the largest batch and never reached it: 65,211 of 65,536."""
     search = WallSearch(lambda n: 960.0 * n, 128 * 2**20, least=1, most=2**16, start=4)
     sizes = []
     while (n := search.next()) is not None:

@@ -1,4 +1,4 @@
-"""Why no remembered plan holds: what is said of each part of the key."""
+"""Messages about why no profile matches, for each part of the key."""
 
 from __future__ import annotations
 

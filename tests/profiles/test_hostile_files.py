@@ -1,4 +1,4 @@
-"""Profiles that anybody may have written: none ends in a traceback, a hang, a half-used plan or a file elsewhere."""
+"""Profiles from untrusted authors never cause a traceback, a hang, a half-used plan or a file elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORKLOAD = {"model": "Net", "parameters": 1000, "loss_fn": None}
 
 
 def full_plan() -> Plan:
-    """A plan in which every part of the JSON stands."""
+    """Return a plan that uses every part of the JSON format."""
     curves = tuple(TimeCurve(((1, 0.01), (50, 0.03), (200, 0.1 + 0.01 * i))) for i in range(2))
     step_time = StepTime(curves, (0.0, 0.002), (0.0, 1e-5), 0.001, adds_up=False)
     residual = Residual((3, 4), 1, 0.05, 0.051)
@@ -63,11 +63,11 @@ TEXT = PLAN.to_json()
 PLAIN = PLAN.to_dict()
 
 
-# What may stand in a profile's place
+# Hostile files
 
 RAW_PREFIX = "@raw "
 RAW = ("NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "9" * 400, "1e-400", "[" * 50 + "]" * 50, "0x10", "'a'")
-"""What `json.dumps` would not write."""
+"""Values that `json.dumps` would not write."""
 
 VALUES = st.one_of(
     st.none(),
@@ -96,7 +96,7 @@ def flipped(draw) -> bytes:
 
 @st.composite
 def changed(draw) -> bytes:
-    """Put other values into a plan, or take some out: at any depth, and at times the same number everywhere."""
+    """Replace or remove values in a plan, at any depth. Sometimes the same number replaces many values."""
     plain: Any = json.loads(TEXT)
     for _ in range(draw(st.integers(1, 3))):
         node, key = plain, draw(st.sampled_from(sorted(plain)))
@@ -111,7 +111,7 @@ def changed(draw) -> bytes:
         elif how == 2 and isinstance(node[key], (int, float)):
             node[key] = node[key] * draw(st.sampled_from([-1, 2, 0.5, 10**6, 10**12, 1e-9]))
         else:
-            node[key] = copy.deepcopy(draw(VALUES))  # what is drawn may be changed next, and is drawn again
+            node[key] = copy.deepcopy(draw(VALUES))  # the drawn plan may be changed, so draw a fresh plan
     text = json.dumps(plain)
     for raw in RAW:
         text = text.replace(json.dumps(RAW_PREFIX + raw), raw)
@@ -120,7 +120,7 @@ def changed(draw) -> bytes:
 
 @st.composite
 def grown(draw) -> bytes:
-    """Agree with itself, at sizes that nobody has: what is checked field by field passes."""
+    """Change sizes consistently to absurd values, so checks of single fields pass."""
     try:
         return grown_plan(draw).to_json().encode()
     except PlanError:  # too large to be made here
@@ -188,7 +188,7 @@ OTHERS = st.sampled_from(
 CASES = st.one_of(truncated(), flipped(), changed(), changed(), changed(), OTHERS)
 
 
-# What must come of each
+# Expected results
 
 
 def shown(*arguments: str) -> tuple[int, str]:
@@ -203,14 +203,14 @@ def shown(*arguments: str) -> tuple[int, str]:
 
 
 def is_whole(plan: Plan) -> bool:
-    """Tell whether a plan that was accepted can be worked with: its own JSON is a plan, and all of it is explained."""
+    """Return whether an accepted plan is usable: its JSON is a plan, and it can be explained."""
     again = Plan.from_json(plan.to_json())
     return again == plan and sum(plan.split) == plan.batch_size and bool(str(plan.explain()))
 
 
 @pytest.fixture
 def ground(tmp_path, monkeypatch) -> Path:
-    """A folder with a cache, and something beside it that is none of the cache's business."""
+    """A folder with a cache, and with other files that the cache must not touch."""
     (tmp_path / "cache" / "profiles").mkdir(parents=True)
     PLAN.save(tmp_path / "outside" / "plan.json")
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "cache"))
@@ -218,7 +218,7 @@ def ground(tmp_path, monkeypatch) -> Path:
 
 
 def emptied(folder: Path) -> Path:
-    """Take away what the case before has left."""
+    """Remove the files of the case before."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -228,12 +228,12 @@ def emptied(folder: Path) -> Path:
 
 
 def each(case: bytes, ground: Path, *, shows: bool = True) -> None:
-    """Let `find`, and perhaps `show`, meet a case."""
+    """Run `find`, and sometimes `show`, on a case."""
     outside = ground / "outside"
     path = emptied(ground / "cache" / "profiles") / f"{KEY}.json"
     path.write_bytes(case)
     try:
-        named = Plan.load(path)  # as the user's own, by its name
+        named = Plan.load(path)  # named as the user's own profile
     except PlanError as error:
         assert_harmless(str(error), lines=False)
         named = None
@@ -310,7 +310,7 @@ def test_the_base_of_all_this_is_found():
     assert is_whole(PLAN)
 
 
-# From one end to the other
+# End to end
 
 
 def test_a_spoiled_profile_is_tuned_for_again():

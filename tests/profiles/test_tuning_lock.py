@@ -1,4 +1,4 @@
-"""Taking turns: one at a time, the others told whom they wait for, and nobody waits for what is no more."""
+"""The tuning lock: one process at a time, messages that name the holder, and no wait for dead processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def turn(lock: Path, told: list[str] | None = None, *, limit_s: float = 30.0) ->
 
 
 class Holder:
-    """A process that has the lock until it is told to give it back, or killed."""
+    """A process that keeps the lock until it is released or killed."""
 
     def __init__(self, lock: Path) -> None:
         ready, self._end = os.pipe(), os.pipe()
@@ -93,7 +93,7 @@ def test_after_the_limit_nobody_waits_any_longer(lock):
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_the_holder_alone(lock):
-    """Pressed once it waits, of which it tells: after a third of a second a busy machine had not come so far."""
+    """Pressed after the process reports that it waits. A fixed delay is too short on a busy machine."""
     holder, told = Holder(lock), []
 
     def press() -> None:

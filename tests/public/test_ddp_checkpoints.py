@@ -1,6 +1,6 @@
-"""Checkpoints of a job: whole or not at all, of any wrapper, and nothing changes where they do not fit.
+"""Checkpoints of a job are complete or absent, load into any wrapper, and change nothing if they do not fit.
 
-What the ranks of a job tell each other of them is in test_ddp.py, with its processes.
+test_ddp.py tests the communication of the ranks about checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ctx() -> Iterator[ddp.Context]:
 
 
 def train(ctx: ddp.Context, parts: dict[str, Any], loader: Any, *, most: int = 10**9) -> list[torch.Tensor]:
-    """Train for so many steps of the epoch that is left; return the weights after each."""
+    """Train the rest of the epoch up to a number of steps. Return the weights after each."""
     found = []
     for step in ctx.steps(loader):
         for indices in step:
@@ -56,7 +56,7 @@ def begun(ctx: ddp.Context, **options: Any) -> tuple[dict[str, Any], Any]:
 class TestResuming:
     @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
     def test_in_mid_epoch_goes_on_as_if_nothing_had_been(self, ctx, tmp_path, workers):
-        """Workers draw ahead: what counts is what optimizer steps have consumed."""
+        """Workers draw ahead. Only samples of completed optimizer steps count."""
         parts, loader = begun(ctx)
         whole = train(ctx, parts, loader)
         parts, loader = begun(ctx)
@@ -122,7 +122,7 @@ class TestInterchange:
 
     @pytest.mark.parametrize("part", ["whole", "a layer", "in DDP"])
     def test_a_compiled_model_is_saved_under_plain_names(self, ctx, tmp_path, part):
-        """They had `_orig_mod.` in them, which nothing but torch.compile of the very same parts could load."""
+        """They contained `_orig_mod.`, so only a compiled model with the same parameters could load them."""
         model = make_model()
         if part == "a layer":
             model[0] = torch.compile(model[0], backend="eager")
@@ -213,7 +213,7 @@ class TestBadFiles:
 
 
 def changed(ctx: ddp.Context, path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Write a checkpoint of another model after a step, with something in it changed."""
+    """Write a checkpoint of another model after a step, with one change."""
     parts, loader = begun(ctx)
     train(ctx, parts, loader, most=1)
     ctx.save_checkpoint(path, **parts)
@@ -259,7 +259,7 @@ OPTIMIZERS = [
 class TestBadParts:
     @pytest.mark.parametrize("name", BAD_PARTS)
     def test_are_refused_before_anything_changes(self, ctx, tmp_path, name):
-        """What load_state_dict finds when half of it is loaded, or the next step, is found first."""
+        """Errors that load_state_dict finds half-way, or that the next step finds, are found before loading."""
         change, match = BAD_PARTS[name]
         changed(ctx, tmp_path / "last.pt", change)
         parts, loader = begun(ctx)
@@ -352,7 +352,7 @@ class TestWriting:
             ) as e:
                 ctx.save_checkpoint(path, model=make_model(), arguments=bad, step=1)
             assert "\n" not in str(e.value)
-        # Torch begins with how such a file can be loaded all the same, in bold.
+        # torch begins with instructions, in bold, to load such a file anyway.
         with pytest.raises(CheckpointError, match=r"'arguments' can't be saved \(numpy.*scalar\)\. Expected numbers"):
             ctx.save_checkpoint(path, model=make_model(), arguments=np.float64(3.0))
         assert path.read_bytes() == content

@@ -1,6 +1,6 @@
-"""DDP by a plan trains as one device does on the whole batch, in real processes: gradients, steps, and what goes wrong.
+"""DDP with a plan trains as one device does on the whole batch, in real processes: gradients, steps and failures.
 
-What each scenario found in every rank is held against the same done here by one model with whole batches.
+Each scenario's results on every rank are compared with one model that trains here on whole batches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NUM_SAMPLES = 203
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 EXACT = 1e-10
-"""How far a gradient may be from the whole batch's, relative to it."""
+"""Largest relative error of a gradient."""
 FOLLOWS = 1e-9
-"""How far weights may be from the single device's, after all steps."""
+"""Largest error of the weights after all steps."""
 SEED = 7
 
 
@@ -65,7 +65,7 @@ def loader_of(ctx: ddp.Context, workers: int = 0) -> DataLoader:
 
 
 def whole_batches(effective: int, num_steps: int) -> Iterator[list[int]]:
-    """The samples of each optimizer step, over as many epochs as it takes."""
+    """Return the samples of each optimizer step, over several epochs."""
     sampler = make_plan((effective,)).batch_sampler(NUM_SAMPLES, shuffle=True, seed=SEED)
     left = num_steps
     while left > 0:
@@ -93,7 +93,7 @@ def on_one_device(effective: int, num_steps: int) -> tuple[list[torch.Tensor], l
 
 
 def trained(sizes: tuple[int, ...], effective: int, num_steps: int, workers: int = 0) -> dict[str, Any]:
-    """Train by a plan; the gradient and weights of each step, and each epoch's samples as this rank counted them."""
+    """Train with a plan. Return each step's gradient and weights, and each epoch's samples on this rank."""
     found: dict[str, Any] = {"gradients": [], "weights": [], "epochs": []}
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         model = ctx.wrap(make_model())
@@ -114,10 +114,10 @@ def trained(sizes: tuple[int, ...], effective: int, num_steps: int, workers: int
 
 
 def trained_by_hand(sizes: tuple[int, ...], effective: int, num_steps: int) -> dict[str, Any]:
-    """The same local batches in DDP as it is: the mean loss of each, and the mean of the ranks' gradients."""
+    """Run the same local batches in plain DDP: the mean loss of each, and the mean of the ranks' gradients."""
     found: dict[str, Any] = {"gradients": [], "weights": []}
     with ddp.setup(make_plan(sizes, effective)) as ctx:
-        model = ctx.wrap(make_model())  # DistributedDataParallel; what makes the gradient exact is ctx.steps
+        model = ctx.wrap(make_model())  # plain DistributedDataParallel; ctx.steps makes the gradient exact
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         loader = loader_of(ctx)
         while len(found["weights"]) < num_steps:
@@ -157,7 +157,7 @@ def check_follows(both: list[dict[str, Any]], effective: int, num_steps: int) ->
         assert sorted(gathered) == list(range(NUM_SAMPLES)), f"epoch {number}"
 
 
-# --------------------------------------------------------------------------------------------- beside the plain loop
+# -------------------------------------------------------------------------------------------- variants of the loop
 
 
 def single(num_steps: int, effective: int = 24) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -169,14 +169,14 @@ OVERFLOWS_IN_STEP = 2
 
 
 def overflowing(loss: torch.Tensor, number: int, targets: torch.Tensor) -> torch.Tensor:
-    """A loss that overflows in one step where one sample is: on one rank only, in one micro-batch only."""
+    """A loss that overflows for one sample in one step: on one rank and in one micro-batch."""
     batch = list(whole_batches(24, OVERFLOWS_IN_STEP + 1))[-1]
     hit = number == OVERFLOWS_IN_STEP and bool((targets == TARGETS[batch[0]]).any())
     return loss * math.inf if hit else loss
 
 
 def scaled_steps(batches: Iterator[Any], model: nn.Module) -> list[tuple[float, float, torch.Tensor]]:
-    """Steps with a GradScaler and clipping; for each the scale after it, the norm that was clipped, and the weights."""
+    """Steps with a GradScaler and clipping. Return the scale after each, the clipped norm, and the weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     found = []
@@ -218,9 +218,9 @@ def half_precision() -> list[torch.Tensor]:
 
 
 def left_in_the_middle() -> dict[str, Any]:
-    """The step after one that was left: by a break from inside, by one outside, and by an exception in the loss.
+    """Run the step after an abandoned step: after a break inside, a break outside, and an exception in the loss.
 
-    That one comes after the forward in whose backward gradients would have met, so that DDP still waits for it.
+    The exception comes after the last forward, so DDP still expects its all-reduce.
     """
     found: dict[str, Any] = {}
 
@@ -261,7 +261,7 @@ def left_in_the_middle() -> dict[str, Any]:
 
 
 class Branching(nn.Module):
-    """A model of which a part is not used."""
+    """A model with an unused part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ OPTIONS: dict[str, tuple[tuple[int, ...], int, dict[str, bool], Callable[[], nn.
 def with_options(
     sizes: tuple[int, ...], effective: int, options: dict[str, bool], make: Callable[[], nn.Module]
 ) -> list[torch.Tensor]:
-    """Each step's gradient, over an epoch and a bit."""
+    """Return each step's gradient, over more than an epoch."""
     found = []
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         model = ctx.wrap(make(), **options)
@@ -323,7 +323,7 @@ def adversaries_loss(number: int, generator: nn.Module, critic: nn.Module, indic
 
 
 def adversaries(sizes: tuple[int, ...], effective: int, **options: bool) -> list[torch.Tensor]:
-    """The weights of both after each step; who learns takes turns."""
+    """Return the weights of both after each step. The two train in turn."""
     found = []
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         pair = [ctx.wrap(model, **options) for model in make_pair()]
@@ -370,7 +370,7 @@ def kept_count(batch: Any) -> int:
 
 
 def kept_mean(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A mean as it is often written, over what counts: 0/0 where nothing does."""
+    """A common handwritten mean. It is 0/0 if nothing counts."""
     inputs, targets, indices = batch
     mask = kept(indices)[:, None]
     return (((model(inputs) - targets) ** 2) * mask).sum() / mask.sum()
@@ -395,7 +395,7 @@ RECIPES = [block for block in re.findall(r"```python\n(.*?)```", PAGES, re.DOTAL
 
 
 class Stream:
-    """The samples in an order of their own, one after the other."""
+    """The samples in a fixed order, one at a time."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -415,7 +415,7 @@ def recipe_module(classes: str) -> ModuleType:
 
 
 def streamed(sizes: tuple[int, ...], effective: int, num_samples: int) -> dict[str, Any]:
-    """Run the README's own code: each step's gradient, what was counted, and the warnings."""
+    """Run the README's own code. Return each step's gradient, the counts, and the warnings."""
     found: dict[str, Any] = {"gradients": [], "steps": []}
     for_workers("test_ddp_exact")
     torch.multiprocessing.set_start_method("forkserver", force=True)
@@ -502,7 +502,7 @@ class TestTraining:
 
 
 def check_differs(both: list[dict[str, Any]], effective: int, num_steps: int) -> None:
-    """The same slices without the weights: were these off by rounding alone, the weights would be idle."""
+    """Run the same slices without weights. If this were as exact, the weights would have no effect."""
     gradients, followed = on_one_device(effective, num_steps)
     for found in both:
         assert relative_error(found["gradients"][0], gradients[0]) > 0.01
@@ -511,7 +511,7 @@ def check_differs(both: list[dict[str, Any]], effective: int, num_steps: int) ->
 
 class TestStepsOverRanks:
     def test_a_scaler_and_clipping_do_as_on_one_device(self, ranks):
-        """The ranks see one overflow alike, although it was on one of them: gradients met before they were unscaled."""
+        """All ranks see the overflow of one rank, because gradients are reduced before they are unscaled."""
         expected = scaled_steps(([batch] for batch in single(6)), make_model())
         scales = [scale for scale, _, _ in expected]
         assert scales[OVERFLOWS_IN_STEP] < scales[OVERFLOWS_IN_STEP - 1], "there was an overflow"
@@ -541,7 +541,7 @@ class TestStepsOverRanks:
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_options_of_ddp_change_no_gradient(self, ranks, name):
-        """A static graph was learnt from a backward in which nothing met: an assertion of PyTorch's own broke."""
+        """DDP learnt a static graph from a backward without an all-reduce, and an assertion of PyTorch failed."""
         _, effective, _, make = OPTIONS[name]
         steps = 2 * -(-NUM_SAMPLES // effective)
         for found in found_by(ranks, name):
@@ -579,7 +579,7 @@ class TestStepsOverRanks:
             assert relative_error(running_mean, reference[1].running_mean) < EXACT
 
     def test_a_mean_over_nothing_gives_no_gradient(self, ranks):
-        """A rank's last micro-batch held no label that counts: 0/0, and 0 times that made everyone's gradient NaN."""
+        """A rank's last micro-batch had no label that counts. 0/0 times 0 made every rank's gradient NaN."""
         both = found_by(ranks, "means over nothing")
         assert 0 in both[0][1], "there was such a micro-batch"
         for found, _ in both:

@@ -1,7 +1,7 @@
-"""Moving from the old class: each thing that went wrong with it, and with nn.DataParallel below it, once more.
+"""Switching from the old class: each of its bugs and of nn.DataParallel's bugs is tested here.
 
-The old class of this name took `gpu0_bsz` samples for the first GPU and shared the rest out. It is in use in many
-repositories, in copies that differ little. Each test tells what happened there, and shows that it does not happen here.
+The old class of this name took `gpu0_bsz` samples for the first GPU and split the rest. Many repositories use similar
+copies of it. Each test describes a bug and shows that it does not happen here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def old_call(gpu0_bsz: int, module: nn.Module, count: int, **options) -> Balance
 
 
 def sizes_seen(gpu0_bsz: int, count: int, batch: int) -> list[int]:
-    """What each device that was called got of a batch."""
+    """Return each device's part of a batch."""
     module = Echo()
     inputs = torch.arange(float(batch)).view(-1, 1)
     assert torch.equal(old_call(gpu0_bsz, module, count)(inputs), inputs)
@@ -124,7 +124,7 @@ class TestFourteenDefects:
             inputs = torch.randn(10, 4) + 2
             with run():
                 loss_of(wrapped(inputs)).backward()
-            by_hand(inputs[:5])  # what the first device with samples gets
+            by_hand(inputs[:5])  # the part of the first device with samples
         assert module[1].num_batches_tracked == 5
         torch.testing.assert_close(module[1].running_mean, by_hand[1].running_mean)
         torch.testing.assert_close(module[1].running_var, by_hand[1].running_var)
@@ -142,7 +142,7 @@ class TestFourteenDefects:
         assert capsys.readouterr() == ("", "")
 
     def test_10_a_mean_of_unlike_shares_was_taken_as_if_they_were_alike(self, run):
-        """A model returned its loss, each GPU's a mean over its share; the script took the mean of these means."""
+        """A model returned its loss, a mean over each GPU's share. The script took the mean of these means."""
         module = WithLoss()
         reference, by_old = copy.deepcopy(module), copy.deepcopy(module)
         inputs, target = torch.randn(11, 5), torch.randint(0, 3, (11,))
@@ -159,7 +159,7 @@ class TestFourteenDefects:
         assert error > 0.05, "the old way gives another gradient here"
 
     def test_11_namedtuples_no_inputs_and_a_module_elsewhere(self, run):
-        """A namedtuple came back as a tuple, a call without inputs crashed, and a module elsewhere did so obscurely."""
+        """A namedtuple came back as a tuple, a call without inputs crashed, and so did a module on another device."""
 
         class Pair(NamedTuple):
             first: Tensor
@@ -180,7 +180,7 @@ class TestFourteenDefects:
 
     @pytest.mark.parametrize("batch", [1, 2, 5, 8])
     def test_12_a_flag_beside_a_short_batch_called_replicas_without_their_input(self, batch):
-        """Every GPU got the flag, only some got samples: the others were called with the flag alone."""
+        """All GPUs got the flag, but only some got samples. The others were called with the flag alone."""
         module = Echo()
         old_call(1, module, 4)(torch.zeros(batch, 2), training=True, names=["a", "b", "c"])
         assert sum(len(args[0]) for args, _ in module.calls) == batch
@@ -194,9 +194,9 @@ class TestFourteenDefects:
 
     @pytest.mark.parametrize("batch", [4, 3])
     def test_14_a_share_divided_away_left_the_first_gpu_out(self, batch):
-        """Scripts pass `gpu0_bsz // acc_grad`: 1 // 2 is 0, and nobody noticed that the first GPU had no samples.
+        """Scripts pass `gpu0_bsz // acc_grad`. 1 // 2 is 0, and the first GPU silently got no samples.
 
-        Half a sample is refused by name. The 0 can be read off the wrapper, and trains as it should.
+        Half a sample raises an error. A 0 is visible on the wrapper, and trains correctly.
         """
         gpu0_bsz, acc_grad = 1, 2
         with raises(InputError, "whole-number-type", "gpu0_bsz", "0.5"):
@@ -317,7 +317,7 @@ class TestTrapsOfDataParallel:
         assert len(values) == 2
 
     def test_a_module_compiled_in_place_ran_with_the_first_gpus_weights(self):
-        """The compiled call is bound to the module it was made of, and every replica kept that call."""
+        """The compiled call is bound to the original module, and every replica used that call."""
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         module.compile(backend="eager")
         with raises(InputError, "module-compiled"):
@@ -325,7 +325,7 @@ class TestTrapsOfDataParallel:
 
     @pytest.mark.parametrize("compiled_in_place", [True, False])
     def test_a_compiled_part_is_as_bad_as_a_compiled_whole(self, compiled_in_place):
-        """Replicas are made of every module inside, so one that is compiled is emptied, wherever it stands."""
+        """Replication copies every submodule, so a compiled submodule loses its parameters, too."""
         part = nn.Linear(2, 2)
         if compiled_in_place:
             part.compile(backend="eager")
@@ -350,7 +350,7 @@ class TestTrapsOfDataParallel:
         assert not torch.equal(module.weight, before)
 
     def test_a_replica_has_no_parameters_of_its_own_but_has_its_weights(self):
-        """Code in a forward that asks `next(self.parameters()).device` fails in a replica, as it does in torch's."""
+        """`next(self.parameters()).device` in a forward fails in a replica, as in torch's replicas."""
         seen = []
 
         class Asks(nn.Linear):
@@ -371,7 +371,7 @@ class TestTrapsOfDataParallel:
         assert old_call(1, module, 2).device_ids == [torch.device("cpu")] * 2
 
     def test_unlike_gpus_are_no_reason_to_warn(self, monkeypatch):
-        """nn.DataParallel advises against a GPU of less memory than another: the very ones a split is for."""
+        """nn.DataParallel advises against GPUs with different memory. Splits are made for such GPUs."""
         cards = [SimpleNamespace(total_memory=80, multi_processor_count=100), SimpleNamespace(total_memory=24)]
         cards[1].multi_processor_count = 40
         properties: dict[str, Any] = {
@@ -402,7 +402,7 @@ class TestTrapsOfDataParallel:
 
 
 def _tensors(tree):
-    """The tensors of a call, found by another way than the package's."""
+    """Return the tensors of a call, found without the package's own code."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (dict, tuple, list)):

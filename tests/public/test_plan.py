@@ -1,4 +1,4 @@
-"""A plan is a value: it survives JSON, refuses what is no plan, and hands its numbers to the wrappers."""
+"""A plan is a value: it survives JSON, rejects invalid data, and passes its numbers to the wrappers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JSON_VALUES = st.recursive(
 
 
 def loaded_or_refused(text: str | bytes) -> Plan | None:
-    """Load a plan; None where it is refused in one line that says what was expected."""
+    """Load a plan. Return None if it raises a one-line error with the expected value."""
     try:
         return Plan.from_json(text)
     except PlanError as error:
@@ -218,7 +218,7 @@ class TestFiles:
             PLAN.save(tmp_path / "file" / "plan.json")
 
     def test_a_link_is_followed_and_what_is_no_file_stays(self, tmp_path):
-        """A device in its place was a file from then on."""
+        """`save` replaced a device with a file."""
         link, pipe = tmp_path / "link.json", tmp_path / "pipe"
         link.symlink_to(tmp_path / "plan.json")
         PLAN.save(link)
@@ -279,14 +279,14 @@ class TestDownToTheWrappers:
             simulated_plan().wrap(model_of())
 
     def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch):
-        """It went on to train the old ones, which nothing used, without a word."""
+        """The optimizer went on to train the old parameters, which the model no longer used."""
         monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with raises(InputError, "model-moved-after-optimizer", "cpu"):
             PLAN.wrap(model)
         del optimizer
-        wrapped = PLAN.wrap(model)  # what nobody holds is missed by nobody
+        wrapped = PLAN.wrap(model)  # the optimizer of a deleted model does not matter
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         monkeypatch.undo()
         wrapped(torch.ones(2, 4).double()).sum().backward()

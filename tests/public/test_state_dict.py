@@ -1,4 +1,4 @@
-"""A state dict loads into the same model, whatever either is wrapped in."""
+"""A state dict loads into the same model with any wrapper on either side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosplit import BalancedDataParallel, matching_state_dict
 
 
 class HasModule(nn.Module):
-    """A layer called `module` beside a parameter of its own: `module.weight` and `weight`."""
+    """A layer called `module` next to a parameter `weight`: the names are `module.weight` and `weight`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 
 class Versioned(nn.Module):
-    """A layer without tensors of its own whose format has changed since."""
+    """A layer without tensors whose format has changed since the checkpoint."""
 
     _version = 2
 
@@ -73,7 +73,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 def balanced(module: nn.Module) -> nn.Module:
-    # A module that is compiled, or has a part that is, is refused there: the wrapper is what gets compiled.
+    # Compiled modules and modules with compiled parts raise an error there. Compile the wrapper instead.
     has_compiled = any(hasattr(part, "_orig_mod") for part in module.modules())
     return nn.DataParallel(module) if has_compiled else BalancedDataParallel(1, module, ["cpu", "cpu"])
 
@@ -129,7 +129,7 @@ def test_a_state_of_the_same_names_stays(model, wrappers):
     matched = matching_state_dict(module, state)
     assert list(matched) == list(state)
     assert matched is not state
-    assert matched._metadata.items() <= state._metadata.items()  # an inner layer's version stands for its wrapper's
+    assert matched._metadata.items() <= state._metadata.items()  # the inner layer's version is used for its wrapper
     assert {name.rpartition(".")[0] for name in state} <= set(matched._metadata)
 
 
@@ -149,7 +149,7 @@ def test_distributed_data_parallel(one_rank, model):
 
 
 def test_an_averaged_model():
-    """Its own buffer stands beside what it wraps."""
+    """It keeps its own buffer next to the wrapped module."""
     averaged = torch.optim.swa_utils.AveragedModel(MODELS["norm"]())
     plain = MODELS["norm"]()
     assert plain.load_state_dict(matching_state_dict(plain, averaged.state_dict()), strict=False).missing_keys == []
@@ -173,7 +173,7 @@ def test_versions_go_along(wrappers):
 
 
 def test_batch_norms_version_is_seen():
-    """Without it torch takes the state for one of its old versions, and fills in num_batches_tracked."""
+    """Without the version, torch reads the state as an old format and fills in num_batches_tracked."""
     model = MODELS["norm"]()
     state = nn.DataParallel(model).state_dict()
     del state["module.1.num_batches_tracked"]
@@ -218,7 +218,7 @@ def test_an_empty_state():
 
 
 def test_checkpoints_of_the_same_training_load():
-    """What a run saves with the wrapper, another loads without, and goes on with the same numbers."""
+    """A run without the wrapper loads the wrapper's checkpoint and resumes with the same numbers."""
     torch.manual_seed(1)
     model = MODELS["norm"]()
     wrapper = BalancedDataParallel(None, model, ["cpu", "cpu"], split=(3, 5))
@@ -232,7 +232,7 @@ def test_checkpoints_of_the_same_training_load():
     assert torch.equal(plain.eval()(x), model.eval()(x))
 
 
-# What is no state dict
+# Not a state dict
 
 
 def refusal(state, module=None) -> str:

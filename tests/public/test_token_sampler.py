@@ -1,4 +1,4 @@
-"""Batches of like length in a training: the weights are one process's, and an epoch is resumed where it was."""
+"""Training in batches of similar lengths: the weights are one process's, and an epoch can be resumed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def a_plan(split: tuple[int, ...] = (3, 1), effective: int | None = None) -> Pla
 
 
 class Sequences(nn.Module):
-    """A model to which padding is nothing."""
+    """A model that ignores padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def by_one_process(steps: list[list[int]]) -> torch.Tensor:
-    """Train on the very same optimizer steps, each sample by itself."""
+    """Train on the same optimizer steps, one sample at a time."""
     model = Sequences().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for samples in steps:
@@ -103,7 +103,7 @@ def test_each_device_gets_what_it_holds_at_the_length():
     sampler = plan.token_sampler([4] * 50)
     assert sampler.schedule[0].splits == ((18, 6),)  # 6 times (3, 1), where its ceilings are of the longest
     wrapped = plan.wrap(Sequences())
-    wrapped.ceilings = plan.split  # as a card would have them
+    wrapped.ceilings = plan.split  # as on a GPU
     data = [torch.ones(4, dtype=torch.long)] * 50
     for step in plan.steps(DataLoader(data, batch_sampler=sampler, collate_fn=pad)):
         for tokens in step:
@@ -112,7 +112,7 @@ def test_each_device_gets_what_it_holds_at_the_length():
 
 
 def test_what_is_cut_keeps_its_proportions_and_no_size_is_cut_before_it_runs():
-    """As many short samples take less than as many long ones: that a number ran out says nothing of the next."""
+    """Short samples need less memory. If a batch of long samples runs out, the same number of short ones may fit."""
     plan = a_plan((4,))
     lengths = [16] * 8 + [4] * 40
     sampler = plan.token_sampler(lengths)
@@ -135,7 +135,7 @@ def test_what_is_cut_keeps_its_proportions_and_no_size_is_cut_before_it_runs():
         train()
     for _ in range(5):
         train()
-    assert len(failed) == 12  # each of them ran whole first
+    assert len(failed) == 12  # each ran whole first
     assert sizes.count(2) == 24
     assert 24 in sizes
 
@@ -158,7 +158,7 @@ def test_the_ranks_take_every_sample_once_and_equally_many_batches(lengths, epoc
     ]
     assert sorted(taken) == [*range(len(lengths))]
     assert not any(counts[1])
-    assert all(len(batch) == 1 for batch in batches[1])  # it runs one that counts for nothing
+    assert all(len(batch) == 1 for batch in batches[1])  # it runs one sample that does not count
     assert len({tuple(step.num_samples for step in sampler.schedule) for sampler in made}) == 1
 
 
@@ -183,7 +183,7 @@ def test_an_epoch_goes_on_where_it_was(effective):
 
 
 def test_with_an_effective_batch_another_sampler_may_go_on():
-    """The samples of a step are those of `batch_sampler`, so that a run may change over at the end of any."""
+    """A step has the same samples as in `batch_sampler`, so a run may switch at the end of any step."""
     plan = a_plan(effective=20)
     tokens, usual = plan.token_sampler(LENGTHS, shuffle=True, seed=1), plan.batch_sampler(101, shuffle=True, seed=1)
     batches = iter(usual)
@@ -202,7 +202,7 @@ def test_a_state_of_other_batches_is_refused():
 
 
 def test_a_state_of_batches_of_like_length_is_no_other_samplers():
-    """Other samples were consumed by it: some would have come twice, and others never."""
+    """The other sampler used other samples. Some would have come twice, and others never."""
     state = a_plan().token_sampler(LENGTHS, shuffle=True).state_dict()
     with raises(InputError, "sampler-state-differs"):
         a_plan().batch_sampler(101, shuffle=True).load_state_dict(state)

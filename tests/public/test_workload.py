@@ -1,4 +1,4 @@
-"""How a model is called, a loss taken, and a batch made."""
+"""Calling a model, computing its loss, and making a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autosplit import AutosplitError, BalancedDataParallel, Whole, Workload
 
 
 class Recorder(nn.Module):
-    """Remembers what it was called with."""
+    """Records its arguments."""
 
     def __init__(self, function=lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))):
         super().__init__()
@@ -93,7 +93,7 @@ class TestCallRules:
         assert workload.loss(model, batch).item() == 7
 
     def test_a_plain_model_never_sees_a_mark(self):
-        """The sample batch's own Whole went into the model as it was."""
+        """The sample batch's Whole was passed to the model."""
         model = Recorder(lambda x, mask: x @ mask)
         batch = (X, Whole(torch.eye(2)))
         Workload(model, batch).loss(model, batch)
@@ -140,7 +140,7 @@ class TestLossRules:
         assert self.loss_of(Output) == 3.5
 
     def test_a_loss_per_sample_is_refused(self):
-        """It was averaged here, and refused by `step.backward` when it came to train."""
+        """tune() averaged it, and then `step.backward` rejected it in training."""
         assert self.loss_of(lambda x: Output(x, x.sum().reshape(1))) == 28
         with raises(WorkloadError, "loss-shape", "(4,)"):
             self.loss_of(lambda x: Output(x, x.sum(1)))
@@ -413,7 +413,7 @@ class TestFromLoaderLeavesNothing:
 
     @FORKS
     def test_an_epoch_in_progress_goes_on(self):
-        """Iterating over a loader with persistent workers resets the one iterator that it has."""
+        """Iterating over a loader with persistent workers resets its only iterator."""
         loader = loader_of(num_workers=1, persistent_workers=True, multiprocessing_context="fork")
         epoch = iter(loader)
         first = next(epoch)

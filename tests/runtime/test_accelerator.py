@@ -1,4 +1,4 @@
-"""Real steps on accelerators: what of their runtime is plain logic, and what they do, on real or emulated devices."""
+"""Real steps on accelerators: plain logic of their runtime, and steps on real or emulated devices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_gpu_that_is_full_is_found_in_the_message(error, position):
 
 
 class FakeBackEnd:
-    """A back end of one device, as far as a confirming run asks it."""
+    """A back end with one device and the calls that a confirming run makes."""
 
     def __init__(self, monkeypatch, retries=(), free_bytes=2**30) -> None:
         self.left, self.count, self.free_bytes, self.share = list(retries), 0, free_bytes, 1.0
@@ -104,7 +104,7 @@ class FakeBackEnd:
 
 def bare_runtime() -> AcceleratorRuntime:
     runtime = AcceleratorRuntime((Device("cuda", 0, "NVIDIA RTX 3090", 2**30),), (2**29,), small())
-    runtime.capacities_bytes = (2**29,)  # without a card there is nobody to ask
+    runtime.capacities_bytes = (2**29,)  # without a GPU there is no driver
     return runtime
 
 
@@ -113,7 +113,7 @@ class TestWallsThatDoNotRaise:
         ("retries", "full"), [((3, 0, 0), False), ((3, 1, 0), False), ((0, 0, 1), False), ((0, 1, 2), True)]
     )
     def test_the_allocator_has_to_give_back_in_two_steps(self, retries, full, monkeypatch):
-        """The first step may, in which kernels are chosen."""
+        """The first step may also free memory, because kernels are chosen in it."""
         back_end, runtime = FakeBackEnd(monkeypatch, retries), None
         runtime = bare_runtime()
         if full:
@@ -123,7 +123,7 @@ class TestWallsThatDoNotRaise:
             assert runtime._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,), 3)
 
     def test_trials_are_watched_as_well(self, monkeypatch):
-        """A configuration that gave memory back in each of its steps was timed, and could be the answer."""
+        """A configuration that freed memory in each step was timed, and could become the answer."""
         back_end = FakeBackEnd(monkeypatch, [0] * 4 + [1] * 100)
         runtime = bare_runtime()
         monkeypatch.setattr(runtime, "_within_bounds", lambda _shape, use: use(back_end.step))
@@ -133,9 +133,9 @@ class TestWallsThatDoNotRaise:
 
     @pytest.mark.parametrize("free_bytes", [0, 2**29])
     def test_steps_that_are_suddenly_slow(self, free_bytes, monkeypatch):
-        """Memory that spills to the host slows each sample down many times over, and raises nothing.
+        """Memory that spills to the host slows each sample down many times, and raises no error.
 
-        A loss over the whole batch does so, too: with memory left to the driver nothing was spilled.
+        A loss over the whole batch is slower, too. If the driver has free memory, nothing spilled.
         """
         back_end = FakeBackEnd(monkeypatch, free_bytes=free_bytes)
         runtime, now_s = bare_runtime(), [0.0]
@@ -159,7 +159,7 @@ class TestWallsThatDoNotRaise:
 
 @pytest.mark.parametrize(("own", "bound"), [(1.0, 0.5), (0.25, 0.25)])
 def test_the_users_own_limit_is_not_raised(own, bound, monkeypatch):
-    """Whoever had set 25 % of a card was tuned with what the card had free."""
+    """For a user's limit of 25% of a GPU, tuning used all free memory of the GPU."""
     back_end = FakeBackEnd(monkeypatch)
     back_end.share = own
     with bare_runtime()._bounded():
@@ -168,7 +168,7 @@ def test_the_users_own_limit_is_not_raised(own, bound, monkeypatch):
 
 
 def test_an_allocator_that_was_never_limited(monkeypatch):
-    """cudaMallocAsync then has 2**64 bytes of the card for its limit: given back as a share, they ended every step."""
+    """cudaMallocAsync reports a limit of 2**64 bytes. Setting it again as a fraction ended every step."""
     back_end = FakeBackEnd(monkeypatch)
     back_end.share = (2.0**64 - 1) / 2**30
     with bare_runtime()._bounded():
@@ -177,15 +177,16 @@ def test_an_allocator_that_was_never_limited(monkeypatch):
 
 
 def test_device_0s_plane_has_the_slope_of_real_steps():
-    """A processor's trace of attention with dropout keeps four times a GPU's bytes: of two twins that hold 2048 samples
-    each, device 0 was to take 862 beside the other.
+    """A CPU trace of attention with dropout keeps four times the bytes of a GPU's.
+
+    Of two equal GPUs that fit 2048 samples each, device 0 was limited to 862 next to the other.
     """
     workload = char_gpt(width=32, depth=1, heads=2)
     tracer, _ = make_tracer(workload, like_gpu=True)
     flat = traced_peaks(tracer, StepShape(((1, 1),)))
 
     class Twins(AcceleratorRuntime):
-        """Hold a quarter of what a trace says beyond the smallest step."""
+        """Use a quarter of the memory that a trace predicts beyond the smallest step."""
 
         def __init__(self) -> None:
             self.devices = tuple(Device("cuda", index, "A", 2**40) for index in range(2))
@@ -263,7 +264,7 @@ class OnItsDevice(nn.Module):
 
 
 class Asking(OnItsDevice):
-    """Asks for a number, too: no fake tensor follows it anywhere, nor does a real one on the processor."""
+    """Also reads a value. Fake tensors cannot trace it anywhere, and real tensors cannot run it on the CPU."""
 
     def forward(self, x):
         return super().forward(x) * (1.0 if x.sum().item() > -1e9 else 2.0)
@@ -278,7 +279,7 @@ def on_its_device(kind: type[nn.Module]) -> Workload:
 class TestOneDevice:
     @pytest.mark.timeout(600)
     def test_the_main_job_end_to_end(self, traces):
-        """Some 200 traces were made for it."""
+        """It made about 200 traces."""
         workload, module = mlp(), backend(KIND)
         before = {name: tensor.clone() for name, tensor in workload.model.state_dict().items()}
         module.init()
@@ -311,7 +312,7 @@ class TestOneDevice:
 
     @needs_emulated
     def test_what_was_free_before_its_context_is_no_room_for_steps(self):
-        """As NVML tells it, which makes no context."""
+        """NVML reports the memory without a CUDA context."""
         devices = parse_devices("emu:0", ask_memory=False)
         reserve_bytes = 2**20
         module = backend(KIND)
@@ -319,7 +320,7 @@ class TestOneDevice:
         held_bytes = module.memory_reserved(0)
         there_bytes = AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes
         assert there_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
-        module.set_per_process_memory_fraction(0.25, 0)  # the user's own limit is no room either
+        module.set_per_process_memory_fraction(0.25, 0)  # the user's own limit leaves no more memory
         try:
             assert AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes == (devices[0].capacity_bytes // 4,)
         finally:
@@ -368,7 +369,7 @@ class TestOneDevice:
         assert found.peak_bytes[0] > 0
 
     def test_its_batches_are_pinned(self, monkeypatch):
-        """Pageable ones took 10 to 30 % of a step of images, on all cards in turn."""
+        """Pageable batches took 10% to 30% of an image model's step, on one GPU after another."""
         ran = []
         step = lambda _trainee, _models, batches, *_, **__: ran.extend(batches)
         with running(f"{KIND}:0", small()) as runtime:
@@ -381,7 +382,7 @@ class TestOneDevice:
     @needs_emulated
     @pytest.mark.parametrize("samples", [2, 2048])
     def test_a_ranks_gradients_lie_in_its_buckets(self, samples):
-        """They were counted in addition to the buckets. With DDP's views that is the parameters' bytes too many."""
+        """They counted in addition to the buckets. With DDP's views that is too much by the size of the parameters."""
         model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
         workload = Workload(model, torch.randn(4, 512), optimizer=torch.optim.SGD)
         shape = StepShape(((samples,),), "rank", num_ranks=2)
@@ -390,7 +391,7 @@ class TestOneDevice:
             assert runtime.peaks(shape)[0] == pytest.approx(traced_peaks(tracer, shape)[0], rel=0.02)
 
     def test_a_compiled_step_has_its_batch_on_the_device(self, monkeypatch):
-        """It ran without the wrapper, which brings the batch there: "no step could be run", said every plan."""
+        """It ran without the wrapper that moves the batch. Every plan reported "no step could be run"."""
         with running(f"{KIND}:0", small()) as runtime:
             monkeypatch.setattr("autosplit.runtime.trainee.Trainee.compiled", lambda trainee: trainee.models)
             assert runtime.peaks(StepShape(((8,),), compiled=True))[0] > 0
@@ -404,13 +405,13 @@ class TestOneDevice:
             assert runtime._trainee.optimizers.given.state
 
     def test_fakes_live_on_the_device(self, traces):
-        """They were the processor's, on which no tensor is on an accelerator."""
+        """They were on the CPU, where no tensor is on an accelerator."""
         found = find_ceiling(on_its_device(OnItsDevice), f"{KIND}:0", role="primary", max_batch_size=256)
         assert (found.batch_size, found.confirmed, found.notes) == (256, True, ())
         assert len(traces) <= 4
 
     def test_what_no_trace_can_follow_is_told_by_real_steps(self):
-        """A UserCodeError said that the model failed on the processor, where it was never to run."""
+        """A UserCodeError reported a failure on the CPU, where the model was never meant to run."""
         reserve = room(f"{KIND}:0", 48 * MIB + WORKSPACE_BYTES)
         found = find_ceiling(on_its_device(Asking), f"{KIND}:0", role="primary", reserve=reserve)
         assert found.batch_size > 1000
@@ -452,7 +453,7 @@ class TestTwoDevices:
 
     @needs_emulated
     def test_alone_on_the_second_the_first_has_no_context(self):
-        """To make the first the current one again made one there, of half a GB on a card, until the process ended."""
+        """Switching back to the first device created a context of half a GB there until the process ended."""
         code = """
 import os, torch, emulated
 from workloads import small

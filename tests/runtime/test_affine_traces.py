@@ -1,4 +1,4 @@
-"""What traces at any batch would say: against the very traces."""
+"""Traces extrapolated to any batch size are equal to traces at that size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
 UNFAKED = ("experts", "halting")
-"""Architectures whose way is decided by numbers, which fake tensors have not."""
+"""Models whose control flow depends on values, which fake tensors do not have."""
 
 SHAPES = {
     "alone": lambda n: StepShape(((n,),)),
@@ -40,7 +40,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_equal_to_the_byte(name):
-    """Up to 24 traces were made for each size that was run, of seconds each where a step takes a third of one."""
+    """Up to 24 traces were made for each size, and each took seconds for a step of a third of a second."""
     workload = ALL[name]()
     tracer, _ = make_tracer(workload, like_gpu=True)
     full, _ = make_tracer(workload, like_gpu=True)
@@ -56,7 +56,7 @@ def test_equal_to_the_byte(name):
 
 
 def test_three_steps_tell_two_devices_up_to_1024_samples():
-    """Five were followed: one of 1,024 samples, and one that held what two devices do against what each does alone."""
+    """Five steps were traced, among them 1,024 samples, and one only to compare two devices with each alone."""
     tracer, _ = make_tracer(ALL["cnn"](), like_gpu=True)
     traces = AffineTraces(tracer)
     with traces.checking():
@@ -69,7 +69,7 @@ def test_three_steps_tell_two_devices_up_to_1024_samples():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_steps_take_as_long(name):
-    """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried."""
+    """The work of each op is extrapolated, and so is its time on any GPU. Tuning traced a step per split."""
     workload = ALL[name]()
     tracer, _ = make_tracer(workload, like_gpu=True)
     devices = parse_devices("sim:1xH100-80GB+1xRTX3090+1xT4")
@@ -86,9 +86,10 @@ def test_steps_take_as_long(name):
 @pytest.mark.parametrize("machine", [for_release("sim:2xRTX3090"), "sim:3xRTX3090"])
 @pytest.mark.parametrize("name", ["cnn", for_release("with_loss"), for_release("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
-    """It leaves devices idle: three of nine steps were followed for it in a tuning of seven billion for eight cards.
+    """A short last micro-step leaves devices idle. A tuning of 7 billion parameters on 8 GPUs traced 3 of 9 steps for
+    it.
 
-    Losses that replicas take were joined to one of device 0 that is not there: 1.1 % of a step.
+    Losses that replicas compute were joined on a device 0 that has no samples: an error of 1.1% of a step.
     """
     workload = ALL[name]()
     devices = parse_devices(machine)
@@ -109,7 +110,7 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
 
 @pytest.mark.slow
 def test_a_last_share_of_one_that_spares_much_is_followed():
-    """An encoder takes a third fewer ops for one sample: a step whose last shares were (0, 1, 1) was 4 % too slow."""
+    """An encoder has a third fewer ops for one sample. A step with last shares (0, 1, 1) was predicted 4% too slow."""
     model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Flatten(), nn.Linear(256, 1))
     workload = Workload(model, (torch.randn(4, 8, 32), torch.randn(4, 1)), loss_fn=F.mse_loss)
     devices = parse_devices("sim:3xRTX3090")
@@ -130,9 +131,10 @@ def llama() -> Workload:
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", [ALL["lstm"], for_release(llama)])
 def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say(workload):
-    """A tuning of 7 billion parameters on 64 cards followed two steps more: whether one sample fits beside all others.
+    """A tuning of 7 billion parameters on 64 GPUs traced two more steps, to check whether one sample fits next to
+    others.
 
-    Copies that a sample by itself does not need held 4 KiB of 400 MiB at a replica's peak, and none at others'.
+    Copies that a single sample does not need took 4 KiB of 400 MiB at a replica's peak, and none at the other peaks.
     """
     devices = parse_devices("sim:3xH100-80GB")
     (tracer, _), (full, _) = (make_tracer(workload(), like_gpu=True) for _ in range(2))
@@ -149,7 +151,7 @@ def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes
 
 
 class Contrasting(nn.Module):
-    """Each sample beside every other."""
+    """A loss over all pairs of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ def test_a_loss_over_the_whole_batch_is_told_by_one_trace():
 
 
 class Switching(nn.Module):
-    """Takes another way from so many samples on."""
+    """Takes another code path from a number of samples on."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -187,7 +189,7 @@ class Switching(nn.Module):
 
 @pytest.mark.parametrize("most", [10, 3000])
 def test_steps_that_take_another_way_are_followed_at_each_size(most):
-    """Where the sample batch's own step shows it, or where the answer is looked at."""
+    """Detected from the sample batch's step, or from steps at the chosen size."""
     workload = Workload(Switching(most), torch.randn(4, 16))
     tracer, _ = make_tracer(workload, like_gpu=True)
     full, _ = make_tracer(workload, like_gpu=True)
@@ -199,7 +201,7 @@ def test_steps_that_take_another_way_are_followed_at_each_size(most):
 
 
 def test_real_steps_that_take_another_way_are_told_by_a_line():
-    """Of real tensors: a large batch of them might fill the machine."""
+    """These traces use real tensors, and a large batch could fill the machine's memory."""
     workload = Workload(Switching(4), torch.randn(4, 16))
     tracer, full = (Tracer(workload, fake=False, like_gpu=True) for _ in range(2))
     ends = [traced_peaks(full, StepShape(((n,),)))[0] for n in (4, 8)]
@@ -209,7 +211,7 @@ def test_real_steps_that_take_another_way_are_told_by_a_line():
 
 
 class Halving(nn.Module):
-    """Goes on with half of the samples, rounded down."""
+    """Continues with half of the samples, rounded down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +223,7 @@ class Halving(nn.Module):
 
 
 class InPieces(nn.Module):
-    """Takes forty samples at a time."""
+    """Uses forty samples at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +245,7 @@ ODD = {
 @pytest.mark.parametrize("name", [for_release(name) if name == "in pieces" else name for name in ODD])
 @pytest.mark.parametrize("devices", ["sim:L4", for_release("sim:2xL4")])
 def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
-    """Told by lines, a loss over the batch was planned for a twentieth of its memory over two cards."""
+    """A linear fit predicted a twentieth of the memory of a loss over all pairs on two GPUs."""
     plan = tune(ODD[name](), devices=devices, effective_batch_size=512, n_trials=3, profile="off")
     full, _ = make_tracer(ODD[name](), like_gpu=True)
     cards = parse_devices(devices)
@@ -254,7 +256,7 @@ def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
 
 
 def test_a_single_sample_is_followed():
-    """Nothing has to be copied to lie in order: a batch of one takes less than the line through others says."""
+    """A batch of 1 needs no contiguous copy, so it takes less memory than the linear fit predicts."""
 
     class Sequences(nn.Module):
         def __init__(self) -> None:
@@ -274,7 +276,7 @@ def test_a_single_sample_is_followed():
 
 
 def test_another_way_that_holds_as_much_is_no_law():
-    """Peaks alone were compared: work that only large batches do was never timed."""
+    """Only peaks were compared, so work that only large batches do was not in the predicted time."""
 
     class WorksMore(nn.Module):
         def __init__(self) -> None:
@@ -300,7 +302,7 @@ def test_another_way_that_holds_as_much_is_no_law():
 
 
 def test_single_samples_beside_others_are_a_kind_of_their_own():
-    """Beside a share of one each other share was followed: seven steps of three seconds for a GPT on large cards."""
+    """Each size next to a share of 1 was traced: seven steps of three seconds for a GPT on large GPUs."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -308,7 +310,7 @@ def test_single_samples_beside_others_are_a_kind_of_their_own():
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x):
-            return self.layer(x)[:, :-1].contiguous().flatten(1).sum(1)  # of one sample no copy
+            return self.layer(x)[:, :-1].contiguous().flatten(1).sum(1)  # a single sample needs no copy
 
     def tracer():
         return make_tracer(
@@ -323,7 +325,7 @@ def test_single_samples_beside_others_are_a_kind_of_their_own():
 
 
 class Arriving(nn.Module):
-    """Has gradients of every kind: tied, summed, shared with others, parts of one, of frozen and unused layers."""
+    """Has gradients of every kind: tied, summed and shared parameters, views, and frozen or unused layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +368,7 @@ def arriving(precision="none"):
     ],
 )
 def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
-    """Each was followed: two of the seven steps of a tuning. Every storage and every op is told, in order."""
+    """Two of seven steps were traced for them. The prediction is the same in every storage and op, in order."""
     (tracer, _), (full, _) = (make_tracer(make(), like_gpu=True) for _ in range(2))
     traces = AffineTraces(tracer)
     first = tracer.runs
@@ -381,7 +383,7 @@ def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
 
 @pytest.mark.parametrize("batch", [1024, for_release((64, 4096))])
 def test_a_tuning_follows_few_steps(batch, monkeypatch):
-    """A hundred were followed; then each kind of step by itself, and the largest of each kind."""
+    """A hundred steps were traced. Later, each kind of step was traced, and the largest of each kind."""
     followed = []
     run = Tracer._followed
     monkeypatch.setattr(Tracer, "_followed", lambda *args: followed.append(args) or run(*args))

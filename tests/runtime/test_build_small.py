@@ -1,4 +1,4 @@
-"""Building for real what stays small: what is large is left before it takes its memory."""
+"""Build small models with real memory. The build of a large model stops before it uses its memory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_bound_ends_with_the_build():
 )
 @pytest.mark.parametrize("fails", [lambda: torch.ones(HUGE, HUGE, device="cpu"), lambda: 1 // 0])
 def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, write, meanwhile, fails):
-    """Called again it took float64 for what was there before, and left all of the process with it."""
+    """A second call took float64 for the earlier default, and left the process with it."""
 
     def build() -> None:
         before = read()
@@ -165,7 +165,7 @@ def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, writ
 
 
 def test_torchs_compiler_is_not_loaded_for_it():
-    """It takes as long as torch itself, which a plan that is remembered would be held up by."""
+    """Loading it takes as long as torch itself, which would delay a saved plan."""
     code = (
         "import sys; from torch import nn; from autosplit.runtime.build_small import built_within\n"
         "built_within(lambda: nn.Sequential(nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 8)), 2**20)\n"

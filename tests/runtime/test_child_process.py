@@ -1,4 +1,4 @@
-"""A process of its own: what becomes of it, and what is left of it."""
+"""The separate process for real steps: how it ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make():
 
 
 def is_there(pid):
-    """Tell whether a process lives; a zombie, which nobody here has reaped yet, does not."""
+    """Return whether a process lives. A zombie does not live."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def test_what_is_raised_arrives_with_its_cause(child, kind):
         assert (str(caught.value), caught.value.frames) == ("a message", ("a frame", "another"))
     if kind == "awkward":
         assert str(caught.value) == "AwkwardError: 1 and 2"
-    if kind == "foreign":  # nobody meant to raise it, so that its traceback is of use
+    if kind == "foreign":  # an unexpected exception, so its traceback is useful
         assert "in fail" in str(caught.value.__cause__.__cause__)
     assert child.call("add", 1, 1) == 2
 
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_it(child, tmp_path):
 
 @POSIX
 def test_ctrl_c_just_after_a_call_was_sent_ends_it(child, tmp_path, monkeypatch):
-    """The process ran the call on, and answered the next one with its result."""
+    """The process finished the call and returned its result for the next call."""
     pid, send = child.call("pids")[0], child._send
 
     def send_and_press(data):
@@ -291,7 +291,7 @@ def test_it_ends_when_its_parent_is_killed():
 
 
 def test_a_script_without_a_guard_is_told(tmp_path):
-    """Its main module runs once more in the other process, and would start another one there."""
+    """Its main module runs again in the other process, and would start a third process there."""
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom errands import Errand\n"
@@ -303,7 +303,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
 
 
 def test_a_process_that_can_not_be_ended_is_not_waited_for(child, monkeypatch):
-    """One that hangs in a driver outlives SIGKILL, and whoever joined it waited for ever."""
+    """A process that hangs in a driver survives SIGKILL. Joining it waited forever."""
     child.get_ready()
     process = child._process
     waited = []

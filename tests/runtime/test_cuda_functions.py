@@ -67,7 +67,7 @@ def test_dropout_keeps_a_byte_of_each_value():
 
 
 class Recomputing(nn.Module):
-    """Two layers of self-attention with dropout, each of which is computed again in the backward."""
+    """Two checkpointed layers of self-attention with dropout."""
 
     def __init__(self, *, reentrant):
         super().__init__()
@@ -90,9 +90,9 @@ class Recomputing(nn.Module):
     [("none", True), for_release("bf16", False), for_release("none", False), for_release("bf16", True)],
 )
 def test_a_checkpoint_recomputes_what_its_forward_computed(precision, reentrant):
-    """GPT-2 and BERT with gradient checkpointing were refused: the recomputation saved the CPU's tensors.
+    """GPT-2 and BERT with gradient checkpointing raised an error, because the recomputation saved the CPU's tensors.
 
-    A reentrant checkpoint recomputed with the CPU's attention, without a word: 2.35 times the memory.
+    A reentrant checkpoint recomputed with the CPU's attention, without a message: 2.35 times the memory.
     """
 
     def traced(model):
@@ -120,7 +120,7 @@ def squares(outputs, _):
 
 
 def test_a_function_that_asks_in_another_one_runs_once():
-    """BEiT was refused: `torch.meshgrid` called itself without end."""
+    """BEiT raised an error, because `torch.meshgrid` called itself forever."""
     with fake_mode(), CudaFunctions(GpuKernels()):
         rows, columns = torch.meshgrid(torch.empty(3), torch.empty(4), indexing="ij")
     assert rows.shape == columns.shape == (3, 4)

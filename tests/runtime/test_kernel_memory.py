@@ -60,7 +60,7 @@ def heads_of(count: int, heads: int, width: int, dtype: torch.dtype, *, padded: 
 
 
 def backward(query: Tensor, key: Tensor | None = None, *, dropout: float = 0.0, bias: bool = False) -> tuple[Any, ...]:
-    """The arguments of the memory-efficient backward; those of the others begin alike."""
+    """Return the arguments of the memory-efficient backward. Other backwards have the same first arguments."""
     key = query if key is None else key
     return query, query, key, key, query, None, None, None, None, dropout, [True] * 3 + [bias], True
 
@@ -89,7 +89,7 @@ def total(blocks: Sequence[Block]) -> int:
 
 
 def formula(name: str, operator: str) -> int:
-    """What the formula gives for an operator of a case of benchmarks/gpu_kernels.py."""
+    """Return the formula's result for an operator in a case of benchmarks/gpu_kernels.py."""
     dtype = torch.float32 if "fp32" in name else torch.bfloat16
     width = next((width for width in (60, 80, 256) if f"head dimension {width}" in name), 64)
     heads = 2 if width == 256 else 8
@@ -362,7 +362,7 @@ def traced(workload: Workload, kernels: GpuKernels | None) -> Tracer:
 
 
 def test_a_perceptron_is_predicted_as_an_h100_measured_it():
-    """Without inner memory it was predicted at 78 and 85 %: benchmarks/gpu_models.py's `mlp fp32, Adam`."""
+    """Without inner memory the predictions were 78% and 85%: `mlp fp32, Adam` in benchmarks/gpu_models.py."""
     found = results("steps")["step of mlp fp32, Adam"]
     traces = AffineTraces(traced(perceptron(2048), H100))
     peaks = [traced_peaks(traces, StepShape(((count,),)))[0] / 2**20 for count in found["samples"]]

@@ -1,4 +1,4 @@
-"""What a workload's own code names beside its model is as it was: a penalty, a teacher, weights of a loss."""
+"""Tensors that a workload's code uses outside its model stay unchanged: a penalty, a teacher, weights of a loss."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_all(devices: str, workload: Workload) -> None:
 @pytest.mark.parametrize("devices", [DEVICES[0], for_release(DEVICES[1])])
 @pytest.mark.parametrize("has_gradients", [for_release(False), True])
 def test_a_penalty_on_the_live_parameters(devices, has_gradients):
-    """Fake gradients were left in them: the first step of the training clipped by a norm without a number, for good."""
+    """Fake gradients stayed in the live parameters. In training, the clipped norm of the first step was NaN forever."""
     model = net()
     if has_gradients:
         model(batch()[0]).sum().backward()
@@ -76,7 +76,7 @@ def test_a_penalty_on_the_live_parameters(devices, has_gradients):
 
 
 class Distilling:
-    """A user's own trainer, which holds more than a walk over all of it would see."""
+    """A user's trainer that refers to more objects than a full walk would visit."""
 
     def __init__(self) -> None:
         self.texts = [str(number) for number in range(20_000)]
@@ -90,7 +90,7 @@ class Distilling:
 @pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
 @pytest.mark.parametrize("is_bound", [for_release(False), True])
 def test_a_teacher_in_training_mode(devices, is_bound):
-    """Its running statistics moved."""
+    """The teacher's running statistics changed."""
     trainer = Distilling()
     teacher = trainer.teacher
 
@@ -113,7 +113,7 @@ def test_a_loss_with_weights_of_its_own(devices):
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(devices):
-    """It was planned for without a word, though the copy was never trained."""
+    """The plan was made without an error, but the copy was never trained."""
     model = net()
     before = everything_of(model)
     with raises(WorkloadError, "no-gradient"):

@@ -1,4 +1,4 @@
-"""The tracker: every byte on its device, none left over, and a full device raises."""
+"""The tracker counts every byte on its device, ends at zero, and raises if a device is full."""
 
 from __future__ import annotations
 
@@ -449,7 +449,7 @@ def test_so_they_are_of_an_lstm_that_onednn_does_not_fuse():
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a trained update of low rank beside it, as LoRA has it."""
+    """A frozen layer with a trained low-rank update, as in LoRA."""
 
     def __init__(self, layer: nn.Linear, rank: int = 4):
         super().__init__()

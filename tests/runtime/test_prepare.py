@@ -1,4 +1,4 @@
-"""Staging: from what tune() is given to a workload that is followed, and a model that is given back."""
+"""Staging: turn the arguments of tune() into a workload to trace, and give the model back unchanged."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
 
 @pytest.fixture
 def nothing_is_small(monkeypatch):
-    """Have everything built as what is large."""
+    """Treat every model as a large model."""
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
 
 
 def test_what_is_small_is_built_once_and_for_real_for_cards_that_are_not_there():
-    """The plan of it is then found, where it is remembered, without waiting for torch's compiler."""
+    """A saved plan is then found without waiting for torch's compiler."""
     calls = []
     with ExitStack() as closing:
         followed = staged(lambda: calls.append(1) or small(), SIM, closing)
@@ -51,7 +51,7 @@ def test_what_is_small_is_built_once_and_for_real_for_cards_that_are_not_there()
 
 
 class Masked(nn.Module):
-    """A model that keeps tensors and numbers of its own beside its parameters."""
+    """A model that keeps tensors and numbers outside of parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Masked(nn.Module):
     ],
 )
 def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
-    """Or its plan would not be found again by a version of torch in which it grows past what is small."""
+    """Otherwise a torch version in which the model counts as large would not find its plan."""
     for_real = build(made, SIM)
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     without_memory = build(made, SIM)
@@ -155,7 +155,7 @@ def test_a_borrowed_model_is_given_back_when_all_is_closed(devices):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
-    """Once it was not: what a failing first step had borrowed stayed with the copies' numbers."""
+    """After a failing first step, the borrowed model kept the numbers of its copies."""
     model = Uncopyable()
     pointers = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
@@ -182,7 +182,7 @@ def test_what_can_not_be_faked_says_why():
     assert followed.notes[0].kind == "real-tensors"
 
 
-# --------------------------------------------------------------------------------------- batches of every kind
+# --------------------------------------------------------------------------------------- batches of all kinds
 
 
 @dataclasses.dataclass
@@ -201,7 +201,7 @@ class ByName(nn.Module):
 
 
 class OfColumns(nn.Module):
-    """Samples stand in the second dimension."""
+    """A batch with its samples in the second dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,6 +253,6 @@ def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
     [((1000, 995), (995, 995)), ((1000, 980), (1000, 980)), ((995, 1000, 400), (995, 995, 400))],
 )
 def test_twins_have_as_much_as_the_one_with_the_least(capacities, planned):
-    """A display on one of two equal cards had each probed by itself: 24 confirmations for 10."""
+    """A display on one of two equal GPUs made autosplit probe both: 24 confirmations instead of 10."""
     devices = tuple(Device("cuda", index, "NVIDIA RTX 3090", nbytes) for index, nbytes in enumerate(capacities))
     assert accelerator.twinned(devices, capacities) == planned

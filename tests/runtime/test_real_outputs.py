@@ -1,4 +1,4 @@
-"""What oneDNN's fused LSTM keeps is in a traced step's memory, at any length and batch."""
+"""A traced step counts the memory that oneDNN's fused LSTM keeps, at any length and batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cpu_runtime(workload: Workload, capacity_bytes: int = ROOM) -> CpuRuntime:
 @pytest.mark.parametrize("length", [for_release(6), 12, for_release(40)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_traced_peaks_are_real_ones(length, bidirectional):
-    """A fake op returned an empty workspace: traced at a seventh of what each sample holds."""
+    """A fake op returned an empty workspace, so a sample was traced at a seventh of its memory."""
     workload = reader(length, bidirectional=bidirectional)
     tracer, reason = make_tracer(workload, like_gpu=False)
     assert reason is None
@@ -58,7 +58,7 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
 @pytest.mark.parametrize("length", [for_release(6), 12])
 @pytest.mark.parametrize("samples", [for_release(5), 37, for_release(96)])
 def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
-    """With 6 time steps not even one sample was said to fit; where some did, some per cent were missing."""
+    """With 6 time steps not even one sample seemed to fit. At other lengths, some percent were missing."""
     workload = reader(length)
     capacity = cpu_runtime(workload).peaks(StepShape(((samples,),)))[0]
     found = find_ceiling(workload, f"cpu:{capacity}B", role="primary", max_batch_size=256)

@@ -1,4 +1,4 @@
-"""A recurrent layer is one call of cuDNN: what it costs, forward and back."""
+"""A recurrent layer counts as one cuDNN call, forward and backward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def started(found):
 @pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU), for_release(nn.RNN)])
 @pytest.mark.parametrize("split", [(64,), for_release((48, 64))])
 def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
-    """Each of its ops at each place was started by the host, a hundred times too slow where that is all there is."""
+    """Every op of every time step counted as a kernel launch. Launch-bound models were a hundred times too slow."""
     trace, found = works(kind, split)
     with monkeypatch.context() as patch:
         patch.setattr(RecurrentCalls, "watching", lambda *_: nullcontext())
@@ -51,7 +51,7 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     assert started(apart) > 4 * PLACES * len(split)
     assert started(found) < started(apart) / 4
     assert trace.peak_bytes == apart_trace.peak_bytes
-    # The arithmetic is the same, and bytes are fewer.
+    # The arithmetic is the same, with fewer bytes.
     assert sum(work.numbers[0].sum() for work in found) == sum(work.numbers[0].sum() for work in apart)
     assert sum(work.numbers[1].sum() for work in found) < sum(work.numbers[1].sum() for work in apart)
 
@@ -59,7 +59,7 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU)])
 def test_other_batches_are_told(kind):
-    """The width is between the sizes of which they are told: what is what must not depend on them."""
+    """The width lies between the traced sizes. Figures that must not depend on the width do not."""
     batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))
     (tracer, _), (full, _) = (
         make_tracer(Workload(Reading(kind), batch, loss_fn=nn.CrossEntropyLoss()), like_gpu=True) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Cards that are not there: a step put together from traces is the step traced whole."""
+"""Simulated GPUs: a step composed from traces is equal to the step traced completely."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autosplit.workload.workload import Workload
 UNLIMITED = 2**60
 
 WORKSPACES = 2 * cublas_workspace_bytes(80)
-"""What cuBLAS takes for the forward and for the backward of a traced step."""
+"""Return cuBLAS's workspaces for the forward and the backward of a traced step."""
 
 
 def char_gpt() -> Workload:
@@ -68,7 +68,7 @@ def with_loss() -> Workload:
 
 
 def mlp() -> Workload:
-    """Make a model whose gradients take longer to send home and to add up than to compute."""
+    """Make a model whose gradients take longer to copy and add than to compute."""
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
     return Workload(model, (torch.randn(4, 256), torch.randint(0, 10, (4,))), loss_fn=F.cross_entropy)
 
@@ -78,7 +78,7 @@ WORKLOADS = {"char_gpt": char_gpt, "cnn": cnn, "with_loss": with_loss, "mlp": ml
 
 @pytest.fixture(scope="module")
 def tracers():
-    """One tracer per workload, made when it is first asked for: what it has traced, it keeps."""
+    """Return the tracer of a workload. It is made once and keeps its traces."""
     made: dict[str, Tracer] = {}
 
     def tracer(name: str) -> Tracer:
@@ -96,7 +96,7 @@ def runtime(tracer: Tracer, spec: str, *, capacities=None, kind: type = Simulate
 
 
 class Whole(SimulatedRuntime):
-    """Follows every step over all its devices, by which steps that are put together are judged."""
+    """Traces every step on all its devices. Composed steps are compared with it."""
 
     def measure(self, shape, *, budget_s=0.0):
         with mock.patch.object(simulated, "_source_of", _Whole):
@@ -116,7 +116,7 @@ class TestComposition:
     @pytest.mark.parametrize("name", ["cnn", for_release("mlp"), for_release("char_gpt"), for_release("with_loss")])
     @pytest.mark.parametrize("machine", [m if m in IN_QUICK else for_release(m) for m in MACHINES])
     def test_is_the_whole_step(self, name, machine, tracers):
-        """It was held against itself, and sums of gradients waited for copies in one of the two alone."""
+        """It was compared with itself, and sums of gradients waited for copies in only one of the two."""
         tracer = tracers(name)
         composed, whole = runtime(tracer, machine), runtime(tracer, machine, kind=Whole)
         for splits in MACHINES[machine]:
@@ -126,7 +126,7 @@ class TestComposition:
             smaller = 2 * (cublas_workspace_bytes(90) - cublas_workspace_bytes(86)) if "H100" in machine else 0
             own = (theirs.peak_bytes[0], *(peak and peak - smaller for peak in theirs.peak_bytes[1:]))
             assert ours.peak_bytes == own, splits
-            # Where device 0 adds up losses that replicas take themselves, their host work is not traced one by one.
+            # If device 0 adds losses that replicas compute, the host work for them is not traced one by one.
             assert ours.seconds == pytest.approx(theirs.seconds, rel=3e-3), splits
             assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-3), splits
             assert ours.busy_s == pytest.approx(theirs.busy_s, rel=1e-3), splits
@@ -144,14 +144,14 @@ class TestComposition:
 
 
 def test_what_device_0_does_with_outputs_is_started_after_they_were_made(tracers):
-    """Device 0 without samples started the loss at once, beside a forward: such steps were 48 % faster than alone."""
+    """Device 0 without samples started the loss at once, during a forward. Such steps were predicted 48% too fast."""
     machine = runtime(tracers("cnn"), "sim:2xRTX3090")
     alone, elsewhere = (machine.measure(StepShape((split,) * 26)).seconds for split in [(2, 0), (0, 2)])
     assert elsewhere > alone
 
 
 class TestKeptReplicas:
-    """A step of several micro-steps is put together from one of them; here it is followed whole."""
+    """A step of several micro-steps is composed from one. Here it is traced completely."""
 
     @pytest.mark.parametrize("name", ["cnn", for_release("char_gpt"), for_release("with_loss")])
     @pytest.mark.parametrize("split", [(400, 600, 600), for_release((0, 800, 800))], ids=str)
@@ -165,10 +165,10 @@ class TestKeptReplicas:
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))
         found = machine.measure(shape)
-        # Device 0's trace has one replica for all, which brings a single scalar loss: a block less than two of them.
+        # Device 0's trace has one replica for all, with one scalar loss: one block less than with two replicas.
         block_bytes = BLOCK_BYTES if name == "with_loss" and split[0] else 0
         assert found.peak_bytes == (followed.peak_bytes[0] - block_bytes, *followed.peak_bytes[1:])
-        # What the host does for sums of gradients that the first micro-step does not have is taken back as a whole.
+        # The first micro-step has no sums of gradients. Their host time is subtracted as a whole.
         assert found.seconds == pytest.approx(clocks.meet(), rel=0.001)
         assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.01)
 
@@ -227,7 +227,7 @@ class TestTime:
         small, double = (machine.measure(StepShape(((n, 0),))).seconds for n in (2, 4))
         assert double == pytest.approx(small, rel=0.02)
         both = machine.measure(StepShape(((2, 2),)))
-        # One interpreter starts the ops of both: what is gained of a second card is nothing.
+        # One interpreter launches the ops of both GPUs, so a second GPU brings no gain.
         assert both.seconds > 1.3 * small
         assert max(both.busy_s) < small / 2
 
@@ -263,13 +263,13 @@ class TestMemory:
 
     @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
     def test_gradients_that_meet_at_once_are_views_of_the_buckets(self, micro_steps, times):
-        """A model of little else than parameters held them twice beside them, though DDP makes them one."""
+        """A model that is mostly parameters counted them twice, though DDP needs one copy."""
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
         given = Workload(model, torch.randn(1, 256), compute_loss=lambda m, x: m(x).sum(), optimizer=torch.optim.SGD)
         tracer, _ = make_tracer(given, like_gpu=True)
         shape = StepShape(((1,),) * micro_steps, "rank", 4)
         peaks = traced_peaks(tracer, shape)
-        # A gradient is made first, and then moved into the buckets, or added to that of the micro-step before.
+        # A gradient is created first. Then it is moved into the buckets, or added to the last micro-step's.
         assert peaks[0] - WORKSPACES == pytest.approx(4 * 256 * 256 * (8 * times + 1), rel=0.02)
         assert sum(part.total_bytes for part in traced_parts(tracer, shape)) == peaks[0]
 
@@ -293,7 +293,7 @@ class Logits(nn.Module):
 
 
 def gathered() -> Workload:
-    # A loss of the user's own sees the whole batch's outputs, on the first device.
+    # The user's loss gets the outputs of the whole batch on the first device.
     return Workload(Logits(), torch.randn(4, 16), compute_loss=lambda model, batch: (model(batch) ** 2).mean())
 
 
@@ -383,7 +383,7 @@ def test_seven_billion_parameters_without_their_memory():
 
 
 def test_questions_about_tensors_cost_no_time():
-    """A fake tensor asks `prim.device` at every turn, and each was clocked as a kernel: small steps took 4 times."""
+    """Fake tensors call `prim.device` constantly. Each call counted as a kernel: 4 times the time for small steps."""
     kernels = []
     for fake in (True, False):
         trace = Tracer(cnn(), fake=fake, like_gpu=True).trace(StepShape(((2,),)))

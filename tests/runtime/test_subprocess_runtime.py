@@ -1,4 +1,4 @@
-"""Real steps in a process of their own, and what becomes of a probe whose process dies."""
+"""Real steps in a separate process, and a probe whose process dies."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_live_model_stays_where_it_is(start):
 
 
 class FakeChild:
-    """Answers as it is told, and remembers what it was asked."""
+    """Returns prepared results, and records its calls."""
 
     def __init__(self, make):
         self.answers, self.calls, self.starts, self.takes_s = [], [], [], 0.0
@@ -437,7 +437,7 @@ def test_a_failed_assertion_in_a_kernel_costs_one_call():
 @pytest.mark.gpu
 @pytest.mark.skipif(accelerator_kind() != "emu", reason="counts contexts, which only emulated devices tell")
 def test_the_other_processs_context_is_no_room_for_its_steps():
-    """What was free before it had one counted as room: all of the reserve went to it where devices are small."""
+    """Free memory before CUDA started counted as available. On small devices that took the whole reserve."""
     device_bytes, context_bytes, reserve_bytes = 160 * 2**20, 48 * 2**20, 2**20
     before = emulated.library.emu_context_bytes()
     with emulated.memory(device_bytes):
@@ -462,7 +462,7 @@ def test_tuning_apart_finds_what_tuning_here_finds():
     source = partial(deadly, "nothing")
     apart, here = tune(source, **ARGUMENTS), tune(source, **{**ARGUMENTS, "isolate": False})
     assert apart.ceilings == here.ceilings
-    # Times are each run's own, and so is what is said of them.
+    # Times differ between runs, and so do the notes about them.
     notes = [[note for note in plan.notes if note.kind != "times-disagree"] for plan in (apart, here)]
     assert notes[0] == notes[1]
 

@@ -1,4 +1,4 @@
-"""What a trace is made of: the first step tells what the second would show, and which norms may refuse one sample."""
+"""How traces are built: the first step shows whether a second is needed, and which norms need two samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestTheFirstStep:
         assert alike(tracer.trace(shape), tracer._run(shape))
 
     def test_that_leaves_something_behind_is_followed_again(self):
-        """A table that the first forward makes is nobody's memory in the second, and was there in the first."""
+        """A table that the first forward creates is memory in the first step, but belongs to no owner in the second."""
 
         class Remembers(nn.Module):
             def __init__(self):
@@ -104,7 +104,7 @@ class TestTheFirstStep:
     ],
 )
 def test_losses_that_keep_every_element_hold_as_much_where_they_are_fake(loss_fn):
-    """A split that fitted by its trace ran out of memory: the number that mse_loss returns keeps all elements alive."""
+    """A split that fitted in its trace ran out of memory, because the output of mse_loss keeps all elements alive."""
     model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 512))
     given = Workload(model, (torch.randn(8, 4), torch.randn(8, 512)), loss_fn=loss_fn, optimizer=torch.optim.SGD)
     for split in ((8,), (3, 5)):
@@ -126,7 +126,7 @@ class TestNormsOverSamples:
         ids=str,
     )
     def test_are_those_with_one_value_of_each_sample(self, norm, shape, may_refuse):
-        """Only these need a trace of a single sample to see whether it would be refused."""
+        """Only these norms need a trace with a single sample, to see whether they reject it."""
 
         def loss(outputs, targets):
             return (outputs - targets).square().mean()
@@ -138,7 +138,7 @@ class TestNormsOverSamples:
 
 
 class Half(nn.Module):
-    """Uses one of its layers, and trains another not at all."""
+    """Uses one layer, trains another layer, and never uses a third."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Half(nn.Module):
 
 
 class Starting(torch.optim.AdamW):
-    """Refuses its first step."""
+    """Raises in its first step."""
 
     def step(self, closure=None):
         if not self.defaults.get("has_started"):
@@ -169,7 +169,7 @@ class Starting(torch.optim.AdamW):
     ],
 )
 def test_the_optimizers_state_is_there_without_a_step(model, optimizer, runs):
-    """A step was followed for it alone, one of five. There is none of what gets no gradient."""
+    """One of five traces was made only for optimizer state. Parameters without a gradient have no state."""
     workload = Workload(model, torch.randn(4, 64), optimizer=lambda parameters: optimizer(parameters, lr=0.1))
     tracer, real = Tracer(workload, fake=True, like_gpu=True), Tracer(workload, fake=False, like_gpu=True)
     shape = StepShape(((4,),))

@@ -1,4 +1,4 @@
-"""A copy is trained, real or fake; the live model and optimizer are bit for bit what they were."""
+"""A copy is trained, real or fake. The live model and optimizer stay identical to the bit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def same(old, new) -> bool:
 
 
 class Custom(torch.optim.Optimizer):
-    """An optimizer with a constructor of its own, attributes beside its state, and nested state."""
+    """An optimizer with a custom constructor, extra attributes and nested state."""
 
     def __init__(self, model, *, momentum):
         super().__init__(model.parameters(), {"lr": 0.1})
@@ -167,7 +167,7 @@ class TestNothingIsTouched:
         assert trainee.models.given.training
 
     def test_by_a_tracer(self):
-        """An AdamW in the middle of its training could not be faked: its step counts became numbers nobody knew."""
+        """An AdamW in the middle of its training could not be faked, because its step counts lost their values."""
         model, optimizer = live("scheduled")
         before = snapshot(model, [optimizer])
         tracer, reason = make_tracer(workload(model, optimizer=optimizer), like_gpu=True)
@@ -389,7 +389,7 @@ class TestCustomSteps:
 
 class TestEvaluation:
     def test_calls_the_model_as_compute_loss_does(self):
-        """The batch of a compute_loss, which only that function understands, was handed to the model."""
+        """The batch of a compute_loss was passed to the model. Only compute_loss understands it."""
         given = Workload(net(), BATCH, compute_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
         trainee = training_copy(given)
         loss = trainee.evaluate(trainee.models, trainee.batch(5))
@@ -494,7 +494,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("mark", [lambda mask: mask, Whole], ids=["found", "marked"])
 def test_a_mask_is_not_split_where_the_batch_is_as_large_as_it(mark, mode):
-    """With as many samples as tokens a (T, T) mask looked like a batch, and the step failed at that one size."""
+    """With equal numbers of samples and tokens, a (T, T) mask looked like a batch, and that one size failed."""
     given = Workload(Masked(), {"tokens": torch.randint(0, 9, (4, 6)), "mask": mark(torch.zeros(6, 6))})
     trainee = training_copy(given, mode=mode)
     for split in ((2, 3), (2, 4), (3, 4)):
@@ -563,7 +563,7 @@ def test_bucket_bytes():
 
 
 def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
-    """It ended in advice on a method of torch's that autosplit had called."""
+    """The error gave advice about a torch method that autosplit had called."""
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
     with raises(WorkloadError, "lazy-parameter", "0.weight"):
         training_copy(workload(model), mode=mode)
@@ -586,7 +586,7 @@ class Graph(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize(("layout", "is_faked"), [(torch.sparse_coo, True), (torch.sparse_csr, False)])
 def test_a_sparse_tensors_values_take_memory_also_where_they_are_fake(layout, is_faked):
-    """Plans for cards that are not there counted none of them: torch fakes a sparse tensor as an empty one."""
+    """Plans for simulated GPUs counted no values, because torch fakes a sparse tensor as an empty tensor."""
     made = Workload(Graph(layout), (torch.randn(4, 256), torch.zeros(4, dtype=torch.long)), loss_fn=F.cross_entropy)
     tracer, note = make_tracer(made, like_gpu=True)
     assert tracer.fake == is_faked
@@ -609,9 +609,9 @@ def test_what_was_changed_for_a_while_is_as_before_where_it_can_not_be_built_wit
 
 @pytest.mark.parametrize("factor", [1.0, 1e6, float("inf")])
 def test_fp16_has_the_optimizers_state_from_the_first_step(factor):
-    """GradScaler leaves out the optimizer where a gradient overflows, as the first of fp16 do at its scale of 65536.
+    """GradScaler skips the optimizer if a gradient overflows, as in the first fp16 steps with scale 65536.
 
-    No state was there then to be measured, 8 bytes a parameter, and the ceiling was too high by them.
+    So there was no state to measure, 8 bytes per parameter, and the ceiling was too high by that.
     """
     loss = lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) * factor
     trainee = training_copy(small(loss_fn=loss, precision="fp16"), device=torch.device("cpu"))

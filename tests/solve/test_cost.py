@@ -1,4 +1,4 @@
-"""The cost models: what is fitted comes out again, bounds agree with trying everything, few looks find a ceiling."""
+"""Cost models: fits recover their parameters, bounds agree with brute force, and few peaks find a ceiling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autosplit.solve.step_time import StepTime, TimeCurve, overlapped_seconds
 
 @st.composite
 def growing_peaks(draw: st.DrawFn) -> list[int]:
-    """Peaks at 0, 1, 2, ... samples: straight pieces with jumps between them, never falling."""
+    """Peaks at 0, 1, 2, ... samples: increasing, piecewise linear, with jumps."""
     peaks = [draw(st.integers(0, 1000))]
     for _ in range(draw(st.integers(1, 6))):
         slope, jump = draw(st.integers(0, 50)), draw(st.integers(0, 2000))
@@ -149,7 +149,7 @@ regions = st.builds(
 
 
 def fitting_shares(region: Region, batch_size: int) -> list[int]:
-    """Device 0's shares that fit, by looking at each."""
+    """Return device 0's numbers of samples that fit, by trying each."""
     if batch_size > region.max_batch_size:
         return []
     shares = []
@@ -170,7 +170,7 @@ class TestRegion:
         if bounds is None:
             assert shares == []
             return
-        # All of it on device 0 may fit where a little less, beside others, does not: that island is left out.
+        # All samples on device 0 may fit, though slightly fewer do not. That isolated case is left out.
         island = {batch_size} if batch_size not in range(bounds[0], bounds[1] + 1) else set()
         assert set(range(bounds[0], bounds[1] + 1)) | island == set(shares) | island
 
@@ -237,7 +237,7 @@ class TestStepTime:
         assert (fitted.copies_s, fitted.gather_s_per_sample) == ((0.0, 0.0), (0.0, 0.0))
 
     def test_copies_of_a_whole_step_go_over_all_links_at_once(self):
-        """They were added up, and seven cards took seven times what a ring takes of one."""
+        """They were added up, so seven GPUs took seven times a ring's time for one."""
         three = StepTime.bare((*self.CURVES, self.CURVES[1]), 0.0, adds_up=False)
         fitted = three.with_copies((1, 1, 1), 3.0)
         assert fitted.copies_s == pytest.approx((0.0, 1.0, 1.0))
@@ -245,7 +245,7 @@ class TestStepTime:
         assert fitted.seconds([(1, 1, 0)] * 2) == pytest.approx(5.0)
 
     def test_a_gather_is_no_more_than_a_further_micro_step_leaves(self):
-        """Of small steps the host hides the copies; what large ones took more was taken for a gather that was none."""
+        """In small steps the host hides the copies. The extra time of large steps was fitted as a gather."""
         bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)
         measured = [((2, 1), 3.5), ((20, 10), 22.0)]
         assert bare.with_overhead(1, measured).gather_s_per_sample[1] == pytest.approx(0.5 / 9)
@@ -261,7 +261,7 @@ class TestStepTime:
         assert bare.with_host(split, once_s, twice_s).host_s == pytest.approx(host_s)
 
     def test_turns_in_which_the_host_starts_backwards_too_are_a_further_micro_step(self):
-        """They were cut to what the devices leave of a first one: thousands of micro-steps were a third too fast."""
+        """They were limited by the first micro-step, so thousands of micro-steps were predicted a third too fast."""
         bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)
         alone_s = bare.seconds([(2, 2)])
         once_s, twice_s = 2 * alone_s, 3.9 * alone_s
@@ -271,7 +271,7 @@ class TestStepTime:
 
     @given(st.integers(1, 6), st.integers(0, 3), st.floats(0, 8))
     def test_a_step_is_what_the_host_and_the_devices_make_of_its_micro_steps_in_turn(self, full, rest, host_s):
-        """Alike micro-steps are counted; one by one they tell the same."""
+        """Identical micro-steps are counted. Timed one by one, they give the same result."""
         step = replace(StepTime.bare(self.CURVES, 0.0, adds_up=False), host_s=host_s)
         splits = [(4, 4)] * full + [(rest, rest)] * (rest > 0)
         started_s = ended_s = 0.0
@@ -282,7 +282,7 @@ class TestStepTime:
         assert step.seconds(splits) == pytest.approx(ended_s)
 
     def test_a_device_alone_has_nobody_in_its_way(self):
-        """A refit found that computing takes nothing, and so did a step of a single device other than the first."""
+        """A refit found that computing takes no time, and so did a step on one device other than the first."""
         measured = [([(4, 1)], 1e-9), ([(20, 10)], 1e-9)]
         refitted = replace(self.STEP, update_s=0.0, copies_s=(0.0, 0.0), gather_s_per_sample=(0.0, 0.0)).refitted(
             measured
@@ -291,7 +291,7 @@ class TestStepTime:
         assert refitted.seconds([(4, 4)]) > 0
 
     def test_the_host_delays_each_micro_step_of_several_devices_and_none_of_one(self):
-        """Of steps of many small ops it is all that counts, and was known of one micro-step alone."""
+        """In steps of many small ops the host's time decides, and it was only known for one micro-step."""
         bound = replace(StepTime.bare(self.CURVES, 0.0, adds_up=False), host_s=100.0)
         assert bound.seconds([(4, 0)] * 3) == pytest.approx(3 * 4.0)
         assert bound.seconds([(4, 1)] * 3) == pytest.approx(3 * 2 * 100.0 + 2 / 3 * 4.0)

@@ -53,7 +53,7 @@ def identical(count: int, ceiling: int, effective: int, *, fit: Fit | None = Non
         # 7 forwards of 90 keep 1260 exactly, 6 of 100 do not.
         (identical(2, 100, 1260), 90, 7),
         (identical(1, 64, 1000), 50, 20),
-        # Without an effective batch that was asked for, one forward of as much as fits.
+        # Without a requested effective batch: one forward of as much as fits.
         (identical(2, 100, 1000, accumulates=False), 100, 1),
         (identical(2, 100, 90, accumulates=False), 45, 1),
         (identical(2, 100, 400, max_batch_size=160), 50, 4),

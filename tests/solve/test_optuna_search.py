@@ -1,4 +1,4 @@
-"""The search finds the optimum, repeats itself, tries nothing twice, and keeps its word about failures and time."""
+"""The search finds the optimum, is reproducible, repeats no trial, and handles failures and time limits."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def rate(configuration: Configuration) -> float:
 
 
 class Evaluation:
-    """Evaluates by a formula, and remembers what it was asked."""
+    """Evaluates a formula, and records its calls."""
 
     def __init__(self, formula=rate, failing=lambda configuration: False) -> None:
         self.asked: list[Configuration] = []
         self.formula, self.failing = formula, failing
 
     def __call__(self, number: int, configuration: Configuration) -> Trial:
-        assert number == len(self.asked)  # of trials that were run: those that are taken over have theirs
+        assert number == len(self.asked)  # of new trials only, because saved trials keep their times
         self.asked.append(configuration)
         c = configuration
         split = (c.gpu0_bsz, c.batch_size - c.gpu0_bsz, 0)
@@ -69,7 +69,7 @@ class Evaluation:
 
 
 def proposing(first, patience: int | None = None):
-    """Propose some configurations in order, then leave it to the sampler until so many trials brought nothing."""
+    """Propose configurations in order. Then use the sampler until a number of trials brought no gain."""
 
     def propose(trials) -> Proposal:
         tried = set(configurations(trials))
@@ -183,7 +183,7 @@ def test_a_failed_trial_breaks_a_constraint_and_has_no_value(tmp_path):
 
 
 def test_what_somebody_enqueued_is_made_first_and_counts(tmp_path):
-    """They were failed unseen, as if a killed search had left them."""
+    """They failed without a run, as if a killed search had left them."""
     study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
     study.enqueue_trial({"gpu0_bsz": 20, "batch_size": 80, "accumulation_steps": 4})
     study.enqueue_trial({"accumulation_steps": 4})
@@ -235,7 +235,7 @@ def test_a_sampler_of_ones_own_draws_every_trial_in_the_models_place(tmp_path):
 
 @pytest.mark.slow
 def test_the_study_says_the_accumulation_steps_that_ran(tmp_path):
-    """Where no batch makes the effective batch in so many micro-steps, another number of them ran than was told."""
+    """If no batch size fits the requested micro-steps, another number ran than the trial reported."""
     space = Space(Region(MemoryFit(0.0, 1.0), 10, 10, (), 10), (10, 10), 10)
     evaluation = Evaluation(lambda c: 1.0 + c.batch_size)
     run(evaluation, space=space, n_trials=8, storage=url_of(tmp_path))
@@ -266,7 +266,7 @@ class Killed(BaseException):
 
 
 def killed_after(evaluation: Evaluation, trials: int, folder: Path, **options) -> None:
-    """Run a search that is killed in a trial, without a word to the study."""
+    """Run a search that is killed in a trial without a message to the study."""
 
     def evaluate(number: int, configuration: Configuration) -> Trial:
         if number == trials:
@@ -277,7 +277,7 @@ def killed_after(evaluation: Evaluation, trials: int, folder: Path, **options) -
 
     def telling(study, trial, *values, state=None, **more):
         if state == optuna.trial.TrialState.FAIL and isinstance(trial, optuna.trial.Trial):
-            return None  # who is killed tells nothing
+            return None  # a killed search reports nothing
         return tell(study, trial, *values, state=state, **more)
 
     with mock.patch.object(optuna.study.Study, "tell", telling), pytest.raises(Killed):
@@ -336,7 +336,7 @@ class TestStorage:
         ids=str,
     )
     def test_trials_that_nothing_can_have_measured_are_not_taken_over(self, tmp_path, changed):
-        """A storage is anybody's to change; each of these ended the search that resumed from it, deep inside."""
+        """Any process can change a storage. Each of these changes ended the search that resumed from it."""
         sound = Trial(0, 14, 86, 3, (14, 72, 0), 900.0, peak_bytes=(1, 2, 3))
         study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
         first = Configuration(14, 86, 3)
@@ -355,14 +355,14 @@ class TestStorage:
 
     @pytest.mark.parametrize("odd", ["x", [1], None, 3, {"of": 3}, {"of": {"batch_size": "x"}}])
     def test_ceilings_that_somebody_else_wrote_there_are_none(self, tmp_path, odd):
-        """A storage that works was refused, since its attribute was no dict."""
+        """A valid storage was rejected, because its attribute was not a dict."""
         study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
         study.set_user_attr("ceilings", odd)
         assert CeilingStore(url_of(tmp_path), "autosplit").get("of", 64) is None
 
     @pytest.mark.parametrize("batch_size", [-5, 10**15])
     def test_a_ceiling_that_can_be_none_is_none(self, tmp_path, batch_size):
-        """One above what is looked at filled the memory with traces; one below nothing ended in 'does not fit'."""
+        """A ceiling above the largest size filled the memory with traces. A ceiling below 1 ended in "does not fit"."""
         store = CeilingStore(url_of(tmp_path), "autosplit")
         store.put("of", made_ceiling("sim:0", 64, 2**30))
         assert CeilingStore(url_of(tmp_path), "autosplit").get("of", 64).batch_size == 64

@@ -1,4 +1,4 @@
-"""Batches of like length: nothing above what fits, every sample once, steps of the samples that were asked for."""
+"""Batches of similar lengths: none exceeds the memory, each sample comes once, and steps have the requested samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory(length: int, linear: float, square: float) -> float:
 
 @st.composite
 def plans(draw: st.DrawFn, longest: int = 512) -> tuple[LengthPlan, float, float]:
-    """A plan of a model whose samples take memory in proportion to length, to its square, or something between."""
+    """A plan for a model whose memory per sample grows with the length, its square, or something between."""
     linear, square = draw(st.floats(0.1, 10)), draw(st.floats(0, 0.1))
     full = memory(longest, linear, square)
     lengths = [longest >> power for power in range(draw(st.integers(1, 6)))]
@@ -86,7 +86,7 @@ def test_every_sample_comes_once_in_batches_that_fit(made, lengths, split, effec
         assert sum(shares) == len(batch)
         assert all(share <= bound for share, bound in zip(shares, most, strict=True))
         if len(batch) > 1 + FULL_ENOUGH * sum(most):
-            # What makes it so full is of like length: the rest would have begun a batch of its own.
+            # Samples of similar length fill the batch. The others would have started a separate batch.
             assert all(lengths[sample] >= SHORTER * longest for sample in batch[int(1 + FULL_ENOUGH * sum(most)) :])
     if effective is not None:
         taken = [sorted(sample for batch in step for sample in batch) for step in steps]

@@ -1,4 +1,4 @@
-"""What is proposed: the solver's answer first, what the corrected model promises next, and then an end."""
+"""Order of proposals: the solver's answer, then the best predictions of the corrected model, then the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def solver_of(step_time: StepTime = STEP_TIME, effective: tuple[int, int] | None
 
 
 def trial_of(solver: Solver, number: int, configuration: Configuration, *, error: float = 0.0, fails=False) -> Trial:
-    """What would come of a configuration if a solver's model were the truth."""
+    """Return the measurement of a configuration if the solver's model were exact."""
     c = configuration
     trial = Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, solver.split_of(c))
     if fails:
@@ -42,7 +42,9 @@ def trial_of(solver: Solver, number: int, configuration: Configuration, *, error
 
 
 def searched(proposer: Proposer, truth: Solver, most: int = 60, *, error: float = 0.0, fails=lambda c: False):
-    """Follow the proposals against a truth; where nothing is proposed, try what a sampler might: something at hand."""
+    """Measure the proposals with another model as the truth. Without a proposal, try a nearby configuration as a
+    sampler.
+    """
     trials: list[Trial] = []
     unproposed = 0
     while len(trials) < most:
@@ -93,7 +95,7 @@ def test_the_first_are_the_answer_its_neighbours_the_even_split_and_torchs():
 
 
 def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves():
-    # Copies are paid once a step, gathers in every micro-step: the truth has a gather that nobody had measured.
+    # Copies cost once per step, gathers in every micro-step. The true gather cost was never measured.
     told, truth = (
         solver_of(),
         solver_of(replace(STEP_TIME, gather_s_per_sample=(0.0, 0.06, 0.06), copies_s=(0.0, 0.5, 0.5))),
@@ -102,7 +104,7 @@ def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves
     assert ended
     best = max(trial.samples_per_s for trial in trials)
     assert best >= 0.99 * max(map(truth.samples_per_s, everything(truth.space)))
-    # Every step gathers the same samples, so that the trials can't tell the gather from the copies: nor need they.
+    # Every step gathers the same samples, so trials cannot separate the gather from the copies. They need not.
     refitted = told.refitted(trials)
     assert [refitted.samples_per_s(configuration_of(trial)) for trial in trials] == pytest.approx(
         [trial.samples_per_s for trial in trials], rel=0.02
@@ -139,7 +141,7 @@ def test_noise_ends_the_search_when_the_promise_is_under_it():
 
 
 def test_where_the_model_is_off_for_reasons_it_does_not_know_the_sampler_gets_its_turns():
-    # The others' times go up in steps of 16 samples, which were not seen when they were timed.
+    # The other devices' times rise in steps of 16 samples, which their timings did not show.
     stairs = TimeCurve.of([(n, 2.5 * -(-n // 16)) for n in range(1, 65)])
     told, truth = solver_of(), solver_of(replace(STEP_TIME, curves=(STEP_TIME.curves[0], stairs, stairs)))
     trials, unproposed, ended = searched(Proposer(told, patience=3), truth)
@@ -149,7 +151,7 @@ def test_where_the_model_is_off_for_reasons_it_does_not_know_the_sampler_gets_it
 
 
 def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
-    """A search ended at 36 samples on device 0, having looked at 34 and 38, and 37 were the fastest by a hundredth."""
+    """A search ended at 36 samples on device 0 after 34 and 38. The fastest was 37, by one percent."""
     stairs = TimeCurve.of([(n, 2.5 * -(-n // 16)) for n in range(1, 65)])
     told, truth = solver_of(), solver_of(replace(STEP_TIME, curves=(STEP_TIME.curves[0], stairs, stairs)))
     trials, _, _ = searched(Proposer(told, patience=3), truth)
@@ -160,7 +162,7 @@ def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
 
 
 def test_where_fewer_devices_are_faster_than_the_model_says_they_are_found():
-    """Four cards got in each other's way by more than was told, which no trial with all of them could tell."""
+    """Four GPUs slowed each other down more than predicted. No trial with all four could show that."""
     fast, slow = line(1, 0.1), line(1, 0.3)
     copies_s, gathers = (0.0, 0.1, 0.1, 0.1), (0.0,) * 4
     step_time = StepTime((fast, fast, slow, slow), copies_s, gathers, 0.1, adds_up=False)
@@ -195,7 +197,7 @@ def test_nothing_is_proposed_that_asks_for_more_than_a_trial_that_failed():
 
 
 def test_what_overflows_another_device_is_not_blamed_on_device_0():
-    """Shares that overflowed device 1 forbade every larger share of device 0, which was the cure: 9 % were lost."""
+    """Splits that overflowed device 1 excluded larger numbers for device 0, which would have helped. That cost 9%."""
     solver = Solver(Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64), 120), (120, 120), 1), STEP_TIME)
     best = solver.answers()[0]
     most = solver.split_of(best)[1] - 6
@@ -226,7 +228,7 @@ def test_a_share_too_small_for_a_batchnorm_says_nothing_about_larger_ones():
 
 
 def test_where_the_knee_is_not_where_the_model_says_it_is_looked_for_until_it_is_found():
-    """The knee that the model told was tried once; it had 96.9 %, and a batch of 2,896 was taken where 821 would do."""
+    """The predicted smallest batch was tried once and had 96.9%. The answer was 2,896 samples, where 821 would do."""
     region = Region(MemoryFit(0.0, 1.0), 4096, 4096, (), 4096)
     space = Space(region, None)
     told = Solver(space, StepTime.bare((TimeCurve.of([(n, 20 + n) for n in (1, 4096)]),), 0.0, adds_up=False))
@@ -240,7 +242,7 @@ def test_where_the_knee_is_not_where_the_model_says_it_is_looked_for_until_it_is
 
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_a_large_share_of_device_0_has_its_neighbours_tried_too(size):
-    """From 100 samples on one more or less seemed too little to try; half a percent was left where the model is off."""
+    """With 100 samples or more, one more or less was not tried. That cost half a percent if the model was off."""
     region = Region(MemoryFit(0.0, 1.0), 64 * size, 64 * size, (64 * size,) * 2, 128 * size)
     space = Space(region, (128 * size, 128 * size), 1)
     curve = TimeCurve.of([(n, 1 + 0.1 * n / size) for n in (1, 64 * size)])
@@ -260,7 +262,7 @@ def test_a_large_share_of_device_0_has_its_neighbours_tried_too(size):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_like_devices_share_64_samples_evenly_and_once_whatever_the_noise(seed):
-    """Noise made it (32, 31) twice, the second time with a single sample."""
+    """Noise produced (32, 31) twice, the second time with a single sample."""
     noise = random.Random(seed)
     device = line(0.01, 0.05)
     space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64,), 64), (64, 64), 4)
@@ -296,7 +298,7 @@ def test_without_an_effective_batch_the_knee_is_tried_and_found():
 
 
 class TestSteadied:
-    """What is known of a trial is what was measured of it, and what the model makes of all the others."""
+    """The estimate of a trial combines its measurement with the model's fit of all other trials."""
 
     def test_exact_trials_and_failed_ones_stay(self):
         solver = solver_of()
@@ -305,7 +307,7 @@ class TestSteadied:
         assert steadied(solver.refitted(trials), trials) == trials
 
     def test_a_lucky_trial_is_not_taken_for_the_fastest(self):
-        """With noise the highest of many measured throughputs is one that noise was kind to."""
+        """With noise, the highest of many measured throughputs is usually a lucky one."""
         solver = solver_of()
         trials = [trial_of(solver, number, c, error=0.03) for number, c in enumerate(solver.first_trials())]
         best = max(trials, key=lambda trial: trial.samples_per_s)

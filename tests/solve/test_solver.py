@@ -1,4 +1,4 @@
-"""The solver's closed form agrees with trying everything, as far as the cost model goes."""
+"""The solver's closed form agrees with brute force within the cost model."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def test_the_micro_steps_add_up(solver):
 
 
 def test_measured_times_make_no_odd_answer_and_the_plainest_has_its_chance():
-    """On a busy machine 64 samples on two like devices were (27, 27) twice: once (32, 32) was not even tried."""
+    """On a busy machine, 64 samples on two equal devices became (27, 27) twice. Once, (32, 32) was not even tried."""
     space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64,), 64), (64, 64), 4)
 
     def solver(slower: float, tells_apart: float) -> Solver:
-        """Noise has made the largest sizes slower than they are."""
+        """Noise made the largest sizes seem slower than they are."""
         curve = TimeCurve.of([(1, 1.1), (28, 3.8), (32, slower * 4.2), (64, slower * 7.4)])
         step_time = StepTime((curve, curve), (0.0, 0.0), (0.0, 0.0), 0.1, adds_up=False)
         return Solver(space, step_time, tells_apart=tells_apart)
@@ -154,7 +154,7 @@ def test_device_0_alone_where_sharing_costs_more_than_it_brings(copies_s, gpu0_b
 
 
 def unlike(copies_s: tuple[float, ...], *, effective: int = 48) -> Solver:
-    """Four devices of one speed, of which some are behind slow links."""
+    """Four equally fast devices, some of them with slow links."""
     region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200, 200, 200), 1000)
     step_time = StepTime.bare((line(0.5, 0.1),) * 4, 0.0, adds_up=False)
     for index, seconds in enumerate(copies_s):
@@ -170,7 +170,7 @@ def test_devices_behind_links_that_cost_more_than_they_bring_are_left_out():
 
 
 def test_device_0_is_left_out_where_each_device_waits_for_its_turn_with_the_host():
-    """Three of four cards held the batch, and were 22 % faster than all four; device 0 was never left out."""
+    """Three of four GPUs fit the batch and were 22% faster than all four. Device 0 was never left out."""
     region = Region(MemoryFit(0.0, 1.0), 1000, 8, (8, 8, 8), 1000)
     step_time = StepTime.bare((line(0.9, 0.2), *(line(0.5, 0.1),) * 3), 0.0, adds_up=False)
     in_turn = Solver(Space(region, (48, 48), 4), replace(step_time, host_s=1.0))
@@ -180,7 +180,7 @@ def test_device_0_is_left_out_where_each_device_waits_for_its_turn_with_the_host
 
 
 def test_where_the_host_bounds_a_step_its_last_micro_step_is_short():
-    """Its backward is what is left when the host has started all: equal micro-steps were 5.6 % slower."""
+    """After the last launch only its backward remains. Equal micro-steps were 5.6% slower."""
     region = Region(MemoryFit(0.0, 1.0), 1000, 8, (10, 10, 10), 1000)
     step_time = StepTime.bare((line(1.8, 1.05),) * 4, 0.0, adds_up=False)
     in_turn = Solver(Space(region, (48, 48), 4), replace(step_time, host_s=2.7))
@@ -295,7 +295,7 @@ def test_a_geometric_grid_ends_at_the_largest(largest):
 
 
 def test_where_two_teams_are_as_fast_the_one_of_fewer_devices_is_the_answer():
-    """A device was kept that brought nothing. Of two kinds, the order of teams is not that of their devices."""
+    """A useless device was kept. With two kinds, the order of teams is not the order of their devices."""
     flat = TimeCurve.of([(1, 1.0), (64, 1.0)])
     region = Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64, 32, 32), 64)
     solver = Solver(Space(region, (64, 64), 1), StepTime.bare((flat,) * 5, 0.1, adds_up=False))

@@ -54,7 +54,9 @@ def linear(fixed_s: float, per_sample_s: float) -> Callable[[int], float]:
 def one_by_one(
     batch_size: int, times: Sequence[Callable[[int], float]], caps: Sequence[int], floors: Sequence[int]
 ) -> tuple[int, ...]:
-    """The rule as it is worded: the next sample to whoever ends it first, then to the smaller share, then in order."""
+    """The rule in words: each next sample goes to the device that finishes it first, then to the smaller share, then in
+    order.
+    """
     given_out = list(floors)
     for _ in range(batch_size - sum(floors)):
         open_devices = [i for i, n in enumerate(given_out) if n < caps[i]]
@@ -64,7 +66,7 @@ def one_by_one(
 
 @st.composite
 def alike_devices(draw: st.DrawFn) -> tuple[int, list[TimeCurve], list[int], list[int]]:
-    """Devices of one to three kinds, whose curves are flat at first: a batch, curves, caps and floors."""
+    """Devices of one to three kinds with curves that are flat at first: a batch, curves, caps and floors."""
     kinds = []
     for _ in range(draw(st.integers(1, 3))):
         sizes = sorted(draw(st.sets(st.integers(1, 400), min_size=1, max_size=4)))
@@ -233,7 +235,9 @@ class TestFastestSplit:
     def test_devices_that_are_alike_are_asked_once_and_served_alike(
         self, case: tuple[int, list[TimeCurve], list[int], list[int]]
     ) -> None:
-        """Once eight alike cards took 20 seconds to explain: each was asked, and flat curves were halved to the end."""
+        """Eight equal GPUs once took 20 seconds to explain: each was evaluated, and flat curves were bisected to the
+        end.
+        """
         batch_size, curves, caps, floors = case
         expected = one_by_one(batch_size, curves, caps, floors)
         assert fastest_split.fastest_split(batch_size, curves, caps, floors) == expected
@@ -286,7 +290,7 @@ class TestFastestSplit:
 
 
 class TestShortSplits:
-    """A share of 2 or more that shrinks to 1 is one that a BatchNorm does not train on."""
+    """A share that shrinks from 2 or more to 1 cannot train a BatchNorm."""
 
     @given(st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any), st.data())
     def test_leave_nobody_alone_where_that_can_be(self, split: list[int], data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that tune together: one plan for all, and whatever one of them can't do ends or fails for all of them."""
+"""Ranks that tune together get one plan. If one rank fails, the trial or the tuning fails on all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LIMIT_S = 300
 
 
 class Net(nn.Module):
-    """A small model, some of whose parameters may get no gradient."""
+    """A small model. Some parameters may get no gradient."""
 
     def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ def squared(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Trap:
-    """A loss that does something after so many calls: on one rank, and not in a step that is followed."""
+    """A loss that acts after a number of calls, on one rank, in real steps only."""
 
     def __init__(self, spring: Callable[[], object], after: int) -> None:
         self.spring, self.left = spring, after
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss, or do it."""
+        """Return the loss, or act."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.left -= 1
             if self.left < 0:
@@ -98,7 +98,7 @@ class Trap:
 
 
 class HeldLoss:
-    """A loss with something of its rank's own."""
+    """A loss that uses its rank's number or data."""
 
     def __init__(self, rank: int) -> None:
         self.parts = [rank]
@@ -125,7 +125,7 @@ def rank_here() -> int:
 
 
 def raised(run: Callable[[], object]) -> tuple[str, str, int]:
-    """The error's class, what it says, and what the command line exits with."""
+    """Return the error's class, its message, and the exit code of the command line."""
     try:
         run()
     except AutosplitError as error:
@@ -137,7 +137,7 @@ def raised(run: Callable[[], object]) -> tuple[str, str, int]:
 
 
 def tuned() -> dict[str, Any]:
-    """Tune, tune again, and train a step by the plan."""
+    """Tune, tune again, and train one step with the plan."""
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rng = torch.get_rng_state()
@@ -168,7 +168,7 @@ def tuned() -> dict[str, Any]:
 
 
 def adopted() -> str:
-    """Tune where there is a process group already, which stays."""
+    """Tune inside an existing process group, which must survive."""
     dist.init_process_group("gloo", store=meeting_place(jobs.place_here()), rank=rank_here(), world_size=2)
     try:
         plan = tune(workload(), profile="off", n_trials=1)
@@ -179,7 +179,7 @@ def adopted() -> str:
 
 
 def without_memory() -> list[Any]:
-    """Run steps of which one rank has too many samples: rank 0, the last, and both in turn; then one that fits."""
+    """Run steps in which one rank has too many samples: rank 0, the last, both in turn. Then run a fitting step."""
     request = checked_request(devices=DEVICES, strategy="ddp")
     found = []
     with jobs.joined(request) as job:
@@ -194,7 +194,7 @@ def without_memory() -> list[Any]:
 
 
 def batches_made() -> int:
-    """Time a step of two unlike micro-steps, and count the batches that are made for it."""
+    """Time a step of two different micro-steps, and count the batches made for it."""
     made = []
 
     def make(n: int) -> Any:
@@ -205,14 +205,14 @@ def batches_made() -> int:
         given = workload(make_batch=make)
         runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device))
         steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
-        steps._dry = lambda _sizes: made.clear() or 0  # it makes its own
+        steps._dry = lambda _sizes: made.clear() or 0  # makes its own batch
         steps.measured([4, 3], budget_s=0.1)
         steps.close()
     return len(made)
 
 
 def without_memory_in_a_timed_step() -> list[Any]:
-    """Lack memory only where gradients meet: the other rank waits for it, and is told; it need not give up."""
+    """Run out of memory only in the all-reduce. The waiting rank gets a message and does not have to give up."""
 
     def spring() -> None:
         if rank_here() == 1 and not sprung:
@@ -228,7 +228,7 @@ def without_memory_in_a_timed_step() -> list[Any]:
 
 
 def spinning_for_one_without_memory() -> list[Any]:
-    """Lack memory where gradients meet, on a back end that waits for ever; then take a step that fits."""
+    """Run out of memory in the all-reduce, on a back end that waits forever. Then run a fitting step."""
     spinning.register()
     request = checked_request(devices=DEVICES, strategy="ddp")
     found: list[Any] = []
@@ -259,12 +259,12 @@ def raising() -> tuple[str, str, int]:
         if rank_here() == 1:
             raise ValueError("a bug of mine")
 
-    rank_steps.LEAST_TIMEOUT_S = 300.0  # nobody waits for it
+    rank_steps.LEAST_TIMEOUT_S = 300.0  # no other rank waits for it
     return raised(lambda: tune(workload(compute_loss=Trap(spring, after=2)), profile="off"))
 
 
 def interrupted() -> list[Any]:
-    """Press Ctrl-C on rank 1 as the search begins: both end with what there is."""
+    """Press Ctrl-C on rank 1 as the search begins. Both ranks end with the plan so far."""
 
     def press() -> None:
         if rank_here() == 1 and not pressed:
@@ -299,7 +299,7 @@ def on_processors_of_their_own() -> str:
 
 
 def waiting_for_another() -> dict[str, Any]:
-    """Tune while somebody else does: rank 0 waits, and the others with it."""
+    """Tune while another process tunes the same workload. Rank 0 waits, and so do the other ranks."""
     real, heard = profiles.turn_path, []
     path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / "held.lock"
     begun, failed, others = threading.Event(), threading.Event(), []
@@ -327,12 +327,12 @@ def waiting_for_another() -> dict[str, Any]:
 
 
 def with_less_memory() -> dict[str, Any]:
-    """Tune, and once more when less memory is free on both."""
+    """Tune, then tune again with less free memory on both."""
     model, options = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 1)), {"name": "short", "n_trials": 1}
     with on_a_machine_of_its_own():
         first = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
         real = specs.available_host_bytes
-        # Of which 80 % may be held: a little less than the fuller one needs, so that the line tells what fits well.
+        # Both may use 80% of this, slightly less than the fuller rank needs. So the fit shows what fits well.
         specs.available_host_bytes = lambda: int(1.2 * max(device.peak_bytes for device in first.devices))
         try:
             second = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
@@ -342,7 +342,7 @@ def with_less_memory() -> dict[str, Any]:
 
 
 def with_unlike_cards() -> list[str]:
-    """Tune for two precisions, one of which rank 1's card has no units for, which rank 0 has never heard of."""
+    """Tune for two precisions. Rank 1's GPU lacks units for one of them, which rank 0 cannot know."""
     real, precisions._has_bf16 = precisions._has_bf16, lambda _device: rank_here() == 0
     try:
         plan = tune(workload(), precision=("none", "bf16"), profile="off", n_trials=1)
@@ -462,7 +462,7 @@ class TestTwoRanks:
         assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
 
     def test_ask_each_about_its_own_card(self, ranks: Any) -> None:
-        """Each asked its own cuda:0 about all: where they differ, the ranks went on with different precisions."""
+        """Each rank asked its own cuda:0 about all GPUs, so ranks with different GPUs chose different precisions."""
         for (said,) in found_by(ranks, "unlike cards"):
             assert said.startswith("Precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
 
@@ -496,11 +496,11 @@ class TestTwoRanks:
             assert seconds < 60
 
     def test_time_no_batch_being_made(self, ranks: Any) -> None:
-        """Each timed step made its batches anew, which took longer than the step where samples are images."""
+        """Each timed step made its batches again. For images that took longer than the step."""
         assert found_by(ranks, "batches") == [2, 2]
 
     def test_one_that_spins_for_the_gradients_of_another_is_told(self, ranks: Any) -> None:
-        """NCCL waits until its watchdog ends the process: one rank's lack of memory was the end of the job."""
+        """NCCL waits until its watchdog ends the process, so one rank without memory ended the job."""
         for one, fits, first_s, other, again, second_s in found_by(ranks, "spinning"):
             assert (one[0], other[0]) == (1, 0)
             assert "cpu:1 is out of memory" in one[1]
@@ -547,7 +547,7 @@ class TestTwoRanks:
 
 
 def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
-    """Its rank's number, or its part of the data: other ranks have others, and one profile serves the job."""
+    """Ranks have different numbers and data, but one profile serves the job."""
     every = [workload_of(workload(compute_loss=HeldLoss(rank))) for rank in (0, 1)]
     assert every[0] != every[1]
     said = agreed(every)
@@ -558,7 +558,7 @@ def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
 
 
 def die_while_tuning(rank: int, port: int, victim: int, folder: str) -> None:
-    """Tune as one of three ranks, one of which is killed in a trial."""
+    """Tune with three ranks. One rank is killed in a trial."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -642,7 +642,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     ("spring", "code", "said"),
     [
         ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; fix it"),
-        ("os.kill(os.getpid(), 9)", 1, "error: rank 1 "),  # by torchrun or by rank 0: whoever sees it first
+        ("os.kill(os.getpid(), 9)", 1, "error: rank 1 "),  # printed by torchrun or rank 0, whichever notices first
         ("os._exit(0)", 1, "error: rank "),
     ],
 )
@@ -674,7 +674,7 @@ def test_errors_of_all_are_said_once(tmp_path: Path, arguments: list[str], code:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
 def test_nothing_is_left_where_the_command_is_killed(tmp_path: Path) -> None:
-    """Its ranks went on without it; one that hung would have been there for ever."""
+    """Its ranks kept running, and a blocked rank stayed forever."""
     spring = "[open(f'{os.getpid()}.rank', 'w').close(), __import__('time').sleep(600)]"
     (tmp_path / "work.py").write_text(FILE.format(spring=spring))
     environment = {**os.environ, "SPRING": "1", "TMPDIR": str(tmp_path)}
@@ -733,7 +733,7 @@ def test_a_ranks_time_counts_the_all_reduce_whoever_has_samples() -> None:
     time_s = RankStepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False)
     assert time_s.seconds([(4, 2)]) == pytest.approx(3 + 4 + 0.5)
     assert time_s.seconds([(4, 2), (2, 3)]) == pytest.approx(3 + 4 + 6 + 0.5)
-    # The rank without samples runs one that counts for nothing.
+    # The rank without samples runs one sample that does not count.
     assert time_s.seconds([(1, 0)]) == pytest.approx(3 + 2 + 0.5)
     assert StepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False).seconds([(1, 0)]) == pytest.approx(1.5)
 
@@ -742,7 +742,7 @@ def test_a_ranks_time_counts_the_all_reduce_whoever_has_samples() -> None:
 @pytest.mark.parametrize("effective", [None, (64, 64), (3, 3)])
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_slow_rank_takes_part_with_the_least_that_it_can(slower: float, effective: Any, least: int) -> None:
-    """With a flat curve the fastest split gave it nothing, which is refused: the search had no answers, and died."""
+    """With a flat time curve, the fastest split gave the slow rank no samples. DDP rejected it and the search died."""
     curves = tuple(TimeCurve(((1, factor * 1e-3), (64, factor * 1.5e-3))) for factor in (1.0, slower))
     region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64, least)
     solver = Solver(Space(region, effective, 4), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
@@ -808,7 +808,7 @@ def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) 
 
 
 class TestOwnPart:
-    """A context takes up to a GiB: eight ranks that looked at eight cards left seven foreign ones on each."""
+    """A context takes up to a GiB. Eight ranks that examined eight GPUs left seven foreign contexts on each."""
 
     @pytest.fixture(autouse=True)
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -897,7 +897,7 @@ def test_options_of_a_plan_reach_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_only_waited_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that timed out comes first by number: the one that failed is the one to name."""
+    """Ranks that timed out may have lower numbers. The error must name the failed rank."""
     peers = Peers(2, 3, None, Interrupts())
     monkeypatch.setattr(peers, "part", lambda: None)
     waited = Failure(0, "RuntimeError: gloo timed out", 1, waited=True)

@@ -1,4 +1,4 @@
-"""A keyword that `tune` and `measure` do not have is answered with the one that was meant."""
+"""An unknown keyword of `tune` or `measure` raises an error that names the right keyword."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search that is killed goes on where it was: no finished trial is run again, and it ends at the same plan."""
+"""A killed search resumes: it repeats no finished trial, and ends with the same plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ plan.save({plan!r})
 
 
 def begun(folder: Path, *, storage: Path) -> subprocess.Popen:
-    """Start a tuning in a process of its own; it writes down every configuration that it runs."""
+    """Start a tuning in a new process that records every configuration that it runs."""
     script = SCRIPT.format(
         tests=str(TESTS),
         log=str(folder / "log"),
@@ -56,7 +56,7 @@ def logged(folder: Path) -> list[tuple[int, ...]]:
 
 
 def finished(storage: Path) -> set[tuple[int, ...]]:
-    """Return the configurations whose trials the study keeps; of a tuning that came to its end, none."""
+    """Return the configurations of the study's trials. A completed tuning keeps none."""
     if not storage.exists():
         return set()
     names = optuna.get_all_study_names(f"sqlite:///{storage}")

@@ -1,7 +1,7 @@
-"""Nothing is left behind: a probe or tuning, also one that fails or is interrupted, leaves all as it was, to the bit.
+"""A probe or tuning leaves everything unchanged to the bit, even if it fails or is interrupted.
 
-`Watch` writes down everything that could change: a model in the middle of its training, its optimizer, and the
-process. The workload's own code fails on purpose, at every place where it is called.
+`Watch` records everything that could change: a model in the middle of its training, its optimizer, and the process. The
+workload's code fails on purpose at every place where it is called.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def bits(tensor: Tensor) -> str:
 
 
 def as_it_is(value: Any) -> Any:
-    """Something comparable: of a tensor which one it is, where, how often it was written to, and its bits."""
+    """Return a comparable value. For a tensor: its identity, device, version and bits."""
     if isinstance(value, Tensor):
         memory = (value.data_ptr(), value.untyped_storage().data_ptr(), value.stride(), value._version)
         kind = (type(value).__name__, tuple(value.shape), str(value.dtype), str(value.device), value.requires_grad)
@@ -191,7 +191,7 @@ def process_as_it_is() -> dict[str, Any]:
         "python's generator": random.getstate(),
         "numpy's generator": [
             part.tolist() if isinstance(part, np.ndarray) else part
-            for part in np.random.get_state()  # noqa: NPY002  # the one that is kept
+            for part in np.random.get_state()  # noqa: NPY002 # the generator with global state
         ],
         "warnings": list(warnings.filters),
         "placement": active_placement(),
@@ -263,7 +263,7 @@ class Live:
 
 
 class Watch:
-    """All of a live training and its process, written down to be compared."""
+    """A record of a live training and its process, for comparison."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -279,7 +279,7 @@ class Watch:
 
 
 class Books(Tracker):
-    """A tracker that goes on counting when it is closed, so that what outlives its step is seen."""
+    """A tracker that continues to count after it is closed, to find tensors that outlive their step."""
 
     opened: list[Books]
 
@@ -301,7 +301,7 @@ class Books(Tracker):
 
 @pytest.fixture(autouse=True)
 def books(monkeypatch):
-    """Every tracker of the test; in the end none holds a byte, since what it followed was a copy."""
+    """Every tracker of the test. At the end none has a byte left, because all traced models were copies."""
     opened: list[Books] = []
     monkeypatch.setattr(Books, "opened", opened, raising=False)
     monkeypatch.setattr(cpu, "Tracker", Books)
@@ -399,9 +399,9 @@ class Event:
     """A call of the workload's own code.
 
     Attributes:
-        point: Which code.
-        fake: It saw fake tensors.
-        stage: Of the tuning, as far as it told.
+        point: The called code.
+        fake: Whether it got fake tensors.
+        stage: The last reported stage of the tuning.
     """
 
     point: str
@@ -411,13 +411,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Phase:
-    """Where something goes wrong: at the first, the middle or the last of some calls.
+    """The call that fails: the first, middle or last of some calls.
 
     Attributes:
-        point: Which code is called.
-        of: ``"trace"`` or ``"step"``, where it counts whether tensors are fake; a borrowed model has no fake ones.
+        point: The called code.
+        of: ``"trace"`` or ``"step"`` if fake and real tensors differ. A borrowed model has no fake tensors.
         which: ``"first"``, ``"middle"`` or ``"last"``.
-        stage: Of the tuning; any where it is empty.
+        stage: Stage of the tuning. Empty for any stage.
     """
 
     point: str
@@ -434,12 +434,12 @@ class Phase:
 
 
 class Trap:
-    """Called by the whole code of a workload; raises where it is told to. Copies of the model share it.
+    """Called by all code of a workload. Raises at one call. Copies of the model share it.
 
     Attributes:
         events: The calls so far.
-        borrowed: Copying it fails, and so does copying the model.
-        stage: What the tuning told last.
+        borrowed: Copying the trap fails, and so does copying the model.
+        stage: The last reported stage of the tuning.
     """
 
     def __init__(self, *, borrowed: bool = False) -> None:
@@ -465,7 +465,7 @@ class Trap:
         if self._phase is None or not self._phase.holds(event, borrowed=self.borrowed):
             return
         self._seen += 1
-        # An error is one for good, or it would be taken for what fake tensors can't do; Ctrl-C is pressed once.
+        # An error is permanent, or it would look like a limit of fake tensors. Ctrl-C is pressed once.
         if self._seen == self._number or (self._seen > self._number and self._kind is not KeyboardInterrupt):
             raise self._kind("on purpose")
 
@@ -491,7 +491,7 @@ class Trap:
 
 
 class Sprung(torch.autograd.Function):
-    """Changes nothing, and tells a trap of the backward."""
+    """An identity function whose backward calls a trap."""
 
     @staticmethod
     def forward(ctx, loss, trap):
@@ -518,7 +518,7 @@ class Trapped(nn.Module):
 
 
 class Wire:
-    """Tells a trap of its being copied."""
+    """Calls a trap when it is copied."""
 
     def __init__(self, trap: Trap) -> None:
         self.trap = trap
@@ -539,7 +539,7 @@ class TrappedAdamW(torch.optim.AdamW):
 
 
 class Case:
-    """A trapped workload in the middle of its training, with a source that tells of its being built."""
+    """A trapped workload in the middle of its training, with a source that reports when it is built."""
 
     def __init__(self, kind: str) -> None:
         self.trap = Trap(borrowed=kind == "borrowed")
@@ -562,7 +562,7 @@ class Case:
 
 
 def outcome(run: Any) -> type[BaseException] | None:
-    """How a call ended; nothing of it is held any more, neither its answer nor its traceback."""
+    """Return how a call ended, without references to its result or traceback."""
     try:
         run()
     except (UserCodeError, ZeroDivisionError, KeyboardInterrupt) as error:
@@ -622,7 +622,7 @@ BUDGETED, SIMULATED = "cpu:64KiB,cpu:48KiB", "sim:2xRTX3090@64KiB"
 
 
 def check_phase(kind: str, phase: Phase, error: type[BaseException], devices: str, books: list[Books]) -> None:
-    """Let something go wrong, look whether all is as it was, and probe again."""
+    """Cause one failure, check that everything is unchanged, and probe again."""
     events, ceiling = calls_of(kind, devices)
     books.clear()
     case = Case(kind)
@@ -633,10 +633,10 @@ def check_phase(kind: str, phase: Phase, error: type[BaseException], devices: st
     if error is KeyboardInterrupt:
         assert ended is (TuningInterrupted if devices else KeyboardInterrupt)
     elif phase.point == "copy the model" or (phase == PHASES["a traced update"] and kind == "copied"):
-        # It runs itself then; and fake updates are followed but in the first traces, in whose place real ones go.
+        # The model itself then runs. Only the first traces follow fake updates, and real updates replace these.
         assert ended is None
     elif phase in (PHASES["a traced loss"], PHASES["a traced backward"]) and kind != "borrowed":
-        assert ended is None  # of the step that foretells the others: these are followed themselves
+        assert ended is None  # of the step that predicts the others, which are traced themselves
     else:
         assert ended in (UserCodeError, ZeroDivisionError)
     case.live.watch.check()
@@ -696,8 +696,8 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
         for j, devices in enumerate((BUDGETED, SIMULATED))
         for k, error in enumerate(ERRORS)
         if (index + i + j + k) % 2 == 0
-        # Simulated steps are told by laws, not followed; where a trace that makes or checks one fails, each size is
-        # followed by itself, so that what fails but once ends nothing.
+        # Simulated steps are predicted, not traced. If a trace for the prediction fails, each size is traced, so one
+        # failure does not end the tuning.
         if devices != SIMULATED or name not in ("in a timed step", "in a trial", "in a trial's update")
         if (name, devices, error) != ("in the second ceiling", SIMULATED, ZeroDivisionError)
     ]
@@ -749,7 +749,7 @@ def test_a_compiled_models_tuning(stage, error, ends, books):
 @pytest.mark.parametrize("kind", ["copied", "borrowed"])
 @pytest.mark.parametrize("devices", ["", slow(BUDGETED), slow(SIMULATED)])
 def test_a_backward_that_is_still_to_come_finds_what_it_saved(kind, devices):
-    """A loss that was taken before a tuning has the same gradients after it: nothing it saved was written to."""
+    """A loss computed before a tuning has the same gradients afterwards, because nothing that it saved was changed."""
     case = Case(kind)
     inputs, targets = net_batch()
     model = case.live.model.body
@@ -789,12 +789,12 @@ print(gone() is None, sorted(kinds & {"Trainee", "LoneSession", "Tracer", "Probe
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:64KiB"])
 def test_the_first_tuning_of_a_process_holds_nothing_either(devices):
-    """An error that Optuna met and kept while it was imported held the frames below it: the model, all its copies."""
+    """Optuna kept an error of its import, which kept all frames below it: the model and all its copies."""
     ran = subprocess.run([sys.executable, "-c", FIRST, devices], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "True []"
 
 
-# ------------------------------------------------------------------------------------------------- again and again
+# ---------------------------------------------------------------------------------------------------- repeated use
 
 
 def open_files() -> int:
@@ -855,7 +855,7 @@ def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     monkeypatch.setattr(cpu, "Tracker", Tracker)
     monkeypatch.setattr(tracing, "Tracker", Tracker)
     case = Case(kind)
-    for number in range(10):  # what torch keeps of shapes that it saw is kept by then
+    for number in range(10):  # torch's caches of shapes are full by then
         tune_again(case, number)
     before, resident = counts(), resident_bytes()
     for number in range(20):
@@ -866,5 +866,5 @@ def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     while native_threads() > before["threads"] and time.monotonic() < deadline_s:  # a joined thread leaves /proc late
         time.sleep(0.01)
     assert counts() == before
-    # The allocator's own room comes and goes by some MiB; twenty copies of anything that matters are more.
+    # The allocator's own memory varies by some MiB. Twenty copies of anything important are more.
     assert resident_bytes() - resident < 6 * MIB

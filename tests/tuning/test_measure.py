@@ -1,4 +1,4 @@
-"""measure(): what one setting does, as `tune` runs its trials, and what is said of one that can't be run."""
+"""measure(): it runs one setting as `tune` runs a trial, and explains a setting that cannot run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestReal:
         assert 0 < found.update_s < found.step_s
         assert found.samples_per_s == pytest.approx(18 / found.step_s)
         assert (found.simulated, found.predicted) == (False, False)
-        # They share a processor: none by itself is the one that bounds it.
+        # The devices share a CPU, so no single device limits the step.
         assert {bound.device for bound in found.bound_by} == {None}
 
     def test_a_split_may_be_an_array(self):

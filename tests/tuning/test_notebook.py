@@ -16,7 +16,7 @@ from autosplit.tuning.progress import Progress, heard_by, notebook_bar
 
 
 class Screen:
-    """Stands for IPython in a notebook: keeps what is displayed, and what it is drawn anew as."""
+    """A fake of IPython in a notebook. It records displayed and updated objects."""
 
     def __init__(self, kernel=True):
         self.drawn = []
@@ -79,7 +79,7 @@ autosplit.tune(model, torch.randn(4, 8), devices="sim:2xRTX3090", effective_batc
 """
 
 
-# In a process of its own: what a client of kernels leaves open would be told of in the next test.
+# In a separate process, because a Jupyter client leaves resources open that would warn in the next test.
 RUN = """
 import sys, nbformat
 from jupyter_client import AsyncKernelManager
@@ -109,7 +109,7 @@ def test_a_real_kernel_shows_the_bar_and_the_plan():
 
 
 def test_a_fraction_never_falls_and_stages_follow_each_other():
-    """A first tuning said "starting" for most of its first half minute, and a wait began again at nothing."""
+    """A first tuning showed "starting" for most of its first half minute, and a wait restarted at 0."""
     told: list[Progress] = []
     tell = notebook.onward(told.append)
     stages = ("building", "tracing", "checks", "ceilings", "times", "search", "confirming", "done")
@@ -133,7 +133,7 @@ class Terminal(io.StringIO):
 
 
 def on_a_terminal(monkeypatch) -> Terminal:
-    """Not a fixture: pytest puts its own stderr in the place of one that was set before the test."""
+    """Not a fixture: pytest would replace a stderr that was set before the test."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(notebook, "SHORTEST_S", 0.0)

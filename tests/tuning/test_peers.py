@@ -1,4 +1,4 @@
-"""Ranks that agree, without the other ranks: a watch that answers at once, and a group of one that speaks for all."""
+"""Agreement of ranks without real ranks: a watch that answers at once, and a group in which one rank acts for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.tuning.peers import Interrupts, Peers
 
 
 class Echo:
-    """A line on which another rank, cut off by what was said, says the same again at once."""
+    """A connection on which the other rank, cut off by a message, sends the same message back at once."""
 
     on_missing: Callable[[str], None]
 
@@ -20,7 +20,7 @@ class Echo:
 
 
 class AloneOfTwo(Peers):
-    """Rank 0 of two, of which the other says what this one says."""
+    """Rank 0 of two. The other rank repeats every message."""
 
     def __init__(self) -> None:
         super().__init__(0, 2, None, Interrupts(), Echo())  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class AloneOfTwo(Peers):
 
 
 def test_the_rank_that_fails_has_not_waited_though_others_are_cut_off_before_it_is_done() -> None:
-    """In 2 of 60 jobs on a busy machine the cause counted as a victim, and each rank blamed its own code."""
+    """In 2 of 60 jobs on a busy machine, each rank blamed its own code, because the failed rank counted as a victim."""
     peers, cuts = AloneOfTwo(), []
 
     def fails() -> None:

@@ -1,4 +1,4 @@
-"""One rank's part of real DDP steps, by itself, on a real or an emulated device."""
+"""One rank's part of real DDP steps, run alone on a real or an emulated device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autosplit.tuning.rank_steps import RankSteps
 
 @pytest.mark.gpu
 def test_a_dry_pass_peaks_at_its_own_batch():
-    """The peak was the largest so far: it began at what an earlier, larger one had left in the allocator's cache.
+    """The peak included memory that an earlier, larger batch had left in the allocator's cache.
 
-    Without a wrapper nothing but the pass moves the batch, which is made on the host.
+    Without a wrapper, only the dry pass moves the batch, which is made on the host.
     """
     runtime = SimpleNamespace(devices=(SimpleNamespace(label=f"{KIND}:0"),))
     steps = RankSteps(small(), runtime, card(0), Peers(0, 1, None, Interrupts()), backend="gloo", options={})

@@ -1,4 +1,4 @@
-"""A remembered plan where something has changed: other cards, less memory, a cache that is of no use, another name."""
+"""A saved plan after changes: other GPUs, less memory, an unusable cache, another name."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
 
 @pytest.fixture
 def no_search(monkeypatch) -> Callable[[], None]:
-    """Let nothing be measured from here on but the steps of a plan."""
+    """From here on, allow only the steps of a plan to be measured."""
 
     def begin() -> None:
         def fail(*_args: object, **_options: object) -> None:
@@ -77,7 +77,7 @@ def bias() -> Workload:
 
 
 def wide() -> Workload:
-    """A model of which samples take more than its parameters do."""
+    """A model whose samples take more memory than its parameters."""
     model = nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 1))
     return Workload(model, torch.zeros(4, 4), optimizer=torch.optim.SGD)
 
@@ -92,7 +92,7 @@ def kept_plan() -> Plan:
 
 
 class TwinRuntime(CpuRuntime):
-    """Runs the steps of cards that are not there on the processor, and measures peaks as a card does."""
+    """Runs the steps of fake GPUs on the CPU, and measures peaks like a GPU."""
 
     ran: list[tuple[tuple[int, ...], ...]]
     most_samples = 1000
@@ -117,7 +117,7 @@ class TwinRuntime(CpuRuntime):
 
 @pytest.fixture
 def twins(monkeypatch) -> Callable[..., list[Any]]:
-    """Be a machine with two cards; called again, be a twin of it, with what else is said to be different."""
+    """Act as a machine with two GPUs. Called again, act as an identical machine except for the given changes."""
     ran: list[tuple[tuple[int, ...], ...]] = []
 
     def real_runtime(found: Any, capacities_bytes: Any, workload: Workload, closing: Any) -> TwinRuntime:
@@ -142,7 +142,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
 
 
 def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_search):
-    """Once the machine was busy, and ever after the plan had no checks; it says so, and what makes them."""
+    """Once, on a busy machine, a plan was saved without checks forever. It now reports this, and how to get them."""
 
     def too_dear(*_: object) -> tuple[tuple[()], tuple[Note, ...]]:
         return (), (not_checked("a forward of 4 samples takes over 2 s"),)
@@ -291,7 +291,7 @@ def request_for(spec: str, effective: int | None, **options: Any) -> request.Req
 def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_for_it(
     make, cards_, effective, strategy, share
 ):
-    """Simulated: a step's trace is the truth, and what does not fit raises."""
+    """Simulated: the trace of a step is exact, and a step that does not fit raises."""
     options = {"effective_batch_size": effective, "profile": "off", "strategy": strategy, "max_batch_size": 1024}
     spec = "+".join(f"{one}@{{}}KiB" for one in cards_.split("+"))
 
@@ -329,7 +329,7 @@ def test_nothing_fits_by_the_fits(monkeypatch):
 
 
 def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
-    """Of 448265 bytes a line had 60 samples take 448256; their step took 448512, and all was tuned anew."""
+    """A linear fit gave 60 samples 448256 of 448265 bytes. The step took 448512, and everything was tuned again."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
     points = ((32, 274432, False), (64, 473088, False))
     ceiling = Ceiling("sim:0", "rank", 64, "max_batch_size", 75776, 6208, 473088, 2**30, points=points)
@@ -416,7 +416,7 @@ def test_whoever_hears_of_no_progress_is_warned_of_a_wait(cache_dir, monkeypatch
     tune(bias(), **SIM, profile="off")
 
     class Ends(WaitingWarning):
-        """The warning. The other tuning ends as soon as somebody creates it."""
+        """A fake warning function. The other tuning ends when its file exists."""
 
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
@@ -525,7 +525,7 @@ def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     monkeypatch.delenv("AUTOSPLIT_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # HOME is not set, and nobody knows this user
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # HOME is not set, and the user has no entry
     plan = tune(bias(), **SIM)
     assert plan.notes[-1].kind == NOT_SAVED
     assert "AUTOSPLIT_CACHE_DIR is None and the home directory is unknown" in plan.notes[-1].text
@@ -587,7 +587,7 @@ def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
 
 
 def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_remembered(monkeypatch):
-    """It was kept with the plan: told to those who asked for the processor, and not to those who asked for nothing."""
+    """The note was saved with the plan. Callers who named the CPU got it, and callers who named no device did not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options = {"max_batch_size": 4, "n_trials": 1}
     model, batch = torch.nn.Linear(4, 4), torch.zeros(4, 4)

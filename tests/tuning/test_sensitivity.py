@@ -1,4 +1,4 @@
-"""What an explanation says of other machines, held against tunings on machines that really differ."""
+"""Compare the gains that an explanation predicts for other machines with tunings of those machines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from autosplit.runtime.clocks import Clocks
 
 GIB = 2**30
 NEAR = 0.05
-"""A figure of the explanation may be off by so much of the rate that a changed machine has."""
+"""Largest error of a predicted gain, as a share of the changed machine's rate."""
 
 
 class Scoring(nn.Module):
-    """Returns its loss itself, so that nothing but one number is gathered."""
+    """A model that returns its loss, so only one number is gathered."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def linked(card: GpuSpec) -> GpuSpec:
 
 @pytest.fixture
 def tuned(tmp_path, monkeypatch) -> Callable[..., Plan]:
-    """Tunes on cards as they are given."""
+    """Tunes on the given GPUs."""
 
     def table(number: int, card: GpuSpec) -> str:
         rates = ", ".join(f"{rate} = {flops / 1e12}" for rate, flops in card.peak_flops.items())
@@ -90,7 +90,7 @@ def tuned(tmp_path, monkeypatch) -> Callable[..., Plan]:
 
 @cache
 def cards() -> tuple[GpuSpec, GpuSpec]:
-    """A fast card and a slow one, on one link."""
+    """A fast GPU and a slow GPU on one link."""
     known = gpu_catalog()
     fast, slow = known["RTX3090"], known["RTX2080Ti"]
     return fast, replace(slow, link_bytes_per_s=fast.link_bytes_per_s)
@@ -111,9 +111,9 @@ def assert_told(plan: Plan, what: str, device: str | None, really: Plan) -> None
     [(mlp, (0, 0), 4096), (cnn, (0, 0), 256), (cnn, (0, 1), 256), (gpt, (0, 1), 256)],
 )
 def test_figures_are_those_of_a_machine_that_is_really_changed(make, kinds, effective, tuned, monkeypatch):
-    """A model that gathers one number was told of a free gather: +83 %, in truth nothing, and not of free copies.
+    """For a model that gathers one number, a free gather was predicted to give +83%. It gave nothing.
 
-    Twice the effective batch was +0.8 %, in truth +21 %; a card twice as fast +13 % and +68 %, in truth +38 and +57 %.
+    Twice the effective batch was predicted at +0.8% (in truth +21%), and faster GPUs at +13% and +68% (+38% and +57%).
     """
     machine = [cards()[kind] for kind in kinds]
     plan = tuned(make, machine, effective)
@@ -157,7 +157,7 @@ def test_memory_that_bounds_is_told_as_more_of_it_does(tuned):
 
 
 def test_a_plan_of_cards_of_which_nothing_else_was_simulated_claims_nothing(tuned):
-    """Its bounds were those of a model that had charged to the gather whatever it did not know."""
+    """Older plans charged all unknown costs to the gather, so their predictions are not used."""
     plan = replace(tuned(cnn, [cards()[0]] * 2, 64), changes=None)
     explanation = plan.explain()
     assert (explanation.bounds, explanation.alone, explanation.more_memory) == ((), (), None)

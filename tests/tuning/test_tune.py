@@ -1,4 +1,4 @@
-"""tune(): the main job end to end, what it leaves behind (nothing), what it remembers, and what it refuses."""
+"""tune() end to end: the plan, the profile, errors, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ KIB, MIB = 2**10, 2**20
 
 
 def quick(workload, devices, **options) -> Plan:
-    """Tune with few trials, and without remembering."""
+    """Tune with few trials and without a profile."""
     return tune(workload, devices=devices, **{"profile": "off", "n_trials": 3, **options})
 
 
 @pytest.fixture
 def working_cards(tmp_path, monkeypatch) -> tuple[str, str]:
-    """Two cards whose kernels take longer than the host, also those of small models; the second is a third as fast."""
+    """Two GPUs whose kernels take longer than the host, even for small models. The second is a third as fast."""
     row = """
         [cards.{name}]
         memory_gib = 24
@@ -74,12 +74,12 @@ def working_cards(tmp_path, monkeypatch) -> tuple[str, str]:
 
 
 def one_block() -> Workload:
-    """The example's model with one of its blocks: what a tuning takes grows with the calls that are followed."""
+    """The example's model with one block. Tuning time grows with the number of traced calls."""
     return char_gpt(depth=1)
 
 
 def check_sums(plan: Plan, effective: int) -> None:
-    for device in plan.devices if plan.complete else ():  # nothing more is traced for one that was interrupted
+    for device in plan.devices if plan.complete else ():  # an interrupted tuning traces nothing more
         assert device.memory is not None
         assert device.memory.total_bytes == device.peak_bytes
     assert sum(plan.split) == plan.batch_size
@@ -95,7 +95,7 @@ def check_sums(plan: Plan, effective: int) -> None:
 
 
 def one_alone(split: tuple[int, ...], index: int) -> StepShape:
-    """Return the step in which one rank alone has its share."""
+    """Return a step in which only one rank has samples."""
     shares = tuple(share if place == index else 0 for place, share in enumerate(split))
     return StepShape((shares,), "rank", num_ranks=len(split))
 
@@ -109,7 +109,7 @@ class TestSimulated:
 
     @pytest.mark.slow
     def test_lowered_memory_takes_fewer_samples_on_device_0(self):
-        """All have to run in one forward, and device 0 gathers them: an even split does not fit."""
+        """All samples run in one forward, and device 0 gathers the outputs, so an even split does not fit."""
         workload = replace(one_block(), loss_scope="batch")
         tracer, _ = make_tracer(workload, like_gpu=True)
 
@@ -126,7 +126,7 @@ class TestSimulated:
 
     @pytest.mark.slow
     def test_among_many_cards_slow_ones_get_what_they_can_do(self, working_cards):
-        """Times ended at a sixteenth of a ceiling: cards that should have 53 samples got 2, and a fifth was lost."""
+        """Times ended at a sixteenth of a ceiling. GPUs that should get 53 samples got 2, which cost a fifth."""
         workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
         machine = "sim:3x{}+3x{}".format(*working_cards)
         plan = quick(workload, machine, strategy="ddp", effective_batch_size=768)
@@ -158,14 +158,14 @@ class TestSimulated:
 
 
 def wide(**options) -> Workload:
-    """Weights are most of what it holds, so that it matters whose gradients wait for a further micro-step."""
+    """Weights are most of its memory, so waiting gradients matter."""
     model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 8))
     batch = torch.randn(4, 64), torch.randn(4, 8)
     return Workload(model, batch, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, **options)
 
 
 class TestGradientsThatWait:
-    """A step of several micro-steps holds the gradients of those before, and the fast card beside them."""
+    """A step of several micro-steps keeps the gradients of earlier micro-steps. The fast GPU keeps them, too."""
 
     MACHINE = "sim:1xH100-80GB@{}B+1xRTX3060@{}B"
 
@@ -175,14 +175,14 @@ class TestGradientsThatWait:
         monkeypatch.setattr("autosplit.runtime.memory_tracker.WITH_INNER_MEMORY", frozenset())
 
     def machine(self, first: int, second: int) -> str:
-        """The first card runs so many samples alone in a step of one micro-step, and the second so many beside it."""
+        """Sizes: samples of the first GPU alone in a single micro-step, and of the second GPU next to it."""
         tracer, _ = make_tracer(wide(), like_gpu=True)
         primary = traced_peaks(tracer, StepShape(((first,),)))[0]
         return self.MACHINE.format(primary + KIB, traced_peaks(tracer, StepShape(((0, second),)))[1] + KIB)
 
     @pytest.mark.slow
     def test_bound_device_0_when_it_is_alone(self):
-        """The ceiling of a single micro-step was taken for that of each of several, and nothing ran."""
+        """The ceiling of a single micro-step was used for each of several, and nothing ran."""
         machine = self.machine(8192, 1024)
         plan = quick(wide(), machine, effective_batch_size=16_000)
         assert plan.accumulation_steps == 3
@@ -196,7 +196,7 @@ class TestGradientsThatWait:
 
     @pytest.mark.slow
     def test_bound_steps_that_need_not_take_several(self):
-        """All samples fit one forward, and several are faster: the slow card need not help then."""
+        """All samples fit one forward, but several forwards are faster, without the slow GPU."""
         plan = quick(wide(), self.machine(8192, 12_288), effective_batch_size=16_000, n_trials=8)
         assert plan.accumulation_steps > 1
         assert not [trial for trial in plan.trials if trial.failure]
@@ -213,11 +213,11 @@ class TestGradientsThatWait:
 
 
 class TestOneMicroStepAndSeveral:
-    """Each has bounds of its own: one holds no gradients that wait, and several need not hold all samples."""
+    """Each has its own bounds: a single micro-step keeps no gradients, and several need not fit all samples at once."""
 
     @pytest.mark.parametrize("effective", [slow((16, 200)), slow((16, 134)), 134])
     def test_a_wider_range_is_no_slower(self, effective):
-        """134 samples fit one forward; a range to 200 was answered with three of 58, at less than half the rate."""
+        """134 samples fit one forward. A range to 200 returned three forwards of 58, at less than half the rate."""
         plan = quick(mlp(), "sim:1xP100@1837KiB", effective_batch_size=effective)
         assert (plan.batch_size, plan.accumulation_steps) == (134, 1)
         assert not [trial for trial in plan.trials if trial.failure]
@@ -238,7 +238,7 @@ class TestOneMicroStepAndSeveral:
     @pytest.mark.slow
     @pytest.mark.parametrize("effective", [10**7, (5 * 10**5, 10**6)])
     def test_a_vast_step_takes_no_longer(self, effective):
-        """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
+        """For each candidate, each of thousands of micro-steps was evaluated. That took minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
         assert max(trial.accumulation_steps for trial in plan.trials) > 500
         assert plan.samples_per_s == max(trial.samples_per_s for trial in plan.trials)
@@ -262,9 +262,9 @@ class TestOneMicroStepAndSeveral:
     [slow(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
 )
 def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
-    """By itself a forward and backward hold more than its part of a step, and the tuning died of it.
+    """A forward and backward alone takes more memory than this GPU's part of a step, and the tuning died.
 
-    Of a simulated card the time of such a step is told whatever it would hold.
+    The time of such a step is known on a simulated GPU, whether or not it fits.
     """
     plan = quick(make(), devices, effective_batch_size=64)
     assert plan.split == (64, 0)
@@ -272,7 +272,7 @@ def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
 
 
 class TestBatchNorms:
-    """Two samples at least, or none, on every device, in the last forward as well."""
+    """At least two samples, or none, on every device, also in the last forward."""
 
     @pytest.mark.parametrize("effective", [slow(2), 3, slow(5), slow(7)])
     def test_no_share_of_one_is_tried(self, effective):
@@ -280,7 +280,7 @@ class TestBatchNorms:
         assert plan.split == (effective, 0)
 
     def test_a_tuning_warns_of_them_and_a_remembered_plan_again(self):
-        """Who tuned from Python and did not print the plan heard nothing of it."""
+        """Users who tuned from Python and did not print the plan got no warning."""
         for _time in range(2):
             with pytest.warns(
                 ChangedTrainingWarning, match=r"BatchNorm1d at 1 changes .* There are \d more in plan.checks"
@@ -288,7 +288,7 @@ class TestBatchNorms:
                 quick(small(), "sim:1xRTX3090", effective_batch_size=8, profile="auto")
 
     def test_a_tuning_warns_of_times_that_contradict_each_other(self, monkeypatch):
-        """On a busy machine plans of a twentieth of the rate came back without a word from Python."""
+        """On a busy machine, tune() from Python returned plans of a twentieth of the rate without a warning."""
         monkeypatch.setattr(lone_session, "DOUBTFUL_ERROR", -1.0)
         for _time in range(2):
             with pytest.warns(DoubtfulTimesWarning, match=r"contradict each other by \d+%"):
@@ -309,14 +309,14 @@ class TestBatchNorms:
 
     @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
     def test_the_last_ceilings_are_found_beside_one_another(self, second):
-        """They were looked for at a share of one, after the search, and all of it was lost."""
+        """The search for them assumed a share of one, came after the main search, and its failure lost everything."""
         plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
         assert plan.split[0] <= plan.ceilings[0]
 
 
 @pytest.mark.slow
 def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
-    """It holds no gradient buckets, so no rank; its time was made up then: a second for each sample."""
+    """It cannot hold gradient buckets, so it is no rank. Its time was then invented: a second per sample."""
     tracer, _ = make_tracer(wide(), like_gpu=True)
     held = traced_peaks(tracer, StepShape(((64,),)))[0]
     assert held < traced_peaks(tracer, StepShape(((1,),), "rank", num_ranks=2))[0]
@@ -449,7 +449,7 @@ def same(one, other) -> bool:
 
 
 class Live:
-    """A model in the middle of its training, and all that must not change."""
+    """A model in the middle of its training, with everything that must not change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -459,7 +459,7 @@ class Live:
             inputs, targets = net_batch()
             F.cross_entropy(model(inputs), targets).backward()
             self.optimizer.step()
-            self.scheduler.step()  # the last gradients stay, as before an accumulated step
+            self.scheduler.step()  # keep the last gradients, as before an accumulated step
         modules = list(model.modules())
         modules[-1].eval()
         modules[-1].bias.requires_grad_(False)
@@ -487,7 +487,7 @@ class Live:
 
 
 class Trap:
-    """Lets a model raise in a stage of the tuning, or at a call; copies of the model share it."""
+    """Makes a model raise in a stage of the tuning, or at a call. Copies of the model share it."""
 
     def __init__(self) -> None:
         self.calls, self.stage = 0, "tracing"
@@ -669,7 +669,7 @@ class TestProfiles:
 
     @pytest.mark.slow
     def test_says_that_a_storage_was_not_opened_and_a_sampler_of_ones_own_tunes_anew(self, tmp_path, monkeypatch):
-        """Both were passed over without a word."""
+        """Both were ignored without a message."""
         import optuna
 
         workload = small()
@@ -727,7 +727,7 @@ class TestProfiles:
 
 
 class TestPrecision:
-    """`precision` beside a Workload or a function takes the place of its own, as the command line's flag does."""
+    """`precision` replaces a Workload's own precision, like the command line's flag."""
 
     @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
     @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
@@ -816,7 +816,7 @@ class TestSeveralPrecisions:
 
     @pytest.mark.slow
     def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
-        """It was of the precision that was being tuned for, whichever was the faster."""
+        """It belonged to the last tuned precision, not to the fastest."""
 
         def interrupt(progress):
             last = ", precision none: " in progress.message and progress.stage == "search"
@@ -830,7 +830,7 @@ class TestSeveralPrecisions:
 
 
 class TestPrecisionsThatDoNotFit:
-    """They left nothing of the plan that the others had."""
+    """A precision that does not fit made the plan of the others disappear."""
 
     @staticmethod
     def workload() -> Workload:
@@ -907,7 +907,7 @@ class TestDdpStrategy:
     def test_on_any_devices(self, devices):
         plan = quick(small(), devices, strategy="ddp", effective_batch_size=32)
         check_sums(plan, 32)
-        assert min(plan.split) >= plan.ddp.least_batch == 2  # BatchNorm trains on no less
+        assert min(plan.split) >= plan.ddp.least_batch == 2  # BatchNorm cannot train on fewer
 
     def test_a_device_too_small_for_a_rank(self):
         with raises(DoesNotFitError, "no-ddp-plan"):
@@ -923,7 +923,7 @@ class TestDdpStrategy:
         assert "loss_scope" in plan.ddp.reason
 
 
-# ------------------------------------------------------------------------------- steps that can't be accumulated
+# ------------------------------------------------------------------------------- steps that cannot be accumulated
 
 
 class Discriminating(nn.Module):
@@ -1001,13 +1001,13 @@ SIM = "sim:2xRTX3090"
 
 
 def small_of_float64() -> Workload:
-    """As a batch comes from numpy; fake products took it, and simulated cards had a plan."""
+    """Float64 batches from numpy. Fake products accepted them, so simulated GPUs got a plan."""
     inputs, targets = net_batch()
     return Workload(net(), (inputs.double(), targets), loss_fn=F.cross_entropy)
 
 
 def headed() -> Workload:
-    """Trains a part, and does not freeze the rest: it was told that the model grows."""
+    """Trains a part and does not freeze the rest. The error claimed that the model grows."""
     model = net()
     optimizer = torch.optim.AdamW(model[-1].parameters())
     return Workload(model, net_batch(), loss_fn=F.cross_entropy, optimizer=optimizer)
@@ -1119,7 +1119,7 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_a_time_limit_bounds_the_ceilings_too(self, monkeypatch):
-        """They took 96 s at a limit of a millisecond: the limit was one for trials only."""
+        """They took 96 s with a limit of a millisecond, because the limit only covered trials."""
         steps, step = [], Tracer._run
         monkeypatch.setattr(Tracer, "_run", lambda self, shape: (steps.append(shape), step(self, shape))[1])
         options = {"devices": "sim:RTX3090@900MiB", "effective_batch_size": 4096, "n_trials": 1}
@@ -1172,7 +1172,7 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_two_searches_of_one_study_both_end(self, tmp_path, monkeypatch):
-        """The second took the first one's trial for one that was cut off, and the first died of Optuna's error."""
+        """The second search took the first one's trial for an interrupted trial. The first died of Optuna's error."""
         options = {"effective_batch_size": 300, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
         evaluate, plans = session.Session._evaluate, []
 
@@ -1207,7 +1207,7 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
-        """The plan said that it was found with so many trials, and had run but some of them."""
+        """The plan counted all these trials as its own, but had run only some."""
 
         def stop(progress):
             if progress.message == "searching, trial 3":
@@ -1224,10 +1224,10 @@ class TestErrors:
 
     @pytest.mark.slow
     def test_a_tuning_that_was_killed_behind_its_search_does_not_run_its_trials_again(self, tmp_path, monkeypatch):
-        """They were called of a tuning that had ended as soon as the last was made, and no plan was there yet."""
+        """The trials counted as complete, but the plan did not exist yet."""
 
         class Killed(BaseException):
-            """As a job's time limit does it: nothing of ours is asked any more."""
+            """Kills the process, as a job's time limit does, so no cleanup code runs."""
 
         def killed(self):
             raise Killed
@@ -1252,7 +1252,7 @@ class TestErrors:
     [((0.0, 0.08), 0.04), ((0.0, *(0.08,) * 7), 0.07), ((0.0, 0.02, 0.08, 0.02), 0.06), ((0.0,), 0.0)],
 )
 def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, reduce_s):
-    """It was the sum of what all replicas' copies take in turn: seven times a ring, on eight cards alike."""
+    """It was the sum of all replicas' copies: on eight equal GPUs, seven times a ring's time."""
     curves = (TimeCurve(((1, 1.0),)),) * len(copies_s)
     step_time = StepTime(curves, copies_s, (0.0,) * len(copies_s), 0.0, adds_up=False)
     asked = SimpleNamespace(request=SimpleNamespace(devices=curves, simulated=False))
@@ -1261,7 +1261,7 @@ def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, r
 
 @pytest.mark.slow
 def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch, working_cards):
-    """Doctor's small model was refused on a busy machine: the time limit was over before a ceiling was looked for."""
+    """On a busy machine, doctor's small model failed: the time limit ended before the search for ceilings."""
     of_plan = MemoryBounds.of_plan
 
     def out_of_time(self, best):

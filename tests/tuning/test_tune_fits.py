@@ -1,4 +1,4 @@
-"""tune(fits=...): a checkpoint on the device, a copy that is being saved, and evaluation fit besides the steps."""
+"""tune(fits=...): a checkpoint on the device, a copy being saved, and evaluation fit next to the training steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few K
 WIDTH = 96
 MIB = 2**20
 COPIES = {"resume": 1, "save": 3}
-"""Copies of the parameters beside a step: AdamW's state is two more."""
+"""Copies of the parameters in addition to a step. AdamW's state is two more."""
 
 
 class Net(nn.Module):
-    """A model that may hold so many copies of its parameters, as buffers."""
+    """A model that can keep a number of copies of its parameters as buffers."""
 
     def __init__(self, copies: int = 0, width: int = WIDTH) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
         return outputs
 
     def doubled(self, inputs: Tensor) -> Tensor:
-        """Go on for as long as numbers say, as `generate` does, and keep every step."""
+        """Generate until the values stop it, as `generate` does, and keep every step."""
         kept = [inputs]
         while len(kept) < 8 and torch.isfinite(kept[-1]).all():
             kept.append(self(kept[-1]))
@@ -90,7 +90,7 @@ def test_a_plan_leaves_room_for_what_it_is_asked_to():
     assert plan.fits.roles == ("resume", "save")
     assert plan.fits.copies_bytes == 3 * sum(-(-p.nbytes // 512) * 512 for p in Net().parameters())
     assert plan.batch_size == by_hand.batch_size
-    # What the model by hand holds are buffers, which are sent: a sample more or less on device 0 may be faster.
+    # The handwritten model keeps buffers, which are sent. One sample more or less on device 0 may be faster.
     assert max(abs(ours - theirs) for ours, theirs in zip(plan.split, by_hand.split, strict=True)) <= 1
     assert plan.ceilings[1] == by_hand.ceilings[1]
     assert [rank.ceiling.batch_size for rank in plan.ddp.ranks] == [
@@ -107,7 +107,7 @@ def test_a_plan_leaves_room_for_what_it_is_asked_to():
 def test_evaluation_fits_beside_what_training_keeps(devices):
     plan = tuned(devices=devices, effective_batch_size=8, fits=("eval",))
     assert plan.fits is not None
-    copies = 3 if len(plan.devices) > 1 else 2  # AdamW's state, and the buckets in which ranks' gradients meet
+    copies = 3 if len(plan.devices) > 1 else 2  # AdamW's state, and DDP's gradient buckets
     by_hand = [find_ceiling(workload(copies), spec, role="eval") for spec in _each(devices)]
     found = [ceiling.batch_size for ceiling in plan.fits.evaluation]
     assert found == [ceiling.batch_size for ceiling in by_hand]
@@ -155,11 +155,11 @@ def test_evaluation_of_a_custom_step_is_refused():
 
 
 WIDE = 512
-"""So wide that a copy of the parameters, 8 MiB, is much of what the card may hold."""
+"""A wide model: a copy of its parameters, 8 MiB, is a large part of the GPU's memory."""
 
 
 def resumed(samples: int, limit_bytes: int) -> bool:
-    """Train on, with the checkpoint left on the device; tell whether it fits so much memory."""
+    """Continue training with the checkpoint still on the device. Return whether it fits."""
     device, module, saved = torch.device(KIND, 0), backend(KIND), io.BytesIO()
     trained = Net(width=WIDE)
     optimizer = torch.optim.AdamW(trained.parameters())
@@ -229,7 +229,7 @@ def test_a_transformer_that_generates():
 
 
 def test_evaluation_beside_sparse_state():
-    """It was given dense gradients of zero, which SparseAdam does not take."""
+    """SparseAdam got dense zero gradients, which it rejects."""
     given = Workload(
         nn.EmbeddingBag(512, 8, sparse=True),
         torch.randint(512, (4, 16)),

@@ -1,6 +1,6 @@
-"""Several processes that tune the same thing: one searches, all get its plan; and what is left when some are killed.
+"""Several processes tune the same workload: one searches, and all get its plan. Killed processes leave nothing.
 
-Importing torch takes seconds, so that one process imports it and the others are forked from it.
+Importing torch takes seconds, so one process imports it and forks the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tuned(**options: Any) -> Plan:
 
 
 def forked(run: Callable[[], None]) -> int:
-    """Run something in a process of its own."""
+    """Run a function in a new process."""
     pid = os.fork()
     if not pid:
         try:
@@ -91,7 +91,7 @@ def searches(path: Path) -> list[int]:
 
 
 def eight_at_once(folder: Path) -> Any:
-    """Let them begin together, and write down their plans."""
+    """Start the processes together, and record their plans."""
     gate = os.pipe()
 
     def work(number: int) -> Callable[[], None]:
@@ -119,7 +119,7 @@ def eight_at_once(folder: Path) -> Any:
 
 
 def a_holder_that_fails(folder: Path) -> Any:
-    """Kill one as it searches, interrupt the next, let a third fail: each time the next waiter tunes."""
+    """Kill a searching process, interrupt the next, and let a third fail. Each time the next waiter tunes."""
     from autosplit.tuning import session
 
     real, told = session.search, folder / "begun"
@@ -164,7 +164,7 @@ def a_holder_that_fails(folder: Path) -> Any:
 
 
 def interrupted_while_waiting(folder: Path) -> Any:
-    """Press Ctrl-C on one that waits, on the command line; whoever is waited for goes on."""
+    """Press Ctrl-C in a waiting command. The process that it waits for continues."""
     from autosplit.cli.main import main
     from autosplit.tuning import session
 
@@ -199,7 +199,7 @@ def interrupted_while_waiting(folder: Path) -> Any:
 
 
 def threads(folder: Path) -> Any:
-    """Let threads of one process tune the same thing."""
+    """Tune the same workload in threads of one process."""
     plans: list[Plan] = []
     with counting_searches(folder / "threads"):
         begun = [threading.Thread(target=lambda: plans.append(tuned(name="threads"))) for _ in range(3)]
@@ -212,7 +212,7 @@ def threads(folder: Path) -> Any:
 
 
 def turns_and_time_outs(_folder: Path) -> Any:
-    """Hold the turn in another process, and see who waits for it."""
+    """Keep the lock in another process, and record the processes that wait for it."""
     from autosplit.profiles import store as profiles
     from autosplit.profiles.tuning_lock import Turn
     from autosplit.tuning import recall as recalling
@@ -243,7 +243,7 @@ def turns_and_time_outs(_folder: Path) -> Any:
 
 
 def kills(folder: Path) -> Any:
-    """Kill processes at random moments, as they tune anew or write; see what they leave after each."""
+    """Kill processes at random moments while they tune again or write. Check their files afterwards."""
     from autosplit.profiles import store as profiles
     from autosplit.profiles.tuning_lock import Turn
 
@@ -291,7 +291,7 @@ def kills(folder: Path) -> Any:
 
 
 def run_scenarios(names: str, folder: str) -> None:
-    """Run scenarios, each with a cache of its own, in a process that has torch imported before it forks."""
+    """Run scenarios, each with a separate cache, in a process that imports torch before it forks."""
     import torch
 
     import autosplit.tuning.tune  # noqa: F401

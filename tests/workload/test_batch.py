@@ -1,4 +1,4 @@
-"""Batches of every shape a training script uses: found, cut, and made longer."""
+"""Batches of every type that training scripts use: found, split, and extended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Counted:
 
 
 class Encoding(collections.UserDict):
-    """Like a tokenizer's output: a constructor of its own, and attributes beside the data."""
+    """Like a tokenizer's output: a custom constructor, and attributes next to the data."""
 
     def __init__(self, data, *, tokenizer):
         super().__init__(data)
@@ -143,7 +143,7 @@ class TestTrees:
         assert resize(BATCHES["defaultdict"](), 2).default_factory is list
 
     def test_read_only_mapping(self):
-        """A mappingproxy can't be copied by `copy.copy`: the shallow copy came before the test for one."""
+        """`copy.copy` cannot copy a mappingproxy. The shallow copy came before the type check."""
         made = resize(MappingProxyType({"x": rows(4)}), 2)
         assert made["x"].size(0) == 2
 
@@ -256,7 +256,7 @@ def test_chunks_put_together_are_the_batch(sizes, dim, width):
     ("shape", "layout"), [((4, 3, 8, 8), torch.channels_last), ((4, 3, 2, 8, 8), torch.channels_last_3d)]
 )
 def test_images_lie_as_they_lay(shape, layout):
-    """Their channels came to lie apart, and a model was timed by kernels that its training does not run."""
+    """Their memory format changed, so a model was timed with kernels that its training does not use."""
     images = torch.randn(shape).to(memory_format=layout)
     resized = resize(images, 7)
     assert resized.is_contiguous(memory_format=layout)

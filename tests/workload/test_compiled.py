@@ -1,4 +1,4 @@
-"""Compiled models are tuned in their eager form, run once compiled, and come back as they were."""
+"""Compiled models are tuned in their eager form, run once compiled, and stay unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_place():
 
 
 class Stateful(nn.Sequential):
-    """Its copies have all that it has, as a LightningModule's."""
+    """Its copies have all its attributes, as a LightningModule's copies."""
 
     def __getstate__(self):
         return dict(vars(self))
@@ -110,7 +110,7 @@ def test_are_compiled_again_as_they_were(name, monkeypatch):
     ],
 )
 def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
-    """A compiled model was refused, with the advice to wrap the eager one: nobody had wrapped anything yet."""
+    """A compiled model raised an error with the advice to wrap the eager model, before the user wrapped anything."""
     model = COMPILED[name]()
     before = copy.deepcopy(eager_of(model).state_dict())
     plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices=devices, max_batch_size=16, n_trials=2, profile="off")
@@ -167,8 +167,8 @@ def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_plan_of_one_is_found_again(name):
-    """It never was: torch numbers what it compiles by its place in memory."""
-    first, second = COMPILED[name](), COMPILED[name]()  # both are kept, so that neither has the other's place
+    """The profile was never found, because torch numbers compiled models by their memory address."""
+    first, second = COMPILED[name](), COMPILED[name]()  # both are kept, so they have different addresses
     described, again, eager = (workload_of(Workload(model, BATCH[0])) for model in (first, second, net()))
     assert described == again
     assert described != eager
@@ -179,7 +179,7 @@ def test_the_plan_of_one_is_found_again(name):
     "compile_it", [torch.jit.script, for_release(lambda module: torch.jit.trace(module, BATCH[0]))]
 )
 def test_one_of_torchscript_is_refused_by_name(compile_it):
-    """It ended in what a container of TorchScript's lacks: 'OrderedModuleDict' object has no attribute 'get'."""
+    """The error came from a missing method of TorchScript's: 'OrderedModuleDict' object has no attribute 'get'."""
     whole, part = compile_it(net()), nn.Sequential(net(), compile_it(nn.Linear(8, 8)))
     for devices in ("sim:2xRTX3090", "cpu:1MiB"):
         with raises(WorkloadError, "module-scripted"):

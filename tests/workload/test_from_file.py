@@ -17,7 +17,7 @@ MADE = "autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))"
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch):
-    """Undo what loading leaves in the process, here and in the tests before."""
+    """Undo the effects of loading on the process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in _loaded():
         monkeypatch.delitem(sys.modules, name)
@@ -138,7 +138,7 @@ def test_a_module_is_imported_from_the_current_folder(write, tmp_path, monkeypat
     assert isinstance(load_workload("own_package.train:workload"), Workload)
 
 
-# What can't be loaded
+# Files that cannot be loaded
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_function_that_needs_arguments(write):
 
 
 def test_a_file_beside_one_of_another_ending_does_not_run(tmp_path, monkeypatch):
-    """``tune train.txt`` was read as the module train's ``txt``, and ran train.py before it said that there is none."""
+    """``tune train.txt`` was read as ``txt`` in the module train. It ran train.py before it reported an error."""
     (tmp_path / "trained_beside.py").write_text("raise SystemExit('it ran')")
     monkeypatch.chdir(tmp_path)
     with raises(InputError, "module-missing", "trained_beside.txt"):
@@ -213,7 +213,7 @@ def test_a_module_that_misses_another(write, tmp_path, monkeypatch):
         load_workload("own_package_broken")
 
 
-# What the file itself raises
+# Errors of the file itself
 
 
 def test_a_file_that_raises_shows_the_users_own_frames(write):

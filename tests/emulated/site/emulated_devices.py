@@ -1,4 +1,4 @@
-"""What torch calls when it is imported, in any process that has this folder on its path: the emulated devices."""
+"""Emulated devices. torch imports this module in every process that has this folder on its path."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def load() -> None:
-    """Load the devices, where this process wants them and they can be built."""
+    """Load the devices if this process wants them and they can be built."""
     if "emulated" not in sys.modules:
         start = Path(__file__).parents[1] / "__init__.py"
         found = importlib.util.spec_from_file_location(
