@@ -184,11 +184,8 @@ def test_pages_have_python() -> None:
     assert {page.stem for page in WITH_PYTHON} >= {"README", "tuning", "ddp", "dataparallel", "devices", "integrations"}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page if page.stem == "dataparallel" else pytest.param(page, marks=pytest.mark.slow) for page in WITH_PYTHON],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
     """All blocks run as one script. Blocks that load a plan find a plan for two ranks, and DDP runs two processes."""
     if page.stem in {*TOOLS, "integrations"}:

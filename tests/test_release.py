@@ -42,6 +42,7 @@ def build(kind: str, source: Path, into: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_the_sdist_makes_a_wheel_that_holds_the_package_alone(tmp_path):
     """The sdist lacked the emulated devices, because git ignores a folder of the same name."""
     name = f"autosplit-{PROJECT['version']}"

@@ -101,6 +101,7 @@ def marked(name, capability):
     ("name", "capability"),
     [*QUICK, *(marked(*row) for row in dict.fromkeys(OTHERS))],
 )
+@pytest.mark.slow
 def test_a_step_is_traced_as_on_cuda(name, capability):
     for package in CASES[name].needs:
         pytest.importorskip(package)

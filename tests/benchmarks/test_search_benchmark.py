@@ -82,6 +82,7 @@ def test_bounds_are_below_every_step(bench, tracer):
     assert found.rate == pytest.approx(SAMPLES / min(seconds.values()))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_no_answer(bench):
     tracer = make_tracer(workloads.cnn(), like_gpu=True)[0]
     judge = bench.Judge(tracer, cards(bench, tracer, "sim:T4+V100-16GB", 3), SAMPLES)

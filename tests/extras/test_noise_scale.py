@@ -31,6 +31,7 @@ class TestTheArithmetic:
             found.add((weighted, len(sizes), gradient + noise / sum(sizes)), sum(sizes))
         assert found.value == pytest.approx(noise / gradient, rel=1e-6)
 
+    @pytest.mark.slow
     def test_the_interval_holds_the_truth_as_often_as_it_says(self):
         chance = torch.Generator().manual_seed(3)
         sizes, held = torch.tensor([3.0, 5.0, 24.0]), 0
@@ -101,6 +102,7 @@ E|.|^2 = 4 E[|x|^2 ((x.1)^2 + 4)] = 4 (8 * (8 + 2) + 4 * 8) = 448: S = 416, S / 
 
 class TestInTheLoop:
     @pytest.mark.parametrize("sizes", [(3, 20, 9), for_release((16, 16)), for_release((1, 31))])
+    @pytest.mark.slow
     def test_a_linear_regression_is_within_ten_percent_of_the_closed_form(self, sizes):
         found = found_by(count=1200, sizes=sizes).noise_scale
         assert found.value == pytest.approx(CLOSED_FORM, rel=0.1)

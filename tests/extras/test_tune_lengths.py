@@ -62,6 +62,7 @@ def plan() -> Plan:
     return tuned()
 
 
+@pytest.mark.slow
 def test_shorter_samples_take_the_memory_of_the_longest_and_no_more(plan):
     assert plan.lengths is not None
     assert [point.length for point in plan.lengths.points] == [128, 64, 32, 16, 8]

@@ -80,6 +80,7 @@ class TestDerivatives:
             assert gradgradcheck(wrapped, (inputs,))
 
     @pytest.mark.parametrize("split", UNEVEN, ids=str)
+    @pytest.mark.slow
     def test_of_complex_numbers(self, split, run):
         inputs = torch.randn(6, 2, dtype=torch.cdouble, requires_grad=True)
         with run():

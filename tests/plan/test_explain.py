@@ -373,6 +373,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plans())
 @settings(max_examples=25)
+@pytest.mark.slow
 def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
     assert Plan.from_json(plan.to_json()).explain() == plan.explain()
 

@@ -16,6 +16,7 @@ from folders import BENCHMARKS, ROOT
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.slow
 def test_it_plans_and_reports_that_there_is_no_gpu(tmp_path):
     output = tmp_path / "gpu.json"
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--output", str(output)]

@@ -47,6 +47,7 @@ def start():
 # Real processes
 
 
+@pytest.mark.slow
 def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
     source = partial(deadly, "kill", 100)
     apart = start(source)
@@ -92,6 +93,7 @@ def test_errors_arrive_as_what_they_are(start, capfd):
     assert runtime.notes == tight.notes == ()
 
 
+@pytest.mark.slow
 def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
     with raises(AutosplitError, "isolated-process-not-started") as told:
         start(dead_on_arrival).peaks(rank(4))

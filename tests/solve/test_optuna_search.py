@@ -297,6 +297,7 @@ class TestStorage:
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
         assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
 
+    @pytest.mark.slow
     def test_a_killed_search_goes_on_where_it_was(self, tmp_path):
         (tmp_path / "whole").mkdir()
         failing = {"failing": lambda c: c.gpu0_bsz > 25}

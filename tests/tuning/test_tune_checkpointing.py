@@ -94,6 +94,7 @@ def long_sequence(kind: type[Block] = Block) -> Workload:
     return Workload(layers, torch.randn(1, 4096, WIDTH), compute_loss=lambda layers, x: layers(x).mean())
 
 
+@pytest.mark.slow
 def test_a_way_that_does_not_fit_is_left_out():
     peaks = {kind: find_ceiling(long_sequence(kind), "sim:RTX3090", max_batch_size=1).peak_bytes for kind in KINDS}
     devices = f"sim:RTX3090@{sum(peaks.values()) // 2}B"
@@ -106,6 +107,7 @@ def test_a_way_that_does_not_fit_is_left_out():
 
 
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090@1300KiB", slow("cpu:3MiB,cpu:2MiB")])
+@pytest.mark.slow
 def test_the_users_model_is_untouched(devices):
     own = model()
     before = {name: value.clone() for name, value in own.state_dict().items()}
