@@ -1,7 +1,7 @@
 """Small common architectures for ceilings: real modules with random weights, on the CPU.
 
 Each function takes an optimizer and returns a workload. A step with some hundred samples takes well under a second.
-`BUDGETS` has three memory sizes for each, in which about 10, 40 and 100 samples fit.
+`BUDGETS` has three memory sizes for each. About 10, 40 and 100 samples fit in them.
 """
 
 from __future__ import annotations
@@ -333,4 +333,4 @@ BUDGETS: dict[str, tuple[float, float, float]] = {
     "gpt2": (46, 134, 295.25),
     "vit": (26, 62, 170.75),
 }
-"""In MiB: device memory in which about 10, 40 and 100 samples fit."""
+"""Device memory in MiB. About 10, 40 and 100 samples fit in them."""

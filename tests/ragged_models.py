@@ -170,7 +170,7 @@ def collate_labels(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Detr(nn.Module):
-    """Return a loss over a list of labels, with the classes and boxes of each image."""
+    """Returns a loss over a list of labels, with the classes and boxes of each image."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def ours() -> dict[str, Requirement]:
 
 @pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.stem)
 def test_its_pins_are_within_our_bounds(path):
-    """Colab's versions broke all seven bounds when these demanded the newest of everything."""
+    """Colab's versions violated all seven bounds when these required the newest releases."""
     pins, wanted = requirements_of(path), ours()
     shared = [name for name in pins if name in wanted]
     assert "torch" in shared

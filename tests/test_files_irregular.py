@@ -1,4 +1,4 @@
-"""Pipes, devices and folders in the place of files: a clear error at once, where reading blocked or never ended."""
+"""Pipes, devices and folders instead of files raise a clear error immediately. Reading them blocked or never ended."""
 
 from __future__ import annotations
 

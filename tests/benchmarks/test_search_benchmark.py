@@ -42,7 +42,7 @@ def tracer(request) -> Tracer:
 
 
 def enumerated(judge, count: int) -> dict[tuple[int, ...], float]:
-    """Every split of every batch, by the simulator alone."""
+    """Return every split of every batch, by the simulator only."""
     splits = (s for s in itertools.product(range(judge.num_samples + 1), repeat=count) if sum(s))
     return {s: judge.seconds(judge.splits_of(s)) for s in splits if sum(s) <= judge.num_samples}
 
@@ -51,7 +51,7 @@ SAMPLES = 5
 
 
 def cards(bench, tracer: Tracer, spec: str, held: int | None):
-    """Cards, with memory for so many samples of an accumulated step, or with all they have."""
+    """Return GPUs with memory for a number of samples of an accumulated step, or with all their memory."""
     devices = parse_devices(spec)
     if held is None:
         return devices

@@ -1,4 +1,4 @@
-"""The benchmark of the simulator runs without a GPU, names cards, sums up, and hands the package what it may say."""
+"""The benchmark of the simulator runs without a GPU, names GPUs, summarises, and gives the package its figures."""
 
 from __future__ import annotations
 

@@ -909,7 +909,7 @@ def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
 
 
 def in_a_shell(line, folder, **environment):
-    """Run a shell line in which `autosplit` is the command line. Return its exit code, stdout and stderr."""
+    """Run a line of shell code that calls `autosplit`. Return its exit code, stdout and stderr."""
     function = f'autosplit() {{ {shlex.quote(sys.executable)} -m autosplit "$@"; }}\n'
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Checkpoint files that are damaged, interrupted, of another class or on a full disk: refused before anything changes.
+"""Checkpoint files that are damaged, interrupted, of another class or on a full disk raise an error before any change.
 
 One process is enough for these. Ranks that read different files are in test_ddp_agreement.py.
 """
@@ -119,7 +119,7 @@ CLASSES = {
 class TestOtherOptimizers:
     @pytest.mark.parametrize("name", CLASSES)
     def test_the_state_of_another_class_is_refused_first(self, ctx, tmp_path, name):
-        """It loaded, and the first step raised KeyError when the model had changed already."""
+        """It loaded, and the first step raised KeyError after the model had changed."""
         saved, saved_options, own, options, match = CLASSES[name]
         model, optimizer = stepped(saved, **saved_options)
         ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
@@ -166,7 +166,7 @@ class TestDamage:
             ctx.load_checkpoint(path, model=make_model())
 
     def test_no_flipped_bit_changes_a_weight(self, ctx, tmp_path):
-        """A bit that no reader looks at may flip. Any other makes the file unreadable."""
+        """A flip in a bit that is never read may pass. Any other flip makes the file unreadable."""
         path = tmp_path / "last.pt"
         expected = make_model()
         ctx.save_checkpoint(path, model=expected)

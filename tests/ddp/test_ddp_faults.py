@@ -48,7 +48,7 @@ SIZES = {2: (2, 6), 3: (2, 3, 3)}
 
 
 def failing() -> None:
-    """Record the time of the failure, from which the others' time counts."""
+    """Record the time of the failure. The others' time limit starts then."""
     Path(os.environ["FAULT_FOLDER"], "failed").write_text(str(time.time()))
 
 
@@ -473,7 +473,7 @@ class TestUnderTorchrun:
     @pytest.mark.parametrize("victim", [0, 2])
     @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.alone), "is killed"])
     def test_the_others_have_the_last_word(self, tmp_path: Path, victim: int, how: str) -> None:
-        """torchrun sends SIGTERM to all ranks when it sees that one has ended."""
+        """torchrun sends SIGTERM to all ranks after a rank has ended."""
         script = tmp_path / "train.py"
         script.write_text(SCRIPT)
         paths = os.pathsep.join(sys.path)

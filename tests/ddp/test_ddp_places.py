@@ -122,7 +122,7 @@ class TestPlaces:
 
 
 class Meeting:
-    """Ranks that meet at one store, each in a thread with its own connection."""
+    """Ranks that use one store, each in a thread with its own connection."""
 
     def __init__(self, port: int, world_size: int) -> None:
         self.port, self.world_size = port, world_size

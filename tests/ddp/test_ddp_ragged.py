@@ -1,4 +1,4 @@
-"""Models whose batches are no tensors of one length train on unequal ranks as in one process, to within rounding."""
+"""Models with ragged batches train on unequal ranks as in one process, except for rounding."""
 
 from __future__ import annotations
 

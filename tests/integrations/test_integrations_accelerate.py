@@ -1,4 +1,4 @@
-"""accelerate with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""accelerate with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def skipped_by_the_free_function() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
     model, _, _, loader, _ = prepared("bert", accelerator)
     model.module.norm = torch.nn.BatchNorm1d(2)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""Lightning's Trainer with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def refused_in_training() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     shares, module = Shares(shared.shares_plan((7, 1), 20)), Module("bert")
     module.norm = torch.nn.BatchNorm1d(2)
     with pytest.raises(InputError, match="the model's BatchNorms would count"):
@@ -196,7 +196,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
 
 
 UNLIKE = "cpu:500KiB,cpu:322KiB"
-"""Budgets in which the small BERT and its optimizer leave room for a few samples, different on each."""
+"""Budgets for the small BERT, its optimizer and a few samples. The number of samples differs."""
 
 
 def added_up_by_two() -> torch.Tensor:

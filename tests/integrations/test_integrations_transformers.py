@@ -1,4 +1,4 @@
-"""transformers' Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""transformers' Trainer with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def unlike_plans() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     plan = shared.shares_plan((7, 1), 20)
     trainer = make_trainer("bert", plan, make_args(shared.folder_of_job("batchnorms")))
     trainer.model.norm = nn.BatchNorm1d(2)

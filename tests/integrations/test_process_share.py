@@ -318,7 +318,7 @@ class TestCounting:
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
-        """Nothing is counted for a sum."""
+        """A sum has no count."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
         rule, error, *_ = examine(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)

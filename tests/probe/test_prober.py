@@ -32,7 +32,7 @@ MOST = 40
 
 
 def shape_of(role: str, n: int) -> StepShape:
-    """Return the step that probes a role in a job of its own."""
+    """Return the step that probes a role, with one rank in the job."""
     if role == "replica":
         return StepShape(((0, n),))
     if role == "primary":

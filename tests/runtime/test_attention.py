@@ -78,7 +78,7 @@ def bytes_per_sample(given, capability, *, kind="activations_bytes"):
 
 
 def test_dropout_takes_no_more_than_none_in_flash_attention():
-    """A GPT-2 of 1,024 tokens was predicted to take 2.8 times its memory: the CPU's attention with dropout."""
+    """The CPU's attention with dropout predicted 2.8 times the memory for a GPT-2 of 1,024 tokens."""
     with_dropout, chosen = bytes_per_sample(workload(), "8.0")
     without, _ = bytes_per_sample(workload(dropout=0.0), "8.0")
     assert chosen == {"flash"}
@@ -86,7 +86,7 @@ def test_dropout_takes_no_more_than_none_in_flash_attention():
 
 
 def test_grouped_queries_in_float32_take_the_scores():
-    """Qwen3 in float32 was predicted to take a quarter of its memory, so that its plan ran out of memory."""
+    """Qwen3 in float32 was predicted at a quarter of its memory, so its plan ran out of memory."""
     grouped, chosen = bytes_per_sample(workload("none", dropout=0.0, groups=2), "8.0")
     fused, _ = bytes_per_sample(workload("none", dropout=0.0), "8.0")
     assert chosen == {"math"}

@@ -93,7 +93,7 @@ class Momentum8bit(torch.optim.Optimizer):
 
 
 class Dequantised(nn.Module):
-    """A frozen layer whose weights are bytes, which are multiplied out in its forward."""
+    """A frozen layer with quantised weights, which its forward dequantises."""
 
     def __init__(self, size):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The space holds exactly what can be run, and the best trial is chosen by the rules of the objective."""
+"""The search space has exactly the feasible settings, and the objective's rules choose the best trial."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestBestTrial:
         assert best_trial(STEP, [trial(0, 4, 100.0), trial(1, 8, 101.0)]).number == 1
 
     def test_within_noise_the_plainest(self):
-        """A step of 64 samples ended as (32, 31) and one of 1, because 63 are fewer than 64 and no slower to tell."""
+        """A step of 64 samples became (32, 31) and a single sample, because 63 seemed as fast as 64."""
         once, twice = trial(0, 64, 100.0, 0.01), replace(trial(1, 63, 101.0, 0.01), accumulation_steps=2)
         assert best_trial(STEP, [once, twice]) is once, "in one micro-step"
         even, odd = (replace(trial(n, size, 100.0, 0.01), accumulation_steps=2) for n, size in ((2, 32), (3, 33)))

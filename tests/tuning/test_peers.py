@@ -11,7 +11,7 @@ from autosplit.tuning.peers import Interrupts, Peers
 
 
 class Echo:
-    """A connection on which the other rank, cut off by a message, sends the same message back at once."""
+    """A connection on which the other rank, ended by a message, sends the same message back at once."""
 
     on_missing: Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""Bugs that were met, each with its story."""
+"""Regression tests of tune()."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leaving(nn.Module):
 
 
 def test_a_module_that_changes_its_input_in_place_does_not_reach_the_other_chunks():
-    """Chunks were views of one batch: the second chunk's forward invalidated what the first had saved."""
+    """Chunks were views of one batch, so the second chunk's forward changed tensors that the first had saved."""
     model = Doubling()
     batch = torch.randn(6, 4)
     wrapper = autosplit.BalancedDataParallel(2, model, ["cpu", "cpu"])
