@@ -152,7 +152,7 @@ def inputs_of(shape, dtype, n=BATCH):
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """Return a mean over samples in which every output has a different gradient."""
+    """Return a mean over samples with a different gradient for every output."""
     return (outputs.flatten(1) ** 2 + torch.sin(outputs.flatten(1))).sum(1).mean()
 
 

@@ -119,7 +119,7 @@ def loader_of(ctx: ddp.Context, **options: Any) -> DataLoader:
 
 
 def kept_labels(indices: Any) -> int:
-    """Return labels of which a loss ignores every third."""
+    """Return the labels that count in a loss that ignores every third sample."""
     return int(sum(int(index) % 3 > 0 for index in indices))
 
 

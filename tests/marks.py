@@ -1,4 +1,4 @@
-"""Marks of single parameters, and whether this run is for a release."""
+"""Marks for single parameters, and whether this run is for a release."""
 
 from __future__ import annotations
 

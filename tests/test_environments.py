@@ -23,7 +23,7 @@ else:
 ENVIRONMENTS = sorted((TESTS / "environments").glob("*.txt"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OFFLINE = ("NewConnectionError", "ConnectTimeout", "Read timed out", "name resolution")
-"""What pip prints if it cannot reach the package index; a conflict between versions prints none of it."""
+"""Parts of pip's output if it cannot reach the package index. Version conflicts print none of them."""
 
 
 def requirements_of(path) -> dict[str, Requirement]:

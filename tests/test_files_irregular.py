@@ -58,7 +58,7 @@ def test_as_the_catalog_of_gpus(irregular: tuple[str, Path], monkeypatch: pytest
 
 
 def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The profile is ignored with a note, and stays."""
+    """The profile is ignored with a note, and not removed."""
     from autosplit.profiles import store
 
     what, path = irregular

@@ -1,4 +1,4 @@
-"""The script for a GPU machine: every stage runs on an emulated device, and a stage that fails ends alone."""
+"""The script for a GPU machine: every stage runs on an emulated device, and a failing stage ends only itself."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from folders import BENCHMARKS
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """The benchmark, as a module of another name."""
+    """Load the benchmark under another name."""
     spec = importlib.util.spec_from_file_location("simulation_benchmark", BENCHMARKS / "simulation.py")
     assert spec is not None
     assert spec.loader is not None

@@ -77,7 +77,7 @@ class TestPlainValues:
 
 class TestPartsThatRefuse:
     def test_earlier_parts_are_put_back(self, ctx, tmp_path):
-        """A class of the user's may refuse its state at any time. The parts that loaded before it are put back."""
+        """A user's class may reject its state at any time. The parts loaded before it are then restored."""
 
         class Counter:
             def __init__(self, count: int, limit: int = 10) -> None:
@@ -250,7 +250,7 @@ class TestFullDisk:
         ],
     )
     def test_the_disk_is_named(self, ctx, tmp_path, monkeypatch, number, expected):
-        """torch raises "enforce fail at inline_container.cc:672" for the error of the system."""
+        """For the system's error, torch raises "enforce fail at inline_container.cc:672"."""
         path = tmp_path / "last.pt"
         ctx.save_checkpoint(path, step=1)
         content = path.read_bytes()

@@ -67,7 +67,9 @@ def stopped() -> None:
     if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
         failing()
         os.kill(os.getpid(), signal.SIGSTOP)
-        until(lambda: "sends again" in told_in(Path(os.environ["FAULT_FOLDER"])))  # a rank that ends cannot be "back"
+        until(
+            lambda: "sends again" in told_in(Path(os.environ["FAULT_FOLDER"]))
+        )  # a rank that ends cannot report that it is "back"
 
 
 def told_in(folder: Path) -> str:
@@ -249,7 +251,7 @@ class Ended:
 
 
 def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[str, str]) -> None:
-    """Be one rank of a job."""
+    """Run as one rank of a job."""
     os.setpgid(0, 0)  # so that the job can kill the rank's workers, too
     os.environ.update(place)
     said = os.open(Path(place["FAULT_FOLDER"], f"{place['RANK']}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)

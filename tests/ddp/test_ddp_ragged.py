@@ -27,7 +27,7 @@ JOBS = {
 
 
 def trained(model: str, job: str, **options: Any) -> torch.Tensor:
-    """Train an epoch with SGD; return the weights."""
+    """Train an epoch with SGD. Return the weights."""
     ragged = RAGGED[model]
     with ddp.setup(make_plan(*JOBS[job])) as ctx:
         net = ctx.wrap(ragged.built())

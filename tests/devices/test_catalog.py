@@ -56,7 +56,7 @@ def test_the_catalogue_has_the_cards_it_must_have():
 
 def test_names_stay_apart_when_normalised():
     assert len({catalog._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
-    # A digit and an x in front would be read as a count.
+    # A digit and an x at the beginning would look like a count.
     assert not any(re.match(r"[0-9.]+\s*[xX*]", name) for name in CARD_NAMES)
 
 

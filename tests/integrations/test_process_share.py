@@ -93,7 +93,7 @@ class TestShare:
             made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     def test_batchnorms_of_a_process_without_a_share_are_refused(self):
-        """A process without samples runs one that does not count, but a BatchNorm counted it."""
+        """A process without samples runs an extra sample with weight 0, but a BatchNorm counted it."""
         share = made_share(1, (7, 1), 16)
         sampler = share.batch_sampler(50)
         share.refuse_uncounted_batchnorms(nn.Linear(2, 2), sampler)

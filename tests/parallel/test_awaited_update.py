@@ -92,7 +92,7 @@ def test_an_update_that_a_grad_scaler_leaves_out_is_an_update() -> None:
 
 
 def test_a_loop_without_updates_counts_at_once() -> None:
-    """A gradient may be applied by code that torch does not see. After one such step, the loop counts as it did."""
+    """torch does not see some updates, such as custom code. After one such step, the loop counts each step at once."""
     model, loader = make_model(), a_loader()
     counted = []
     for step in steps(loader, batch_size=4, effective_batch_size=8):

@@ -39,10 +39,10 @@ class TestOutOfMemory:
         [
             (REPLICA.format(0), [0, 1, 2], 0, 3),
             (REPLICA.format(1), [0, 1, 2], 1, 4),
-            (REPLICA.format(0), [1, 2], 1, 3),  # nothing on the first: its replicas begin with the second
+            (REPLICA.format(0), [1, 2], 1, 3),  # the first device has no samples, so the replicas begin with the second
             (ALLOCATOR.format(3), [0, 1, 2], 2, 5),
             (ALLOCATOR.format(2), [0], 0, 3),
-            (ALLOCATOR.format(2), [1, 2], 0, 0),  # it gathers, and has no samples itself
+            (ALLOCATOR.format(2), [1, 2], 0, 0),  # it gathers, without samples
         ],
     )
     def test_is_named(self, monkeypatch, message, active, index, samples):
@@ -111,14 +111,14 @@ class TestCarried:
         assert entered == [torch.device("cuda", 1)]
 
     def test_gradients_stay_off_where_they_were(self):
-        """Leaving inference mode out by `inference_mode(False)` would have turned gradients on."""
+        """Leaving inference mode with `inference_mode(False)` would have turned gradients on."""
         run = carried(torch.is_grad_enabled, torch.device("cpu"))
         with torch.no_grad():
             assert not run()
 
 
 class Counting(nn.Module):
-    """Its output depends on a buffer that its forward moves."""
+    """Its output depends on a buffer that its forward changes."""
 
     def __init__(self):
         super().__init__()

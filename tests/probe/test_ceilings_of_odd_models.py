@@ -192,7 +192,7 @@ def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
 
 
 class Rows(nn.Module):
-    """Takes the mean of the rows that a sample names."""
+    """Returns the mean of the rows that a sample selects."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()

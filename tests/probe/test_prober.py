@@ -46,7 +46,7 @@ def traced(workload, role: str, n: int, *, like_gpu: bool = True) -> int:
 
 
 def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
-    """Whether a real step of n samples stays within a budget."""
+    """Return whether a real step of n samples stays within a budget."""
     devices, capacities = parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,)
     if role == "replica":
         companion = replace(devices[0], budgeted=False)
@@ -109,7 +109,7 @@ class TestLimits:
         assert (found.batch_size, found.limited_by) == (5, "max_batch_size")
 
     def test_a_plain_cpu_is_limited_by_time(self, monkeypatch):
-        monkeypatch.setattr(stopwatch, "KNEE_GAIN", 10.0)  # no doubling gains as much
+        monkeypatch.setattr(stopwatch, "KNEE_GAIN", 10.0)  # doubling never gains as much
         found = find_ceiling(mlp(), "cpu")
         assert found.limited_by == "time"
         assert found.confirmed
@@ -203,7 +203,7 @@ class TestOffTheTrace:
 
 
 class TestKernelLimits:
-    """2^31 elements are a ceiling of another kind."""
+    """2^31 elements in a tensor are another kind of ceiling."""
 
     @staticmethod
     def limited(n):

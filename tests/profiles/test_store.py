@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # A set is a constant whose order changes from process to process.
+            # A set is a constant whose order changes between processes.
             inputs = layer(inputs) if self.mode in {"a", "b", "c"} else layer(inputs).relu()
         return inputs
 
@@ -287,7 +287,7 @@ class TestWorkload:
         assert len({json.dumps(workload_of(workload(model))) for model in made}) == len(made)
 
     def test_on_which_device_a_loss_computes_does_not_matter(self):
-        """Each rank has its own, and all of them describe the same workload."""
+        """Each rank has another device, but all describe the same workload."""
         first, second = (workload(compute_loss=HeldLoss(torch.device("cuda", index))) for index in (0, 1))
         assert workload_of(first) == workload_of(second)
 

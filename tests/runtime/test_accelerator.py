@@ -68,7 +68,7 @@ class FakeBackEnd:
         self.count += self.left.pop(0) if self.left else 0
 
     def synchronize(self, _gpu):
-        """Every step is over when its call returns."""
+        """Every step has finished when its call returns."""
 
     def memory_stats(self, _gpu):
         return {"num_alloc_retries": self.count}
@@ -233,7 +233,7 @@ def room(spec: str, nbytes: int) -> int:
 
 @pytest.fixture
 def traces(monkeypatch) -> list[StepShape]:
-    """The steps that were followed with fake tensors."""
+    """Return the steps that were traced with fake tensors."""
     followed, followed_by = [], Tracer._run
 
     def counted(self, shape, *args, **options):
@@ -251,7 +251,7 @@ needs_emulated = pytest.mark.skipif(KIND != "emu", reason="orders a fault, which
 
 
 class OnItsDevice(nn.Module):
-    """Makes a tensor on the accelerator, wherever it runs."""
+    """Creates a tensor on the accelerator, wherever it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class TestOneDevice:
 
     @needs_emulated
     def test_an_optimizer_that_ran_out_of_memory_half_way_starts_anew(self):
-        """The next step raised KeyError: 'exp_avg_sq', as the user's own error."""
+        """The next step raised KeyError: 'exp_avg_sq', and the user's code was blamed."""
         with running("emu:0", mlp()) as runtime:
             step = AcceleratorRuntime._guarded
 
@@ -466,7 +466,7 @@ assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
         assert done.returncode == 0, done.stderr
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):
-        """Alone on the second device, `device="cuda"` in a forward still meant the first."""
+        """On the second device alone, `device="cuda"` in a forward still meant the first."""
         with running(f"{KIND}:1", on_its_device(OnItsDevice)) as runtime:
             assert runtime.peaks(StepShape(((8,),), "rank"))[0] > 0
         assert backend(KIND).current_device() == 0

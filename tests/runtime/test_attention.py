@@ -25,7 +25,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from attention_choices import RESULTS, random_calls, tensors_of
 
 CHOICES = json.loads(RESULTS.read_text(encoding="utf-8"))
-"""The choices of versions of torch, by compute capability: the first letter of each back end."""
+"""Choices of torch versions by compute capability, as the first letters of back ends."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_grouped_queries_in_float32_take_the_scores():
 
 
 def test_each_gpu_of_a_machine_runs_its_own_attention():
-    """A T4 has no flash attention, and the math back end keeps the scores; the A100 next to it keeps none."""
+    """A T4 has no flash attention, so its math back end keeps the scores. The A100 keeps none."""
     tracer, _ = make_tracer(workload(), like_gpu=True, kernels=GpuKernels.of("8.0"))
 
     def peaks(spec):

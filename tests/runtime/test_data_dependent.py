@@ -93,7 +93,7 @@ SELECTIONS = {
     masked_head: masked_positions,
     masked_places: lambda x: torch.nonzero(masked_positions(x), as_tuple=True),
 }
-"""Rows that the head is applied to; all rows for other losses."""
+"""Rows that the head is applied to. Other losses use all rows."""
 
 
 def unique_labels(model, batch):
@@ -211,7 +211,7 @@ def test_without_values_the_upper_bound_is_taken(loss):
 
 
 def test_a_bound_selects_every_row_and_a_replay_those_of_the_sample_batch():
-    """Every third position is predicted: the head's outputs take a third of the bound."""
+    """Every third position is predicted, so the head's outputs take a third of the bound."""
     replay = replaying(workload(masked_head))
     bounding = Tracer(workload(masked_head), fake=True, like_gpu=False)
     growth = [peaks(tracer, 65)[0] - peaks(tracer, 64)[0] for tracer in (replay, bounding)]
@@ -410,7 +410,7 @@ class TestSampleValues:
 
 
 def rows_of(values: SampleValues, elements: int, noted: int | None = None):
-    """Record or replay rows. It is one line for both, since each line of code has its own record."""
+    """Record or replay rows. Both use one line, because each line of code has its own record."""
     return values.note_rows("nonzero", elements, noted) if noted else values.rows("nonzero", elements, grows=True)
 
 

@@ -38,7 +38,7 @@ def test_a_convolution_is_a_product_forward_and_two_back(groups, size, kind):
     for cost in (*forward, *backward[:2]):
         rows, columns, inner, count = cost.product
         assert 2 * rows * columns * inner * count == flops
-    # The host starts one op, whatever kernels it has.
+    # The host launches one op, however many kernels it has.
     assert [cost.part for cost in backward] == ["forward", "none", "none"]
 
 

@@ -48,7 +48,7 @@ class TestTheFirstStep:
 
     @pytest.mark.parametrize("shape", [StepShape(((3, 5),)), StepShape(((4,),), accumulates=True)], ids=str)
     def test_may_be_of_several_devices_or_micro_steps(self, shape):
-        """The gradients of earlier micro-steps, and replicas on other devices, are there only from the second on."""
+        """Gradients of earlier micro-steps, and replicas on other devices, exist from the second step on."""
         workload = regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW)
         tracer = Tracer(workload, fake=True, like_gpu=False)
         assert alike(tracer.trace(shape), tracer._run(shape))

@@ -37,7 +37,7 @@ class TestSpace:
         fewest, most = space.steps_bounds()
         for batch, steps in itertools.product(range(1, 40), range(1, most + 3)):
             configuration = Configuration(batch, batch, steps)
-            # As many full micro-steps as the range allows, and the last one shorter where that is one too many.
+            # As many full micro-steps as the range allows. The last is shorter if that is one too many.
             effective = min(batch * steps, least + more)
             makes_it = effective >= least and -(-effective // batch) == steps and batch <= min(largest, least + more)
             assert space.holds(configuration) == (makes_it and fewest <= steps <= most), configuration
@@ -59,7 +59,7 @@ class TestSpace:
         assert not space.holds(Configuration(1, 1, fewest))
 
     def test_some_numbers_of_steps_have_no_batch(self):
-        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1: nothing makes 7 steps.
+        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1, so no batch size makes 7 steps.
         assert space_of(10, max_steps=10).batch_bounds(7) is None
 
     def test_device_0s_share_is_bounded(self):

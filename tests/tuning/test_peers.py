@@ -1,4 +1,4 @@
-"""Agreement of ranks without real ranks: a watch that answers at once, and a group in which one rank acts for all."""
+"""Agreement of ranks without real ranks: a watch that replies immediately, and a group that needs only one rank."""
 
 from __future__ import annotations
 
