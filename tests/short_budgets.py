@@ -1,4 +1,4 @@
-"""Shorten the time for which a tuning repeats a step, in tests that do not check times."""
+"""Shorten the repeated timing of steps in tests that do not check times."""
 
 from __future__ import annotations
 

@@ -403,13 +403,13 @@ class TestOneDevice:
             assert runtime._trainee.optimizers.given.state
 
     def test_fakes_live_on_the_device(self, traces):
-        """They were on the CPU, where no tensor is on an accelerator."""
+        """They were CPU tensors, and none was on an accelerator."""
         found = find_ceiling(on_its_device(OnItsDevice), f"{KIND}:0", role="primary", max_batch_size=256)
         assert (found.batch_size, found.confirmed, found.notes) == (256, True, ())
         assert len(traces) <= 4
 
     def test_what_no_trace_can_follow_is_told_by_real_steps(self):
-        """A UserCodeError reported a failure on the CPU, where the model was never meant to run."""
+        """A UserCodeError reported a failure on the CPU, but the model was never meant to run there."""
         reserve = room(f"{KIND}:0", 48 * MIB + WORKSPACE_BYTES)
         found = find_ceiling(on_its_device(Asking), f"{KIND}:0", role="primary", reserve=reserve)
         assert found.batch_size > 1000

@@ -54,7 +54,7 @@ class TestTheFirstStep:
         assert alike(tracer.trace(shape), tracer._run(shape))
 
     def test_that_leaves_something_behind_is_followed_again(self):
-        """A table that the first forward creates is memory in the first step, but belongs to no owner in the second."""
+        """A table that the first forward creates counts in the first step, but not in the second."""
 
         class Remembers(nn.Module):
             def __init__(self):

@@ -11,7 +11,7 @@ from autosplit.tuning.peers import Interrupts, Peers
 
 
 class Echo:
-    """A connection on which the other rank, ended by a message, sends the same message back at once."""
+    """A connection that answers each message about a missing rank with the same message."""
 
     on_missing: Callable[[str], None]
 

@@ -310,7 +310,7 @@ class TestBatchNorms:
 
     @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
     def test_the_last_ceilings_are_found_beside_one_another(self, second):
-        """The search for them assumed a share of one, came after the main search, and its failure lost everything."""
+        """They were measured next to a share of one, after the search. A failure there lost the whole tuning."""
         plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
         assert plan.split[0] <= plan.ceilings[0]
 
