@@ -4,7 +4,7 @@
     python benchmarks/cuda_kernels.py --reference [--only PATTERN ...] [--output FILE]
 
 `sim:` traces a step on the CPU back end of torch and replaces operators that differ from CUDA's. The first command
-traces every case this way and divides the results by those in `results/kernels/cuda-<torch version>.json`: a ratio of
+traces every case like that and divides the results by those in `results/kernels/cuda-<torch version>.json`: a ratio of
 1 is exact. The second command makes that file. It needs a CUDA build of torch and a C compiler, but no GPU, because
 `kernel_tracing.py` uses fake `cuda` tensors. So no GPU confirms the file: it contains torch's own choice of kernels
 and the outputs of their meta kernels, but no workspace inside a kernel.

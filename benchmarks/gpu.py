@@ -7,7 +7,7 @@ Each stage runs in its own process with its own time budget. A crash or a timeou
 findings are kept. The script prints one line per finding and writes all findings to one JSON file.
 
 Predict first, on any machine: `--predict` writes what `sim:` predicts for the settings of the stage `steps`. The run on
-the GPU compares its measurements with that file, so nobody can fit the predictions to the measurements.
+the GPU compares its measurements with that file, so the predictions cannot be fitted to the measurements.
 
 For a GPU machine that cannot download packages, collect the wheels on another machine. Name the Python version of the
 GPU machine, whose own torch stays in use:

@@ -1,7 +1,7 @@
-"""The models that `gpu.py` trains, and what `sim:` predicts for them.
+"""The models that `gpu.py` trains, and the predictions of `sim:` for them.
 
-Every model is built from its configuration with random weights; nothing is downloaded. Each exists in two sizes: one
-for a GPU, and a small one that a CPU finishes in seconds.
+Every model is built from its configuration with random weights, so nothing is downloaded. Each has a large size for a
+GPU, and a small size that a CPU finishes in seconds.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def build_stub(folder: Path) -> Path:
     """Compile the stub against the CUDA headers that came with torch's wheels, and return the library.
 
     Raises:
-        RuntimeError: There are no such headers, so that this is no CUDA build of torch.
+        RuntimeError: There are no such headers, because this is no CUDA build of torch.
     """
     packages = Path(sysconfig.get_paths()["purelib"])
     # NVIDIA's wheels lack some headers that Triton's wheel has.

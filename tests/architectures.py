@@ -1,7 +1,7 @@
 """Small common architectures for ceilings: real modules with random weights, on the CPU.
 
 Each function takes an optimizer and returns a workload. A step with some hundred samples takes well under a second.
-`BUDGETS` has three memory sizes for each, in which about 10, 40 and 100 samples fit.
+`BUDGETS` has three memory sizes for each. About 10, 40 and 100 samples fit in them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def conv(inputs: int, outputs: int) -> nn.Sequential:
-    """A convolution that keeps the size, with BatchNorm."""
+    """A same-size convolution with BatchNorm."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
 
 
@@ -119,7 +119,7 @@ def lstm(optimizer: Any = None) -> Workload:
 
 
 def lstm_short(optimizer: Any = None) -> Workload:
-    """One LSTM layer over 6 time steps: its parameters outweigh a few samples."""
+    """One LSTM layer over 6 time steps. Its parameters are larger than a few samples."""
     return recurrent(nn.LSTM, 6, optimizer, width=384, layers=1)
 
 
@@ -252,12 +252,12 @@ class Halting(nn.Module):
 
 
 def halting(optimizer: Any = None) -> Workload:
-    """Control flow that depends on numbers, so that fake tensors can't follow it."""
+    """Control flow that depends on values, so fake tensors cannot trace it."""
     batch = (torch.randn(SAMPLES, 64, 64), torch.randint(0, CLASSES, (SAMPLES,)))
     return Workload(Halting(), batch, loss_fn=F.cross_entropy, optimizer=optimizer)
 
 
-# By transformers, which is imported when one of them is made
+# transformers is imported only when one of its models is built
 
 
 def bert(optimizer: Any = None) -> Workload:
@@ -316,7 +316,7 @@ ARCHITECTURES: dict[str, Callable[[Any], Workload]] = {
 }
 
 FROM_TRANSFORMERS = ("bert", "gpt2", "vit")
-"""These need the package of that name."""
+"""These need the package transformers."""
 
 BUDGETS: dict[str, tuple[float, float, float]] = {
     "cnn": (37, 105.5, 254.75),
@@ -333,4 +333,4 @@ BUDGETS: dict[str, tuple[float, float, float]] = {
     "gpt2": (46, 134, 295.25),
     "vit": (26, 62, 170.75),
 }
-"""In MiB: device memory in which about 10, 40 and 100 samples fit."""
+"""Device memory in MiB. About 10, 40 and 100 samples fit in them."""

@@ -1,4 +1,4 @@
-"""Small models of many kinds, and what compares them with their wrapped twins."""
+"""Small models of many kinds, and comparisons with their wrapped versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 @contextmanager
 def tracked(num_devices: int = 3):
-    """Count the bytes of so many CPU devices, each with a budget that no test fills."""
+    """Track the bytes of CPU devices, each with a budget that no test fills."""
     with make_plan((1,) * num_devices, capacity_bytes=2**50).budgets() as tracker:
         yield tracker
 
@@ -104,7 +104,7 @@ class Complex(nn.Module):
 
 
 class GradBuffer(nn.Module):
-    """A buffer that takes part in the gradient, and one of whole numbers."""
+    """A buffer with a gradient, and a buffer of integers."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def inputs_of(shape, dtype, n=BATCH):
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """A mean over samples that makes every output's gradient different."""
+    """Return a mean over samples with a different gradient for every output."""
     return (outputs.flatten(1) ** 2 + torch.sin(outputs.flatten(1))).sum(1).mean()
 
 
@@ -191,7 +191,7 @@ def assert_trains_like_plain(name: str, split: tuple[int, ...], dtype: torch.dty
 
 
 class Echo(nn.Module):
-    """Returns what it is called with, and how often it was called."""
+    """Returns its arguments and its number of calls."""
 
     def __init__(self):
         super().__init__()
@@ -218,7 +218,7 @@ class Record:
 
 
 class Returns(nn.Module):
-    """Returns what a function makes of its chunk."""
+    """Returns the result of a function for its chunk."""
 
     def __init__(self, function):
         super().__init__()

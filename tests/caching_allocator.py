@@ -12,7 +12,7 @@ Event = tuple[str, Any, int]
 
 
 class FullError(Exception):
-    """The allocator may hold no more."""
+    """Raised if the allocator reaches its limit."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Blocks of 512 bytes out of segments of 2 and 20 MiB; without segments it takes just what it hands out."""
+    """Allocates blocks of 512 bytes from segments of 2 and 20 MiB. Without segments it allocates exactly the blocks."""
 
     def __init__(self, limit_bytes: int, *, segments: bool) -> None:
         self.limit_bytes, self.segments = limit_bytes, segments
@@ -96,7 +96,7 @@ class CachingAllocator:
 
 
 class Network:
-    """Layers of random sizes, trained by an optimizer of two states; `tries` workspaces as cudnn.benchmark does."""
+    """Layers of random sizes, trained with two optimizer states. `tries` workspaces like cudnn.benchmark."""
 
     def __init__(self, seed: int, *, tries: bool) -> None:
         draw = random.Random(seed)
@@ -158,7 +158,7 @@ class Card:
         self.start()
 
     def start(self) -> None:
-        """Put the parameters and the optimizer's state there."""
+        """Allocate the parameters and the optimizer's state."""
         self.allocator = CachingAllocator(self.network.limit_bytes, segments=self.segments)
         standing = [nbytes for nbytes in self.network.parameters for _ in range(3)]
         self.held = [self.allocator.take(nbytes) for nbytes in (*standing, self.network.handle_bytes) if nbytes]

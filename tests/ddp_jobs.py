@@ -1,6 +1,6 @@
-"""Plans, data and a model for tests of training, small enough for one device to compute what is right.
+"""Plans, data and a model for tests of training, small enough to compute the expected result on one device.
 
-Plans are made from JSON, which is the public way to make one by hand.
+Plans are made from JSON, which is the public way to write a plan.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_plan(
     capacity_bytes: int = 2000,
     **changes: Any,
 ) -> Plan:
-    """Return a plan whose split and whose ranks have these sizes, for that effective batch."""
+    """Return a plan with these sizes for its split and its ranks, and this effective batch."""
     total = sum(batch_sizes)
     effective = total if effective_batch_size is None else effective_batch_size
     accumulation_steps = -(-effective // total)
@@ -119,7 +119,7 @@ def loader_of(ctx: ddp.Context, **options: Any) -> DataLoader:
 
 
 def kept_labels(indices: Any) -> int:
-    """Labels that count, for a loss that leaves every third sample out."""
+    """Return the labels that count in a loss that ignores every third sample."""
     return int(sum(int(index) % 3 > 0 for index in indices))
 
 

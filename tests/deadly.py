@@ -1,4 +1,4 @@
-"""Workloads whose steps end badly in another process than the test's, from so many samples on."""
+"""Workloads whose steps kill another process than the test's, from a number of samples on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autosplit.workload.workload import Workload
 
 
 class Deadly(nn.Module):
-    """A small network that looks at how many samples it is given."""
+    """A small network that checks its number of samples."""
 
     def __init__(self, end: str, at: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def deadly(end: str, at: int = 1) -> Workload:
 
 
 def dead_on_arrival() -> Workload:
-    """Die where it is built in another process."""
+    """Kill the process if it is not the test's own."""
     if multiprocessing.parent_process() is not None:
         _meet("exit")
     return deadly("nothing")

@@ -58,7 +58,7 @@ class Errand:
 
     def scribble(self) -> None:
         """Write onto whatever is open, the pipe included."""
-        for descriptor in range(3, 4096):  # after thousands of tests in one process the pipe had a number above 64
+        for descriptor in range(3, 4096):  # after thousands of tests in one process, the pipe's number was above 64
             try:
                 os.write(descriptor, b"\0\0\0\4abcd")
             except OSError:
@@ -68,7 +68,7 @@ class Errand:
         os.closerange(3, 4096)
 
     def fork_and_die(self) -> None:
-        """Leave a process behind that holds the pipe open."""
+        """Leave a child process that keeps the pipe open."""
         if os.fork() == 0:
             time.sleep(FOREVER_S)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,14 +108,14 @@ class Errand:
 
 
 class AwkwardError(Exception):
-    """Its pickle does not come back."""
+    """An error whose pickle cannot be loaded."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} and {other}")
 
 
 class OnlyHere:
-    """Can be pickled, and can't be loaded again."""
+    """Can be pickled, but not loaded."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return _missing, ("gone",)

@@ -1,4 +1,4 @@
-"""Where things lie, for tests in folders of their own and for the processes that they start."""
+"""Paths for tests that run in other folders, and for the processes that they start."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ BENCHMARKS = ROOT / "benchmarks"
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "\n".join([README, *(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))])
-"""All that is written for users: README, then every page."""
+"""All texts for users: README, then every page."""

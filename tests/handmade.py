@@ -1,4 +1,4 @@
-"""Plans made by hand, for tests of what is done with a plan."""
+"""Handwritten plans for tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made_device(
 
 
 def made_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", effective: int = 512, **changes: Any) -> Plan:
-    """A plan with consistent numbers; `changes` replaces any of its fields."""
+    """Return a plan with consistent numbers. `changes` replaces fields."""
     name = {"cuda": "NVIDIA GeForce RTX 3090", "sim": "RTX3090", "cpu": "cpu"}[kind]
     devices = tuple(made_device(index, share, kind=kind, name=name) for index, share in enumerate(split))
     batch_size = sum(split)
@@ -77,7 +77,7 @@ def made_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", effect
 
 
 def solved_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", **changes: Any) -> Plan:
-    """A plan with all that a search leaves: its region, its fit, trials, points of its ceilings, what memory is of."""
+    """Return a plan with all results of a search: region, fit, trials, points of ceilings, and memory by category."""
     plan = made_plan(split, kind=kind)
     curve = TimeCurve(((1, 0.002), (64, 0.006), (400, 0.04)))
     count, most = len(split), 400

@@ -1,4 +1,4 @@
-"""Runs a script, and leaves what its process trained: python launched.py SCRIPT FOLDER."""
+"""Run a script and save its trained model: python launched.py SCRIPT FOLDER."""
 
 from __future__ import annotations
 

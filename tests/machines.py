@@ -89,17 +89,17 @@ class Machine:
 
 
 class Machines:
-    """Two machines, `a` and `b`; a context manager that removes them.
+    """Two machines, `a` and `b`. A context manager that removes them.
 
     Args:
         folder: For their folders, which stay.
-        own_name_is_loopback: Have each know itself as 127.0.1.1, as Debian installs it, though the other one by its
-            address. Otherwise both know both by their addresses.
+        own_name_is_loopback: Each machine resolves its own name to 127.0.1.1, as on Debian, and the other's name
+            to its address. Otherwise both resolve both names to addresses.
     """
 
     def __init__(self, folder: Path, *, own_name_is_loopback: bool = False) -> None:
         self._cleanup = contextlib.ExitStack()
-        with self._cleanup:  # also where it fails half-way
+        with self._cleanup:  # also after a failure half-way
             addresses = {"machine-a": "10.77.0.1", "machine-b": "10.77.0.2"}
             for name in addresses:
                 (folder / name).mkdir(parents=True)
@@ -118,7 +118,7 @@ class Machines:
         """Start the process that holds a machine's namespaces."""
         ready = "mount --bind $1 /etc/hosts && hostname $2 && ip link set lo up && echo ready"
         setting = ["sh", "-c", f"{ready} && exec cat", "sh", str(folder / f"{name}.hosts"), name]
-        # The second one belongs to the first one's user namespace, or no wire could be laid from there.
+        # The second belongs to the first one's user namespace. Otherwise no wire could connect them.
         place = _own_user() if beside is None else _entering_user(beside.holder.pid)
         holder = subprocess.Popen(
             [*place, "unshare", *_SPACES, "--", *setting],
@@ -142,7 +142,7 @@ class Machines:
 
 
 def _end(machine: Machine) -> None:
-    """Kill all that is left on a machine, and let its namespaces go."""
+    """Kill all processes on a machine, and release its namespaces."""
     machine.kill_all()
     for process in machine.started:
         process.wait()
@@ -151,7 +151,7 @@ def _end(machine: Machine) -> None:
 
 
 def _own_user() -> list[str]:
-    """Become root of a user namespace where we are not root: what follows is then allowed in there."""
+    """Become root of a user namespace if this process is not root, because the following commands need it."""
     return [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--"]
 
 
@@ -185,7 +185,7 @@ def missing() -> str | None:
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"no {', '.join(absent)} on PATH; install iproute2, util-linux, mount and hostname"
-    # All that is needed, tried on namespaces that end with the command.
+    # All required commands, tried in namespaces that end with them.
     trial = "ip link add wire type veth peer name other && mount --bind /etc/hosts /etc/hosts"
     command = [*_own_user(), "unshare", *_SPACES, "--", "sh", "-c", trial]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)

@@ -1,4 +1,4 @@
-"""Marks of single parameters, and whether this run is for a release."""
+"""Marks for single parameters, and whether this run is for a release."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 FOR_RELEASE = bool(os.environ.get("AUTOSPLIT_RELEASE"))
-"""Whether this run also has the tests, and the numbers of repeats, that only a release needs."""
+"""Whether this run includes tests and repetitions that only a release needs."""
 
 
 def slow(*values: Any) -> Any:
-    """Leave a test with these values to the slow ones, where another parameter shows the same quickly."""
+    """Mark a test with these values as slow, because another parameter shows the same more quickly."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

@@ -1,4 +1,4 @@
-"""Look at notes by their kinds."""
+"""Helpers that compare notes by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages, read as a browser would, for tests of what is made for one."""
+"""Read HTML pages like a browser, for tests of generated pages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 VOID = {"meta", "link", "br"}
-"""Elements that have no end."""
+"""Elements without an end tag."""
 
 
 class Reader(HTMLParser):
-    """Reads a page: its elements, their attributes, its texts, and what was left open."""
+    """Reads a page: its elements, attributes and texts, and unclosed elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

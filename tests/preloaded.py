@@ -1,4 +1,4 @@
-"""What the forkserver imports once, so that its children need not: parts of autosplit, and the libraries of its CLI."""
+"""Imports for the forkserver, shared by its children: parts of autosplit, and the libraries of its command line."""
 
 from __future__ import annotations
 

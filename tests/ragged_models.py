@@ -99,7 +99,7 @@ def collate_graphs(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class GraphClassifier(nn.Module):
-    """Pass messages along edges, and classify the sum of each graph's nodes."""
+    """Passes messages along edges, and classifies the sum of each graph's nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def collate_patches(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class VisionLanguage(nn.Module):
-    """Predict each token from the tokens before it and from the mean patch of its image."""
+    """Predicts each token from the tokens before it and from the mean patch of its image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def collate_labels(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Detr(nn.Module):
-    """Return a loss over a list of labels, with the classes and boxes of each image."""
+    """Returns a loss over a list of labels, with the classes and boxes of each image."""
 
     def __init__(self) -> None:
         super().__init__()

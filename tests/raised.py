@@ -11,10 +11,10 @@ import pytest
 
 @contextmanager
 def raises(kind: type[Exception], code: str, *values: str) -> Iterator[Any]:
-    """Expect an error of a kind with a code, whose message shows these values.
+    """Expect an error of this class and code, whose message contains these values.
 
     Yields:
-        What `pytest.raises` yields.
+        The result of `pytest.raises`.
     """
     with pytest.raises(kind) as caught:
         yield caught

@@ -25,10 +25,10 @@ from torch import distributed as dist
 
 @functools.cache
 def starting(*preload: str) -> Any:
-    """Start the process that ranks are forked from: it has loaded what all of them need, so that they start at once.
+    """Start the server that forks the ranks. It imports the shared modules, so ranks start at once.
 
     Args:
-        *preload: More that it is to load; of no use where it runs already.
+        *preload: Further modules to import. No effect if the server already runs.
     """
     context = torch.multiprocessing.get_context("forkserver")
     # DDP imports `torch._dynamo`, and sharding imports `torch.distributed.fsdp`.

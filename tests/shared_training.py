@@ -51,7 +51,7 @@ PRELOAD = (
 """Modules that take seconds to import. Missing modules are left out."""
 
 JOBS: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {
-    2: {  # the model, the shares, samples of an optimizer step; the short last step leaves rank 1 without a share
+    2: {  # model, split, samples per optimizer step; rank 1 has no samples in the short last step
         "bert, 5 forwards a step": ("bert", (7, 1), 40),
         "gpt, 3 forwards a step": ("gpt", (7, 1), 20),
     },
@@ -101,7 +101,7 @@ def on_cards(plan: Plan, monkeypatch: Any = None) -> Plan:
 
 
 def shares_of_cards(sizes: tuple[int, ...], effective: int) -> Plan:
-    """A plan for a process on each accelerator of this machine."""
+    """Return a plan with a process for each accelerator of this machine."""
     return on_cards(shares_plan(sizes, effective))
 
 
@@ -148,7 +148,7 @@ def make_model(kind: str) -> nn.Module:
 
 
 def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The models' own losses in double precision; GPT-2's own casts its logits to float32."""
+    """Return the model's own loss in double precision. GPT-2's own loss casts its logits to float32."""
     logits = outputs["logits"]
     if logits.dim() == 2:
         return F.cross_entropy(logits, labels)
@@ -169,7 +169,7 @@ COUNT: dict[str, Callable[[Any], int] | None] = {"bert": None, "gpt": count_toke
 
 
 def lr_factor(step: int) -> float:
-    """A warmup and half a cosine, as transformers has it."""
+    """A warmup and half a cosine, like transformers."""
     if step < WARMUP:
         return step / WARMUP
     return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
@@ -181,7 +181,7 @@ def optimizer_for(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def forget_accelerate() -> None:
-    """Begin as in a new process: accelerate's state is the process's, and another test's settings would stay."""
+    """Reset accelerate's global state, as in a new process. Another test's settings would stay."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -194,7 +194,7 @@ def clean_workers() -> None:
 
 
 def folder_of_job(name: str) -> Path:
-    """A folder that all ranks of a job know, and no other job."""
+    """Return a folder that all ranks of this job share."""
     return Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent / re.sub(r"\W+", "_", name)
 
 

@@ -29,7 +29,7 @@ def autosplit(*arguments: str, folder: Path, limit_s: float = 100.0) -> Ran:
         limit_s: The command is killed after this time.
 
     Returns:
-        The exit code and what was printed.
+        The exit code and the printed text.
 
     Raises:
         TimeoutError: The command did not end in time.

@@ -1,4 +1,4 @@
-"""Shorten the time that a tuning spends on repeating a step, in tests that do not look at the times."""
+"""Shorten the repeated timing of steps in tests that do not check times."""
 
 from __future__ import annotations
 

@@ -76,6 +76,6 @@ class Spinning(dist.ProcessGroup):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Let torch know it; once."""
+    """Register the back end with torch, once."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, Spinning, devices=["cpu"])

@@ -13,7 +13,7 @@ import termios
 import time
 from dataclasses import dataclass, field
 
-# The terminal becomes the controlling one, so that a key reaches the foreground group by way of the line discipline.
+# The controlling terminal passes keys to the foreground process group.
 _TAKE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _CODES = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()][A-Z0-9]|([\r\n\b])|([^\x1b\r\n\b]+)|(\x1b)")
 CTRL_C = b"\x03"

@@ -75,7 +75,7 @@ def test_codes_and_kinds_are_words_with_hyphens() -> None:
 
 
 def test_no_code_branches_on_the_text_of_a_note_or_an_error_of_ours() -> None:
-    """`note.startswith("...")` decided what was printed, so no sentence could be rewritten."""
+    """`note.startswith("...")` decided the output, so no sentence could be rewritten."""
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
         for path in MODULES

@@ -60,7 +60,7 @@ class TestAllocator:
             (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
             (10 * MIB, 10 * MIB, 10 * MIB),
             (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
-            (25 * MIB, 26 * MIB, 26 * MIB),  # a rest of no more than 1 MiB is not split off
+            (25 * MIB, 26 * MIB, 26 * MIB),  # a remainder of at most 1 MiB is not split off
         ],
     )
     def test_sizes_are_cudas(self, wanted, allocated, reserved):
@@ -137,7 +137,7 @@ class TestAllocator:
 def said_by(code: str, **environment: str) -> list:
     """Return the JSON that a new process prints, with the same devices."""
     child = subprocess.run(
-        # Torch's backward threads may still be starting: an interpreter that ends under them would abort.
+        # torch's backward threads may still be starting. An interpreter that ends then would abort.
         [sys.executable, "-c", f"import json, os, torch, emulated\n{code}\nos.sys.stdout.flush(), os._exit(0)"],
         env={**os.environ, **environment},
         capture_output=True,
@@ -499,7 +499,7 @@ class TestLateCopies:
 
 class TestCollectives:
     def test_of_two_processes(self):
-        """DDP's gradient and FSDP2's are those of one device; objects, means and messages arrive."""
+        """The gradients of DDP and FSDP2 are one device's. Objects, means and messages arrive."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -23,7 +23,7 @@ else:
 ENVIRONMENTS = sorted((TESTS / "environments").glob("*.txt"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OFFLINE = ("NewConnectionError", "ConnectTimeout", "Read timed out", "name resolution")
-"""What pip prints if it cannot reach the package index; a conflict between versions prints none of it."""
+"""Parts of pip's output if it cannot reach the package index. Version conflicts print none of them."""
 
 
 def requirements_of(path) -> dict[str, Requirement]:
@@ -38,7 +38,7 @@ def ours() -> dict[str, Requirement]:
 
 @pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.stem)
 def test_its_pins_are_within_our_bounds(path):
-    """Colab's versions broke all seven bounds when these demanded the newest of everything."""
+    """Colab's versions violated all seven bounds when these required the newest releases."""
     pins, wanted = requirements_of(path), ours()
     shared = [name for name in pins if name in wanted]
     assert "torch" in shared

@@ -16,7 +16,7 @@ from autosplit.errors import UserCodeError, from_user_code, is_installed, users_
         (json.__file__, True),
         (pytest.__file__, True),
         (f"{sysconfig.get_path('purelib')}/own/module.py", True),
-        # Of an environment below this one: `python -m venv --system-site-packages`, or a .pth file.
+        # From an environment below this one: `python -m venv --system-site-packages`, or a .pth file.
         ("/usr/lib/python3/dist-packages/torch/nn/__init__.py", True),
         ("/srv/env/lib/python3.11/site-packages/transformers/utils/hub.py", True),
         ("/home/me/train.py", False),
@@ -29,7 +29,7 @@ def test_code_that_is_installed_is_told_from_the_users(path, installed):
 
 
 def test_a_layer_without_a_frame_of_the_users_is_named():
-    """Of a model that is all nn.Sequential nothing said which Linear was too narrow."""
+    """For a model of nn.Sequential only, no message named the Linear that was too narrow."""
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(9, 2)))
     with pytest.raises(RuntimeError) as caught:
         net(torch.zeros(3, 4))
@@ -39,7 +39,7 @@ def test_a_layer_without_a_frame_of_the_users_is_named():
 
 
 def test_a_loss_of_torchs_own_is_named():
-    """It has no frame of the user's, and the message alone was left to guess where it came from."""
+    """It has no frame of the user's code, so the message did not show where it came from."""
     with pytest.raises(RuntimeError) as caught:
         nn.NLLLoss()(torch.zeros(3, 4), torch.zeros(3, 4))
     assert str(from_user_code(caught.value, "the workload")).endswith(" (in a NLLLoss); fix it and run again")

@@ -1,4 +1,4 @@
-"""Files: nothing too large is read, nothing half written is left."""
+"""Files: nothing too large is read, and no file is left incomplete."""
 
 from __future__ import annotations
 

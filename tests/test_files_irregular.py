@@ -1,4 +1,4 @@
-"""Pipes, devices and folders in the place of files: a clear error at once, where reading blocked or never ended."""
+"""Pipes, devices and folders instead of files raise a clear error immediately. Reading them blocked or never ended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_as_the_catalog_of_gpus(irregular: tuple[str, Path], monkeypatch: pytest
 
 
 def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The profile is ignored with a note, and stays."""
+    """The profile is ignored with a note, and not removed."""
     from autosplit.profiles import store
 
     what, path = irregular

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or shutil.which("timeout") is None, reason="the lane is a bash script that uses `timeout`"
 )
 
-# Stands for Python: it makes a virtual environment of itself, and notes what pip and pytest are called with.
+# A fake Python. It creates a virtual environment of itself, and records the arguments of pip and pytest.
 INTERPRETER = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$CALLS"
 case "$*" in

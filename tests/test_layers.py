@@ -258,7 +258,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
 
 
 GERUNDS = {"checkpointing", "find_ceiling", "lightning", "timing", "tuning"}
-"""The names of modules that end in -ing, all of them the field's own words."""
+"""Module names that end in -ing, all of them terms of the field."""
 
 
 def test_names_and_sentences_begin_as_the_field_does() -> None:

@@ -91,7 +91,7 @@ def test_the_table_lists_every_private_name_of_torch():
 
 
 def test_operators_are_looked_up_by_name():
-    """An operator that an older torch does not have is left out; as an attribute it would raise at import."""
+    """Operators that an older torch lacks are left out. As attributes they would raise at import."""
     tree = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
     found = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"

@@ -98,7 +98,7 @@ def test_quick_commands_run(command: str, tmp_path: Path) -> None:
 
 
 def with_few_trials(command: str) -> str:
-    """Limit the trials of a command that tunes: more trials repeat what two show, and each takes seconds."""
+    """Limit the trials of a tuning command to two, because each trial takes seconds."""
     return f"{command} --n-trials 2" if "autosplit tune" in command and "--n-trials" not in command else command
 
 

@@ -66,7 +66,7 @@ def test_any_text_is_harmless(text):
     ("count", "said"), [(0, ""), (1, "a"), (2, "a, b"), (3, "a, b, c"), (4, "a, b and 2 more"), (5, "a, b and 3 more")]
 )
 def test_a_single_one_more_is_named(count, said):
-    """``and 1 more`` took as much room as its name."""
+    """``and 1 more`` was as long as the name itself."""
     assert listed("abcde"[:count], 2) == said
 
 

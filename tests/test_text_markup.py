@@ -16,7 +16,7 @@ from autosplit.text import escaped, table_html, visible
 def test_a_text_stays_a_text(text):
     cell = Reader(f'<td title="{escaped(text)}">{escaped(text)}</td>')
     assert cell.tags == ["td"]
-    # What HTML makes of its own line ends is not of us.
+    # HTML's own handling of line ends is not tested.
     assert "".join(cell.texts) == html.unescape(escaped(text))
     assert not any(character in "\x00\x07\x1b\x7f\x9b\u202e\u2066\ud800" for character in visible(text))
 

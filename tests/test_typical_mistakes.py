@@ -34,7 +34,7 @@ def net() -> nn.Module:
 
 
 def of_outputs(outputs: Any, targets: Any) -> Any:
-    """A loss_fn that is passed as compute_loss."""
+    """A loss_fn, passed as compute_loss."""
     return LOSS(outputs, targets)
 
 
@@ -189,7 +189,7 @@ def test_a_plan_is_loaded_by_its_key_and_cuts_a_dataset() -> None:
 
 
 def test_a_loader_without_a_step_is_refused() -> None:
-    """The epoch had no step, without a word."""
+    """The epoch silently had no step."""
     plan = autosplit.tune(net(), BATCH, LOSS, effective_batch_size=64, **SMALL)
     with raises(InputError, "drop-last-leaves-no-step", "10", "64"):
         plan.batch_sampler(10, drop_last=True)

@@ -26,7 +26,7 @@ def example(name: str) -> ModuleType:
 
 
 def char_gpt(**changes: Any) -> Workload:
-    """The example's workload, with a model of another size or another optimizer where asked for."""
+    """Return the example's workload, optionally with another model size or optimizer."""
     module = example("char_gpt")
     size = {name: changes.pop(name) for name in ("width", "depth", "heads") if name in changes}
     workload = module.workload()
@@ -44,7 +44,7 @@ def net_batch(n: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def small(model: nn.Module | None = None, **options: Any) -> Workload:
-    """BatchNorm, dropout and a cross entropy outside the model."""
+    """A model with BatchNorm and dropout. The cross entropy is outside of the model."""
     options = {"loss_fn": F.cross_entropy, "optimizer": torch.optim.AdamW, **options}
     return Workload(net() if model is None else model, net_batch(), **options)
 
@@ -96,7 +96,7 @@ def recurrent(kind: type[nn.RNNBase]) -> Workload:
 
 
 class Branching(nn.Module):
-    """Control flow that depends on numbers, which fake tensors don't have."""
+    """Control flow that depends on values, which fake tensors do not have."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of benchmarks says what was measured."""
+"""The page of benchmarks is generated from the committed results."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """The benchmark, as a module of another name: `ddp` is the package's own."""
+    """Load the benchmark under another name, because `ddp` is the package's own."""
     spec = importlib.util.spec_from_file_location("ddp_benchmark", BENCHMARKS / "ddp.py")
     assert spec is not None
     assert spec.loader is not None
@@ -62,7 +62,7 @@ def test_every_order_of_the_rivals_comes_equally_often(bench):
 
 
 def test_ranks_of_gpus_keep_all_cores(bench, monkeypatch):
-    """On one of them, launches waited for autograd and for NCCL's own thread."""
+    """On one core, launches waited for autograd and for NCCL's own thread."""
     kept = []
     monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
     monkeypatch.setattr(bench.os, "sched_setaffinity", lambda _pid, cores: kept.append(cores), raising=False)

@@ -1,4 +1,4 @@
-"""The script for a GPU machine: every stage runs on an emulated device, and a stage that fails ends alone."""
+"""The script for a GPU machine: every stage runs on an emulated device, and a failing stage ends only itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_stage_without_time_is_not_started():
 
 
 def test_the_budgets_of_the_first_stages_fit_the_limit():
-    """The last ones get what the others left."""
+    """The last stages get the remaining time."""
     assert sum(stage.budget_s for stage in gpu.STAGES[:-2]) <= gpu.LIMIT_S
 
 

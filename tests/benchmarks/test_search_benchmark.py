@@ -1,4 +1,4 @@
-"""The benchmark of the search knows the best split: its exhaustive search finds what full enumeration finds."""
+"""The search benchmark's exhaustive search finds the same best split as full enumeration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autosplit.runtime.tracer import Tracer, make_tracer
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """The benchmark, as a module of another name: `search` is too common to keep."""
+    """Load the benchmark under another name, because `search` is too common."""
     spec = importlib.util.spec_from_file_location("search_benchmark", BENCHMARKS / "search.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +42,7 @@ def tracer(request) -> Tracer:
 
 
 def enumerated(judge, count: int) -> dict[tuple[int, ...], float]:
-    """Every split of every batch, by the simulator alone."""
+    """Return every split of every batch, by the simulator only."""
     splits = (s for s in itertools.product(range(judge.num_samples + 1), repeat=count) if sum(s))
     return {s: judge.seconds(judge.splits_of(s)) for s in splits if sum(s) <= judge.num_samples}
 
@@ -51,7 +51,7 @@ SAMPLES = 5
 
 
 def cards(bench, tracer: Tracer, spec: str, held: int | None):
-    """Cards, with memory for so many samples of an accumulated step, or with all they have."""
+    """Return GPUs with memory for a number of samples of an accumulated step, or with all their memory."""
     devices = parse_devices(spec)
     if held is None:
         return devices
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_no_answer(bench):
     assert judge.rate((SAMPLES, 0)) == 0
     assert judge.caps[True][0] == 3
     best = bench.exhaustive(judge)
-    judge.runtime.peaks(bench.StepShape(judge.splits_of(best.split)))  # raises where it does not fit
+    judge.runtime.peaks(bench.StepShape(judge.splits_of(best.split)))  # raises if it does not fit
 
 
 def test_regret_is_measured_against_the_best_of_the_first_trials(bench):

@@ -1,4 +1,4 @@
-"""The benchmark of the simulator runs without a GPU, names cards, sums up, and hands the package what it may say."""
+"""The benchmark of the simulator runs without a GPU, names GPUs, summarises, and gives the package its figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from folders import BENCHMARKS
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """The benchmark, as a module of another name."""
+    """Load the benchmark under another name."""
     spec = importlib.util.spec_from_file_location("simulation_benchmark", BENCHMARKS / "simulation.py")
     assert spec is not None
     assert spec.loader is not None

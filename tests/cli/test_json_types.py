@@ -1,4 +1,4 @@
-"""What ``--json`` prints is what docs/json.md says, of every command."""
+"""``--json`` prints the documented types for every command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def made():
-    """The script that makes the documents."""
+    """Return the script that makes the documents."""
     spec = importlib.util.spec_from_file_location("docs_make", DOCS / "make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -43,7 +43,7 @@ def test_the_documents_are_those_that_the_code_makes(made):
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_a_page_shows_the_examples_as_they_stand(made, page):
-    """A code host does not know the site's includes: a reader there saw the line that names the file."""
+    """Code hosts do not know the site's includes, so readers there saw the line with the file's name."""
     text = page.read_text(encoding="utf-8")
     assert made.with_scripts(text) == text, "run python docs/make.py"
     assert "--8<--" not in text
@@ -69,7 +69,7 @@ def test_every_command_has_the_same_flags_and_an_answer(capsys):
 
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
-    """Put made answers in place of what takes long, and a workload and a plan into the current folder."""
+    """Replace slow functions by fakes, and write a workload and a plan into the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(
         "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
@@ -118,7 +118,7 @@ def test_every_command_has_a_line_here():
 
 @pytest.mark.parametrize("command", [for_release(line) if line == "loader" else line for line in LINES])
 def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
-    """Neither more keys nor fewer, each of its type: read as that type and written again, it is the same."""
+    """Exactly the documented keys and types: reading the value as that type and writing it again gives the same."""
     if command == "report":
         pytest.importorskip("vl_convert")
     words = LINES[command].split()

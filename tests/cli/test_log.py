@@ -1,4 +1,4 @@
-"""The log of what is tried, and what --quiet and --verbose make of stderr."""
+"""The log of all steps, and the effect of --quiet and --verbose on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script(tmp_path):
 
 
 def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
-    """Every step of a tuning, and of its ceilings, with its outcome and why it was tried."""
+    """Every step of a tuning and its ceilings, with its outcome and reason."""
     asked = {"devices": "cpu:8MiB,cpu:4MiB", "effective_batch_size": 8, "n_trials": 1}
     with caplog.at_level(logging.DEBUG, logger="autosplit"):
         autosplit.tune(torch.nn.Linear(3, 1), torch.randn(4, 3), **asked, profile="off")

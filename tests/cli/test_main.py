@@ -885,7 +885,7 @@ def test_show_what_is_no_plan(fails, tmp_path):
 def test_a_file_may_be_named_in_any_way(fails, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made_plan().save("plan.json")
-    Path("link.json").symlink_to("plan.json")  # the user's own, and named by them
+    Path("link.json").symlink_to("plan.json")  # the user's own plan, under a user-given name
     for which in ("./plan.json", "./link.json", ".//plan.json"):
         assert main(["show", which]) == 0
         assert main(["export", which, "--to", "env"]) == 0
@@ -908,11 +908,11 @@ def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
     assert done.returncode == 4, done.stderr
 
 
-# Streams, and where it runs
+# Streams and working directories
 
 
 def in_a_shell(line, folder, **environment):
-    """Run a shell line in which `autosplit` is the command line. Return its exit code, stdout and stderr."""
+    """Run a line of shell code that calls `autosplit`. Return its exit code, stdout and stderr."""
     function = f'autosplit() {{ {shlex.quote(sys.executable)} -m autosplit "$@"; }}\n'
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
@@ -956,7 +956,7 @@ def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         assert main(words) == 2
-    full.buffer.raw.has_room = True  # for what it holds still
+    full.buffer.raw.has_room = True  # flushes the buffered output
     err = capsys.readouterr().err
     assert err.startswith("error: The answer can't be written to stdout: No space left on device. ")
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The lines that `show --code` prints: every variant is run, and trains as one process with the whole batch does."""
+"""The lines that `show --code` prints: every variant runs, and trains as one process does on the whole batch."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_every_variant_trains_as_one_process_on_the_cpu(tmp_path, loss_from, cal
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("loss_from", "called_with"), VARIANTS)
 def test_every_variant_trains_as_one_process_on_accelerators(tmp_path, loss_from, called_with, count):
-    """For `step=` nothing moved the batch: on a GPU, "Expected all tensors to be on the same device"."""
+    """With `step=`, no line moved the batch. On a GPU: "Expected all tensors to be on the same device"."""
     if count > COUNT:
         pytest.skip("needs two cards")
     check_variant(KIND, count, loss_from, called_with, tmp_path / "plan.json")

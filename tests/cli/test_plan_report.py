@@ -269,7 +269,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
 
 @pytest.mark.parametrize("lengths", [(75, 145), (145, 75), (75, 220), (220, 75), (75, 75, 75), (75, 75, 75, 75)])
 def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
-    """Three notes were allowed, of whatever length: on a busy machine one of three lines made 25."""
+    """Three notes of any length were allowed. On a busy machine, three notes took 25 lines."""
     notes = noted(*(" ".join(["a note"] * (length // 7)) for length in lengths))
     text = short(made_plan((100, 156), notes=notes))
     said = text.split("\nnotes\n")[1].split("\n\n")[0]
@@ -439,7 +439,7 @@ def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("# on the machine that has these GPUs\npython -m autosplit tune ")
 
 
-# Samples that differ in length
+# Samples of different lengths
 
 
 @pytest.mark.parametrize("details", [True, False])

@@ -26,7 +26,7 @@ NAMES = ("SIGTERM", "SIGHUP")
 
 @pytest.fixture(params=NAMES)
 def number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A signal that has the system's handler."""
+    """Return a signal that has the system's handler."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     number = getattr(signal, request.param)
     before = signal.signal(number, signal.SIG_DFL)

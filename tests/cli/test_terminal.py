@@ -40,7 +40,7 @@ def test_the_bar_says_what_is_done_and_what_was_found(terminal):
     assert "trial 3 of 24" in text
     assert "31 steps, 1 OOM, best 1,235/s" in text
     assert "\x1b[" in text
-    assert text.rstrip().endswith("\x1b[2K")  # it is gone when all is done
+    assert text.rstrip().endswith("\x1b[2K")  # the line disappears at the end
 
 
 def test_a_long_message_gives_way_to_the_figures(terminal):

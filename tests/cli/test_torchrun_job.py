@@ -102,7 +102,7 @@ def test_the_words_after_launchs_own_options_are_torchruns(plan_file, capsys, ap
 
 
 def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file, capsys):
-    """torchrun's own answer was a traceback."""
+    """torchrun printed a traceback."""
     assert main(["launch", "--plan", plan_file, "none.py"]) == 2
     assert "none.py does not exist. Check the path of the training script" in capsys.readouterr().err
 
@@ -155,7 +155,7 @@ def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("ended", "first"),
     [
-        ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, 1),  # rank 0 heard of it and stopped, before torchrun looked
+        ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, 1),  # rank 0 noticed and stopped before torchrun checked
         ({0: (-signal.SIGTERM, 7), 1: (3, 7)}, 1),  # by torchrun
         ({0: (1, 8), 1: (-signal.SIGSEGV, 7), 2: (1, 7)}, 1),
         ({0: (-signal.SIGKILL, 40), 1: (3, 7)}, 1),  # it hung, and torchrun ended it

@@ -1,4 +1,4 @@
-"""DDP with a plan's settings: the slices add up to the epoch, and the gradient is that of the whole batch."""
+"""DDP with a plan's settings: the slices cover the epoch, and the gradient is the whole batch's."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class TestEffectiveBatch:
         [
             ((2, 6), 8, 1, 8),
             ((2, 6), 20, 3, 20),
-            ((2, 6), 12, 1, 8),  # the plan's split has a batch of 12, the ranks were solved for one of 8
+            ((2, 6), 12, 1, 8),  # the plan's split has a batch of 12, but the ranks' batch is 8
             ((2, 6), 6, 1, 8),
             ((2, 6), 20, 2, 16),
         ],
@@ -221,7 +221,7 @@ class TestOneProcess:
         assert not dist.is_initialized()
 
     def test_the_reducer_is_never_the_last_to_hold_the_group(self) -> None:
-        # It would end the group with the interpreter's lock held, and deadlock with gloo's threads now and then.
+        # It would end the group while it holds the interpreter's lock, and sometimes deadlock with gloo's threads.
         with ddp.setup(make_plan((4,))) as ctx:
             names = list(vars(ctx.wrap(make_model())))
         assert names.index("process_group") > max(names.index("reducer"), names.index("logger"))
@@ -259,7 +259,7 @@ class TestOneProcess:
             model(INPUTS)
         output = model.eval()(INPUTS)
         assert torch.equal(output, expected)
-        output.sum().backward()  # of this rank alone, as its forward was
+        output.sum().backward()  # only this rank's, like its forward
 
     def test_a_group_of_the_users_stays_with_the_model(self) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -443,7 +443,7 @@ GRADIENTS = {
 
 
 def epoch_gradients(sizes: tuple[int, ...], effective: int) -> list[tuple[torch.Tensor, list[int]]]:
-    """The gradient of every optimizer step, without an update, and what this rank counted in it."""
+    """Return the gradient of every optimizer step without updates, and this rank's counts."""
     found = []
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         model = ctx.wrap(make_model())
@@ -480,10 +480,10 @@ def exception_inside_the_loop() -> dict[str, Any]:
                     step.backward(mean_loss(model, indices))
                     raise ZeroDivisionError
         except ZeroDivisionError as error:
-            kept = error  # and with it the frames, as a caller that reports errors at the end would
+            kept = error  # and keep its frames, like a caller that reports errors at the end
         model.zero_grad()
         found["flag"] = model.require_backward_grad_sync
-        mean_loss(model, [ctx.rank]).backward()  # by hand: DDP's plain mean of the ranks' means
+        mean_loss(model, [ctx.rank]).backward()  # by hand: plain DDP's mean of the ranks' means
         found["by hand"] = gradient(model).clone()
         model.zero_grad()
         step = next(ctx.steps(loader))
@@ -507,8 +507,8 @@ def communication() -> list[bool]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Return each rank's result of three checkpoints: a good one, one that rank 0 cannot write, and one that rank 1
-    cannot load.
+    """Return each rank's result of three checkpoints: a good one, a failing write on rank 0, and a failing load on rank
+    1.
     """
     found: dict[str, Any] = {}
     folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent
@@ -530,7 +530,7 @@ def checkpoints() -> dict[str, Any]:
 
 
 def token_gradients(sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Every step's gradient of a loss that is a mean over something else than samples."""
+    """Return every step's gradient of a loss that is not a mean over samples."""
     found = []
     with ddp.setup(make_plan(sizes, 20)) as ctx:
         model = ctx.wrap(make_model())

@@ -97,10 +97,10 @@ def trained() -> dict[str, Any]:
 
 
 def sharded() -> dict[str, Any]:
-    """Take a step with the parameters shared out by FSDP2, and compare the weights with those of one process."""
+    """Take a step with parameters sharded by FSDP2, and compare the weights with one process."""
     inputs, targets = samples()
     with ddp.setup(plan_of_cards()) as ctx:
-        # torch moves no parameter in place to a back end that is not its own, as FSDP2 would.
+        # FSDP2 moves parameters in place, which torch does not support for other back ends.
         model = ctx.shard(make_model().to(ctx.device), layers=nn.Linear)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         dataset = torch.utils.data.TensorDataset(inputs, targets)
@@ -139,7 +139,7 @@ def resumed() -> float:
 
 
 class Net(nn.Module):
-    """A small model with a parameter or two."""
+    """A small model with one or two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ VISIBLE = "EMU_VISIBLE_DEVICES" if KIND == "emu" else "CUDA_VISIBLE_DEVICES"
 
 
 def test_shares_follow_the_cards_whatever_is_visible(tmp_path: Path) -> None:
-    """The command starts a rank for each card; trained with the cards in another order, each has its own share."""
+    """The command starts a rank for each GPU. With the GPUs in another order, each still has its own split."""
     plan = plan_of_cards()
     plan.save(tmp_path / "plan.json")
     run("launch", "--plan", str(tmp_path / "plan.json"), str(script(tmp_path)), **{VISIBLE: "1,0"})

@@ -135,7 +135,9 @@ def checkpoint(which: str) -> list[str]:
 
 
 def with_no_crc(state: Any, path: Path) -> None:
-    set_option = getattr(torch.serialization, "set_crc32_options", lambda _: None)  # an older torch always writes them
+    set_option = getattr(
+        torch.serialization, "set_crc32_options", lambda _: None
+    )  # older versions of torch always write them
     set_option(False)
     try:
         torch.save(state, path)
@@ -146,7 +148,7 @@ def with_no_crc(state: Any, path: Path) -> None:
 def sharded() -> list[str]:
     folder = Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent / f"folder {os.environ['RANK']}"
     with ddp.setup(make_plan((2, 6), 16)) as ctx:
-        for rank in range(2):  # both folders are written by both ranks: each holds another save
+        for rank in range(2):  # both ranks write both folders, and each has another checkpoint
             ctx.save_sharded(folder.with_name(f"folder {rank}"), model=make_model())
         with pytest.raises(CheckpointError) as caught:
             ctx.load_sharded(folder, model=make_model())
@@ -187,7 +189,7 @@ ranks = job_of(__name__, "SCENARIOS", 2)
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_a_disagreement_is_named_on_all_ranks_before_the_first_step(ranks, name):
-    """With a seed per rank, a job trained on 43 of 64 samples, some of them twice, and exited with 0."""
+    """With a different seed on each rank, a job used 43 of 64 samples, some twice, and exited with 0."""
     _, expected = DISAGREEMENTS[name]
     for (text,) in found_by(ranks, name):
         assert "The ranks' settings of a loop differ" in text

@@ -111,7 +111,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 
 def on_one_device(length: int, batch_size: int, effective: int, *, counted: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Each optimizer step's gradient, and the statistics in the end."""
+    """Return each optimizer step's gradient, and the final statistics."""
     model, found = make_model(), []
     for first in range(0, length, effective):
         step = range(first, min(first + effective, length))
@@ -151,7 +151,7 @@ def synchronised(sizes: tuple[int, ...], effective: int, length: int, counted: b
 
 
 def plain(sizes: tuple[int, ...], effective: int, length: int) -> list[int]:
-    """Train BatchNorms that see one value per sample, and return how many samples the statistics' rank was given."""
+    """Train BatchNorms with one value per sample. Return the number of samples on the rank with the statistics."""
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         model = ctx.wrap(make_model(flat=True))
         own, loader = [], DataLoader(Samples(length), batch_sampler=ctx.batch_sampler(length, shuffle=True))
@@ -243,7 +243,7 @@ def test_no_rank_trains_a_norm_on_one_sample(ranks, name):
 
 def test_a_loop_that_is_left_leaves_no_norm_changed(ranks):
     both = found_by(ranks, "left")
-    assert both == [[False, False], [True, False]]  # of the rank with a share, and of the one without
+    assert both == [[False, False], [True, False]]  # of a rank with samples, and of a rank without
 
 
 def test_rank_0_keeps_the_statistics_and_needs_samples(ranks):

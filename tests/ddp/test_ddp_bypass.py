@@ -17,7 +17,7 @@ from autosplit.errors import InputError
 
 
 class Net(nn.Module):
-    """A model whose loss is a method, as some robot policies have it."""
+    """A model whose loss is a method, as in some robot policies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def evaluate(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def trained(name: str, effective: int, sizes: tuple[int, int] = (2, 6), **options: Any) -> str:
-    """Run two steps; return the error, or an empty string, and fail if the ranks' gradients differ without one."""
+    """Run two steps. Return the error or an empty string. Fail if gradients differ between ranks without an error."""
     with ddp.setup(make_plan(sizes, effective)) as ctx:
         torch.manual_seed(1)
         model, unused = ctx.wrap(Net()), ctx.wrap(Net())
@@ -69,7 +69,7 @@ def trained(name: str, effective: int, sizes: tuple[int, int] = (2, 6), **option
 
 
 def of_loader(sizes: list[int]) -> list[str]:
-    """Take each rank's own loader of batches of this size; return the warnings."""
+    """Use a loader with this batch size on each rank, and return the warnings."""
 
     def made() -> Iterator[Tensor]:
         yield from (INPUTS[:size] for size in sizes)
@@ -99,7 +99,7 @@ ranks = job_of(__name__, "SCENARIOS", 2)
 @pytest.mark.parametrize("effective", [8, 16])
 @pytest.mark.parametrize("name", BYPASSES)
 def test_a_bypassed_wrapper_is_an_error_at_the_end_of_the_first_step(ranks, name, effective):
-    """The ranks' weights were 0.32 apart after three steps, as under plain DDP, and nothing said so."""
+    """The ranks' weights were 0.32 apart after three steps, as in plain DDP, without a message."""
     for text in found_by(ranks, f"{name}, {effective}"):
         assert "The ranks did not synchronise the gradients of Net" in text
         assert "Call the wrapper that ctx.wrap returned" in text

@@ -1,4 +1,4 @@
-"""Checkpoint files that are damaged, interrupted, of another class or on a full disk: refused before anything changes.
+"""Checkpoint files that are damaged, interrupted, of another class or on a full disk raise an error before any change.
 
 One process is enough for these. Ranks that read different files are in test_ddp_agreement.py.
 """
@@ -77,7 +77,7 @@ class TestPlainValues:
 
 class TestPartsThatRefuse:
     def test_earlier_parts_are_put_back(self, ctx, tmp_path):
-        """A class of the user's may refuse its state at any time. The parts that loaded before it are put back."""
+        """A user's class may reject its state at any time. The parts loaded before it are then restored."""
 
         class Counter:
             def __init__(self, count: int, limit: int = 10) -> None:
@@ -119,7 +119,7 @@ CLASSES = {
 class TestOtherOptimizers:
     @pytest.mark.parametrize("name", CLASSES)
     def test_the_state_of_another_class_is_refused_first(self, ctx, tmp_path, name):
-        """It loaded, and the first step raised KeyError when the model had changed already."""
+        """It loaded, and the first step raised KeyError after the model had changed."""
         saved, saved_options, own, options, match = CLASSES[name]
         model, optimizer = stepped(saved, **saved_options)
         ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
@@ -166,7 +166,7 @@ class TestDamage:
             ctx.load_checkpoint(path, model=make_model())
 
     def test_no_flipped_bit_changes_a_weight(self, ctx, tmp_path):
-        """A bit that no reader looks at may flip. Any other makes the file unreadable."""
+        """A flip in a bit that is never read may pass. Any other flip makes the file unreadable."""
         path = tmp_path / "last.pt"
         expected = make_model()
         ctx.save_checkpoint(path, model=expected)
@@ -250,7 +250,7 @@ class TestFullDisk:
         ],
     )
     def test_the_disk_is_named(self, ctx, tmp_path, monkeypatch, number, expected):
-        """torch raises "enforce fail at inline_container.cc:672" for the error of the system."""
+        """For the system's error, torch raises "enforce fail at inline_container.cc:672"."""
         path = tmp_path / "last.pt"
         ctx.save_checkpoint(path, step=1)
         content = path.read_bytes()

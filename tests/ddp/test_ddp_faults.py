@@ -48,7 +48,7 @@ SIZES = {2: (2, 6), 3: (2, 3, 3)}
 
 
 def failing() -> None:
-    """Record the time of the failure, from which the others' time counts."""
+    """Record the time of the failure. The others' time limit starts then."""
     Path(os.environ["FAULT_FOLDER"], "failed").write_text(str(time.time()))
 
 
@@ -67,7 +67,9 @@ def stopped() -> None:
     if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
         failing()
         os.kill(os.getpid(), signal.SIGSTOP)
-        until(lambda: "sends again" in told_in(Path(os.environ["FAULT_FOLDER"])))  # a rank that ends cannot be "back"
+        until(
+            lambda: "sends again" in told_in(Path(os.environ["FAULT_FOLDER"]))
+        )  # a rank that ends cannot report that it is "back"
 
 
 def told_in(folder: Path) -> str:
@@ -249,7 +251,7 @@ class Ended:
 
 
 def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[str, str]) -> None:
-    """Be one rank of a job."""
+    """Run as one rank of a job."""
     os.setpgid(0, 0)  # so that the job can kill the rank's workers, too
     os.environ.update(place)
     said = os.open(Path(place["FAULT_FOLDER"], f"{place['RANK']}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -473,7 +475,7 @@ class TestUnderTorchrun:
     @pytest.mark.parametrize("victim", [0, 2])
     @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.alone), "is killed"])
     def test_the_others_have_the_last_word(self, tmp_path: Path, victim: int, how: str) -> None:
-        """torchrun sends SIGTERM to all ranks when it sees that one has ended."""
+        """torchrun sends SIGTERM to all ranks after a rank has ended."""
         script = tmp_path / "train.py"
         script.write_text(SCRIPT)
         paths = os.pathsep.join(sys.path)

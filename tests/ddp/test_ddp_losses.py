@@ -131,7 +131,7 @@ def refused(effective: int, **options: Any) -> str:
 
 
 def logged() -> torch.Tensor:
-    """A loss that is only logged over the ranks is the rank's own mean."""
+    """If a loss is only reduced for logging, the training loss is still the rank's own mean."""
     with prepared(16, INPUTS, LABELS) as (ctx, model, optimizer, loader):
         for step in ctx.steps(loader, loss_scope="sample"):
             for inputs, labels in step:

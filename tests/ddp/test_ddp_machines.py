@@ -126,7 +126,7 @@ def assert_went_on_from(machines: Machines, begun: int, died: int) -> None:
 
 
 def test_nothing_is_left_of_them(tmp_path):
-    """Nor of what a command left behind there."""
+    """A command on the machine also leaves nothing."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -153,7 +153,7 @@ def test_each_has_its_own_name_network_and_cache(machines):
 # -------------------------------------------------------------------------------------------------------- tuning
 
 BUDGETS = ("20KiB", "13KiB")
-"""Of the model's step: machine-b holds a few samples, machine-a all sixteen."""
+"""Budgets for the model's step: a few samples fit on machine-b, all sixteen on machine-a."""
 
 
 def start_tuning(machines: Machines, machine: Machine, meeting: str, budget: str) -> subprocess.Popen[str]:

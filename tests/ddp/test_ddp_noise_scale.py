@@ -1,4 +1,4 @@
-"""The gradient noise scale from ranks of unlike shares, held against the closed form of a linear regression."""
+"""The gradient noise scale from unequal ranks, compared with the closed form of a linear regression."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_SAMPLES = 9600
 INPUTS = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(NUM_SAMPLES, 1, generator=torch.Generator().manual_seed(2))
 CLOSED_FORM = 13.0
-"""As tests/extras/test_noise_scale.py has it: S = 416, |G|^2 = 32."""
+"""From tests/extras/test_noise_scale.py: S = 416, |G|^2 = 32."""
 
 
 def estimated(sizes: tuple[int, ...], effective: int, *, own_loader: bool = False) -> tuple[float, int]:

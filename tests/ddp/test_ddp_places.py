@@ -35,7 +35,7 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0",
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """No trace of torchrun or Slurm."""
+    """Remove all variables of torchrun and Slurm."""
     for name in (*NAMES, *(name for name in os.environ if name.startswith("SLURM_"))):
         monkeypatch.delenv(name, raising=False)
 
@@ -80,7 +80,10 @@ class TestPlaces:
             ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 2),
             ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "1"}, 3),
             ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1(x2)", "SLURM_NODEID": "2"}, 3),
-            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NTASKS_PER_NODE": "2"}, None),  # the step's, not the job's
+            (
+                {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NTASKS_PER_NODE": "2"},
+                None,
+            ),  # the step's number, not the job's
             ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
         ],
     )
@@ -122,7 +125,7 @@ class TestPlaces:
 
 
 class Meeting:
-    """Ranks that meet at one store, each in a thread with its own connection."""
+    """Ranks that use one store, each in a thread with its own connection."""
 
     def __init__(self, port: int, world_size: int) -> None:
         self.port, self.world_size = port, world_size
@@ -157,7 +160,7 @@ class TestRounds:
         meeting = Meeting(store.port, len(order))
         for rank in order:
             meeting.start(rank)
-            time.sleep(0.2)  # so that it has looked before the next one comes; not needed for the outcome
+            time.sleep(0.2)  # so it has checked before the next one comes; the result does not depend on this
         return meeting.agreed()
 
     @pytest.mark.parametrize("order", [slow((0, 1, 2)), (2, 1, 0), slow((1, 0, 2))])
@@ -253,7 +256,7 @@ class TestDevices:
         plan = plan_for("cuda:0", "cuda:2")
         assert str(device_for(plan, Place(1, 2, 1, 2), (Visible("A100", None),))) == "cuda:0"
         assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[2],))) == "cuda:0"
-        # Slurm handed them out in another order than when the plan was made.
+        # Slurm assigned the GPUs in another order than when the plan was made.
         assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[0],))) == "cuda:0"
 
     def test_ranks_that_share_a_card_share_it_on_a_twin_too(self):
@@ -281,7 +284,7 @@ class TestDevices:
 def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> list[str]:
     """Return each rank's choice of back end, or its error, if its GPU is in `cards`."""
     store = dist.HashStore()
-    for rank, card in enumerate(cards):  # as the others will have by the time that rank 0 asks
+    for rank, card in enumerate(cards):  # as on the other ranks when rank 0 asks
         store.set(f"card/{rank}", card)
     found = []
     for rank, card in enumerate(cards):

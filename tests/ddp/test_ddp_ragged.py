@@ -1,4 +1,4 @@
-"""Models whose batches are no tensors of one length train on unequal ranks as in one process, to within rounding."""
+"""Models with ragged batches train on unequal ranks as in one process, except for rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOBS = {
 
 
 def trained(model: str, job: str, **options: Any) -> torch.Tensor:
-    """Train an epoch with SGD; return the weights."""
+    """Train an epoch with SGD. Return the weights."""
     ragged = RAGGED[model]
     with ddp.setup(make_plan(*JOBS[job])) as ctx:
         net = ctx.wrap(ragged.built())

@@ -30,7 +30,7 @@ from autosplit.torch_versions import fsdp_groups
 SIZES = (1, 7)
 EFFECTIVE = 20
 PASSED = 3
-"""Optimizer steps before a checkpoint, and as many after it."""
+"""Number of optimizer steps before a checkpoint, and again after it."""
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def make_model(seed: int = 3) -> nn.Module:
-    """Layers of 7 rows, which no two or three ranks share evenly, and one of a single row."""
+    """Layers with 7 rows, which 2 or 3 ranks cannot split evenly, and a layer with a single row."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), Block(), Block(), nn.Linear(7, 1)).double()
 
@@ -74,7 +74,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(ctx: ddp.Context, model: nn.Module, optimizer: Any, loader: Any, most: int) -> list[torch.Tensor]:
-    """Train for so many steps, as many epochs as they take; return the weights after each."""
+    """Train for a number of steps over several epochs. Return the weights after each."""
     found: list[torch.Tensor] = []
     while True:
         for step in ctx.steps(loader):
@@ -89,7 +89,7 @@ def train(ctx: ddp.Context, model: nn.Module, optimizer: Any, loader: Any, most:
 
 
 def one_device(most: int, clip: float | None = None) -> list[torch.Tensor]:
-    """The weights after each of so many steps on a single device, with batches as large as all ranks' together."""
+    """Return the weights after each step on one device, with batches as large as all ranks' together."""
     model = make_model()
     optimizer = adamw(model)
     sampler = ScheduledBatchSampler(NUM_SAMPLES, EFFECTIVE, EFFECTIVE, shuffle=True, seed=7)
@@ -159,7 +159,7 @@ def trajectory() -> list[torch.Tensor]:
 
 
 def communication() -> list[bool]:
-    """Whether gradients were to meet when each forward ran."""
+    """Return the all-reduce flag at each forward."""
     found = []
     with ddp.setup(make_plan((2, 6), 20)) as ctx:
         model = sharded(ctx)
@@ -214,7 +214,7 @@ def left_half_way(how: str, options: dict[str, Any]) -> tuple[torch.Tensor, torc
                         step.backward(loss(indices))
                     break
             except ZeroDivisionError as error:
-                kept = error  # and with it the frames, as a caller that reports errors at the end would
+                kept = error  # and keep its frames, like a caller that reports errors at the end
                 assert kept is not None
             model.zero_grad()
             step = next(ctx.steps(loader))
@@ -365,7 +365,7 @@ def going_on(ctx: ddp.Context, parts: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def written() -> dict[str, Any]:
-    """Train for a while, and write what there is, whole and in parts."""
+    """Train for a while, and write complete and sharded checkpoints."""
     found: dict[str, Any] = {}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
         parts = parts_of(ctx, sharded(ctx))
@@ -398,7 +398,7 @@ INTO = {
 
 
 def resumed(sizes: tuple[int, ...], source: str, into: str) -> dict[str, Any]:
-    """Load a checkpoint and go on from it."""
+    """Load a checkpoint and continue."""
     with ddp.setup(make_plan(sizes, EFFECTIVE)) as ctx:
         parts = parts_of(ctx, INTO[into](ctx))
         rest = LOADED[source](ctx, parts)
@@ -478,7 +478,7 @@ two = job_of(__name__, "TWO", 2)
 
 @pytest.fixture(scope="module")
 def three(two: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What three ranks found, with the checkpoints that two had written."""
+    """Return the results of three ranks with the checkpoints of two."""
     assert two
     return run_ranks_once(tmp_path_factory, __name__, "THREE", 3, limit_s=250)
 
@@ -554,7 +554,9 @@ class TestGradients:
             assert relative_error(got, gradient(model)) < 1e-12
 
     def test_a_rank_without_a_share_runs_every_backward(self):
-        """FSDP2 brings parameters together in it: without one, the other ranks would wait for ever."""
+        """FSDP2 gathers parameters in the backward. Without a backward on this rank, the other ranks would wait
+        forever.
+        """
         parameter = torch.ones((), requires_grad=True)
         step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
         always = StepListener()
@@ -633,7 +635,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def assert_resumed(found: dict[str, Any], source: str) -> None:
-    """It goes on as one device does that never stopped; buffers are rank 0's."""
+    """Check that it continues like one device without a pause. Buffers are rank 0's."""
     expected = one_device(2 * PASSED)[PASSED - 1 :]
     if len(found["weights"]) > 1:
         assert len(found["weights"]) == 1 + PASSED
@@ -751,7 +753,7 @@ class TestRefusals:
 
 @pytest.fixture
 def checkpoint(ctx, tmp_path) -> tuple[Path, dict[str, Any]]:
-    """One that was written after a step, and other parts to load it into."""
+    """A checkpoint after one step, and other parts to load it into."""
     parts = parts_of(ctx, sharded(ctx))
     train(ctx, parts["model"], parts["optimizer"], loader_for(parts), 1)
     ctx.save_sharded(tmp_path / "last", **parts, step=1)

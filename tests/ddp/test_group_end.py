@@ -1,4 +1,4 @@
-"""Tests of how a process ends whose wrapped model outlives the block of `autosplit.ddp.setup`, as in the tools."""
+"""How a process ends if its wrapped model outlives the block of `autosplit.ddp.setup`, as in the tools."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for _ in range(2):
 def test_the_group_ends_with_the_script(backend: str, end: str, expected: str) -> None:
     """Every eighth job of a tool died at its very end: "terminate called without an active exception".
 
-    A thread of gloo's still had a gradient of Python's to give back, and the interpreter was gone.
+    A thread of gloo still held a Python gradient when the interpreter was gone.
     """
     script = SCRIPT.replace("BACKEND", backend) + end
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The catalogue: every row plausible, every card found by its spellings, the nearest names where none is."""
+"""The catalogue: every row is plausible, all spellings find their GPU, and unknown names get suggestions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_row_is_complete_and_plausible(name):
         peaks = spec.peak_flops
         assert peaks["bfloat16"] == peaks["float16"]
         assert peaks["float32"] <= peaks["tf32"]
-        # Half of the float16 rate on every generation that has it.
+        # Half of the float16 rate on every generation with this type.
         assert peaks["tf32"] == pytest.approx(peaks["float16"] / 2, rel=0.02)
 
 
@@ -56,7 +56,7 @@ def test_the_catalogue_has_the_cards_it_must_have():
 
 def test_names_stay_apart_when_normalised():
     assert len({catalog._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
-    # A digit and an x in front would be read as a count.
+    # A digit and an x at the beginning would look like a count.
     assert not any(re.match(r"[0-9.]+\s*[xX*]", name) for name in CARD_NAMES)
 
 
@@ -92,7 +92,7 @@ def test_a_card_is_found_by_its_spellings(name):
     ],
 )
 def test_a_card_is_found_by_the_name_that_its_driver_reports(reported, name):
-    """On the first real GPU, an H100, `doctor` found no row: it compared no rate with the catalogue."""
+    """On the first real GPU, an H100, `doctor` found no row and compared no rate with the catalogue."""
     assert find_card(reported).name == name
 
 

@@ -1,4 +1,4 @@
-"""What doctor prints as JSON is a row of the catalogue, which `sim:` uses and names as measured."""
+"""doctor's JSON is a row of the catalogue, which `sim:` uses and reports as measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ODD = replace(CARD, device="cuda:1", name='A "fast" card\\ \x7f [2]', catalogue=
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Keep an examination as doctor prints it, for `sim:`."""
+    """Save an examination for `sim:`, as doctor prints it."""
 
     def keep(found, text=json_text):
         path = tmp_path / "doctor.json"
@@ -105,7 +105,7 @@ def test_what_can_not_be_a_card_is_refused_in_a_line(kept, text, said):
 
 @pytest.mark.slow
 def test_the_pages_second_command_runs_with_the_firsts_answer(kept, capsys, monkeypatch):
-    """The first is doctor's own, which takes a while and a card."""
+    """The first command is doctor, which needs time and a GPU."""
     first, second = re.findall(r"```sh\n(.*?)\n```", PAGE, re.DOTALL)
     assert first == "python -m autosplit doctor --json > doctor.json"
     variable, *words = second.split()

@@ -81,7 +81,7 @@ class FakeNvml:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Put a fake CUDA and a fake NVML in place of the real ones; a text instead says why there is none."""
+    """Replace CUDA and NVML by fakes. A text instead of a fake is the reason why there is none."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(cuda: FakeCuda | str, nvml: FakeNvml | str = "no NVML") -> None:

@@ -24,7 +24,7 @@ class Machine:
         self.broken = set(broken)
         self.arrives = arrives
         self.copies = []
-        self._places = []  # a list: tensors compare by value, and ids are used again
+        self._places = []  # a list, because tensors compare by value and ids are reused
 
     def place(self, tensor):
         return next((place for held, place in self._places if held is tensor), CPU)

@@ -1,4 +1,4 @@
-"""Devices: sizes and the grammar of specs; CUDA and NVML through fakes in place of the two seams."""
+"""Devices: sizes and the grammar of specs, with fakes for CUDA and NVML."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CARD_NAMES = tuple(gpu_catalog())
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Put a fake CUDA and a fake NVML in place of the real ones; a text instead says why there is none."""
+    """Replace CUDA and NVML by fakes. A text instead of a fake is the reason why there is none."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(cuda: FakeCuda | str, nvml: SimpleNamespace | str = "no NVML") -> None:
@@ -363,7 +363,7 @@ def test_cuda_capacity_is_what_others_leave(machine):
 
 
 def test_memory_that_is_the_hosts_has_what_the_host_could_free(machine, monkeypatch):
-    """A driver sees what is free, and not the page cache that the system would give up."""
+    """A driver reports free memory without the page cache that the system would release."""
     monkeypatch.setattr(accelerator, "available_host_bytes", lambda: 90 * GIB)
     machine(FakeCuda([FakeCard(total=120 * GIB, others=80 * GIB, own=1 * GIB, integrated=True)]))
     (device,) = parse_devices("cuda")
@@ -568,7 +568,7 @@ def test_neither_torch_nor_nvml_is_loaded_for_simulated_and_processor_devices():
 
 
 def test_no_context_is_made_where_nvml_tells_what_is_free(machine):
-    """Asking CUDA for it takes 0.2 to 0.8 GB of each card: eight ranks that looked at eight cards took it 64 times."""
+    """Asking CUDA takes 0.2 to 0.8 GB of each GPU. Eight ranks with eight GPUs took it 64 times."""
     card = FakeCard(total=24 * GIB, others=3 * GIB, own=GIB, uuid="a")
     card.fails["mem_get_info"] = AssertionError("a context was made")
     asked = []
@@ -591,7 +591,7 @@ def test_no_context_is_made_where_nvml_tells_what_is_free(machine):
 
 
 def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
-    """A card that another process has for itself ended `devices="cuda"` on a machine with seven free ones."""
+    """A GPU in exclusive use by another process ended `devices="cuda"` on a machine with seven free GPUs."""
     first, busy, last = cards("A", "B", "C")
     busy.fails["mem_get_info"] = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     machine(FakeCuda([first, busy, last]))

@@ -1,4 +1,4 @@
-"""The one copy between devices: its values, its gradients, and who is told of it."""
+"""The copy between devices: its values, its gradients, and its observers."""
 
 from __future__ import annotations
 

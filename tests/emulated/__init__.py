@@ -53,19 +53,19 @@ __all__ = [
 
 MOST = 16
 KIND = os.environ.get("EMULATED_KIND", "emu")
-"""What this process calls them."""
+"""Name of the devices' kind in this process."""
 
 library: ctypes.CDLL | None = None
-"""The C side, once it is loaded."""
+"""The C library, once loaded."""
 
 
 def wanted() -> bool:
-    """Tell whether this process is to have emulated devices."""
+    """Return whether this process should have emulated devices."""
     return os.environ.get("EMULATED_DEVICES", "0") not in {"", "0"}
 
 
 def switch_on() -> None:
-    """Let torch load the devices in this process and in those that it starts; called before torch is imported."""
+    """Load the devices in this process and in its children. Call it before torch is imported."""
     site = str(Path(__file__).parent / "site")
     sys.path.append(site)
     before = os.environ.get("PYTHONPATH")
@@ -79,11 +79,11 @@ def switch_on() -> None:
 
 @contextmanager
 def called_npu():
-    """Let the processes that start meanwhile call them ``npu``: what asks for a ``torch_npu`` finds one."""
+    """In a block, child processes call the devices ``npu`` and can import ``torch_npu``."""
     path = str(Path(__file__).parent / "npu")
     before = os.environ["PYTHONPATH"]
     os.environ |= {"EMULATED_KIND": "npu", "PYTHONPATH": os.pathsep.join([path, before])}
-    sys.path.append(path)  # which processes of multiprocessing take over
+    sys.path.append(path)  # multiprocessing passes it to its processes
     try:
         yield
     finally:
@@ -140,7 +140,7 @@ def memory(*sizes_bytes: int):
 
 
 def set_context_bytes(size_bytes: int) -> None:
-    """Set what a context costs on each device, for every process and for contexts that are there already."""
+    """Set the memory of a context on each device, for every process and for existing contexts."""
     _c().emu_set_context_bytes(ctypes.c_uint64(size_bytes))
 
 
@@ -170,22 +170,22 @@ def reserved() -> dict[int, tuple[int, ...]]:
 
 
 def fail_allocation(device: int, number: int = 1) -> None:
-    """Let the number-th allocation from now on a device run out of memory, however much is free."""
+    """Make the number-th following allocation on a device run out of memory, whatever is free."""
     _c().emu_fail_allocation(device, ctypes.c_int64(number))
 
 
 def fail_kernel(device: int, number: int = 1) -> None:
-    """Let the number-th kernel from now on a device fail; then every call fails, as after a real one."""
+    """Make the number-th following kernel on a device fail. Then every call fails, as on a GPU."""
     _c().emu_fail_kernel(device, ctypes.c_int64(number))
 
 
 def hang_kernel(device: int, number: int = 1) -> None:
-    """Let the number-th kernel from now on a device never return."""
+    """Make the number-th following kernel on a device hang forever."""
     _c().emu_hang_kernel(device, ctypes.c_int64(number))
 
 
 def copies_arrive_as_zeros(wrong: bool = True) -> None:
-    """Let copies between two devices arrive as zeros, as they do where peer access is broken."""
+    """Make copies between two devices arrive as zeros, as with broken peer access."""
     _c().emu_zeros(int(wrong))
 
 
@@ -203,12 +203,12 @@ def without_cache():
 
 
 def workspaces(share: float, *, benchmark: bool = False) -> None:
-    """Let each convolution borrow memory while it runs.
+    """Give each convolution a temporary workspace.
 
     Args:
-        share: Of the bytes of its result; 0 is none.
-        benchmark: Whether a convolution of new shapes first tries engines of two and four times that, as with
-            ``torch.backends.cudnn.benchmark``: what they borrow stays reserved, and what does not fit is left out.
+        share: Size as a share of its result. 0 for none.
+        benchmark: Whether a convolution of new shapes first tries workspaces of two and four times that, as with
+            ``torch.backends.cudnn.benchmark``. Tried workspaces stay reserved. Those that do not fit are skipped.
     """
     _c().emu_workspaces(ctypes.c_double(share), int(benchmark))
 

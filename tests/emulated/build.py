@@ -1,4 +1,4 @@
-"""Builds the emulated devices' library once, and keeps it for the next runs."""
+"""Builds the emulated devices' library once, and reuses it in later runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w"]
 
 
 class NoCompiler(Exception):
-    """There is nothing here to build the library with."""
+    """This machine has no compiler for the library."""
 
 
 def built_library() -> Path:
@@ -44,7 +44,7 @@ def built_library() -> Path:
 
 
 def _build(compiler: str, torch_folder: Path, library: Path) -> None:
-    """Compile all sources as one: four fifths of the time of each is spent on torch's headers."""
+    """Compile all sources together, because torch's headers take four fifths of the time of each."""
     include, libraries = torch_folder / "include", torch_folder / "lib"
     headers = [f"-I{path}" for path in (HERE, include, include / "torch/csrc/api/include")]
     link = [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]

@@ -1,4 +1,4 @@
-"""The collective back end of the emulated devices, by the name of their kind's: torch's own gloo, on their memory."""
+"""The collective back end of the emulated devices: torch's gloo on their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = {"emu": "eccl", "npu": "hccl"}[KIND]
 
 
 def register() -> None:
-    """Make it the back end of their kind."""
+    """Register it as the back end of their device kind."""
     if dist.is_available():
         dist.Backend.register_backend(NAME, _made, devices=[KIND])
 

@@ -1,4 +1,4 @@
-"""The module ``torch.emu``: what ``torch.cuda`` has, for the emulated devices."""
+"""The module ``torch.emu``: the counterpart of ``torch.cuda`` for the emulated devices."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def set_device(device) -> None:
 
 
 class device:
-    """Makes a device the current one for a while."""
+    """Makes a device current in a block."""
 
     def __init__(self, device):
         self.index = device if isinstance(device, int) and device < 0 else _index(device)
@@ -191,7 +191,7 @@ def can_device_access_peer(device, peer) -> bool:
     return _index(device) != _index(peer)
 
 
-# ---- streams: work is done by the time that its call returns, but copies to the host wait to be waited for ----
+# ---- streams: a call returns when its work is done, but copies to the host are late until the program waits ----
 
 
 def Stream(device=None, priority=0, **options) -> torch.Stream:
@@ -216,7 +216,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 
 class stream:
-    """Makes a stream, and its device, the current ones for a while."""
+    """Makes a stream and its device current in a block."""
 
     def __init__(self, stream: torch.Stream | None):
         self.stream = stream
@@ -280,4 +280,4 @@ def initial_seed() -> int:
 
 
 random = SimpleNamespace(get_rng_state_all=get_rng_state_all, set_rng_state_all=set_rng_state_all)
-"""Where ``torch.cuda`` and others have them, too."""
+"""At the place where ``torch.cuda`` and other back ends have them."""

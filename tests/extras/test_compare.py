@@ -155,7 +155,7 @@ def test_costs_and_order(rows):
         cost = machine.cost_per_million_samples
         assert (cost is None) == (machine.plan is None or machine.price_per_hour is None)
         if cost is not None:
-            # As many samples as an hour's money buys take an hour.
+            # The samples that an hour's money buys take an hour.
             assert cost * machine.samples_per_s * 3600 == pytest.approx(machine.price_per_hour * 1e6, rel=1e-9)
     fitting = [machine for machine in found.machines if machine.plan is not None]
     assert list(found.machines[: len(fitting)]) == fitting
@@ -203,7 +203,7 @@ def test_what_runs_is_measured_and_what_is_computed_predicted():
     found = comparison_of(answers)
     assert {machine.devices: machine.predicted for machine in found.machines} == {
         "sim:L4": True,
-        "cpu:1GiB,cpu:1GiB": True,  # no region: DDP's answer, solved and not run
+        "cpu:1GiB,cpu:1GiB": True,  # no region: DDP's plan was solved and not run
         "cpu": False,
     }
     joint = replace(real, ddp=replace(real.ddp, measured=True))
@@ -226,7 +226,7 @@ def test_an_interrupt_shows_those_that_are_done():
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
-    best = planned(5.0, complete=complete)  # complete for one of several precisions
+    best = planned(5.0, complete=complete)  # complete for only one of the precisions
     with pytest.raises(ComparisonInterrupted) as raised:
         comparison_of({"sim:2xL4": tune.TuningInterrupted(best), "sim:T4": misfit()})
     found = raised.value.comparison

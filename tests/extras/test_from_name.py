@@ -144,7 +144,7 @@ def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, lab
     assert tuple(inputs.shape) == shape
     assert tuple(workload.sample_batch["labels"].shape) == labels
     assert workload.optimizer is torch.optim.AdamW
-    # Of random weights, a guess among so many.
+    # A guess of a model with random weights, among many classes.
     loss = loss_of(workload)
     assert math.isfinite(loss)
     assert chance is None or loss == pytest.approx(math.log(chance), rel=0.5)

@@ -27,7 +27,7 @@ BARE = LoaderSettings()
 
 
 def searched(rates, most, *, present=BARE, pins=False, fits=lambda *_: True, trials=99):
-    """Search with made samples/s for each number of workers."""
+    """Search with given samples/s for each number of workers."""
     asked = []
 
     def timer(settings):
@@ -85,7 +85,7 @@ def test_a_search_that_is_out_of_time_says_so():
 @pytest.mark.parametrize("workers", [0, 1, 3, 8])
 @given(batch_s=st.floats(1e-4, 0.5), start_s=st.floats(0, 20))
 def test_rounds_of_workers_give_their_rate_whatever_their_start_took(workers, batch_s, start_s):
-    """Each worker loads a batch in `batch_s`: a round of them arrives at once, after the start."""
+    """Each worker loads a batch in `batch_s`. After the start, a batch of each worker arrives at the same time."""
     now, side_by_side = [0.0], max(1, workers)
 
     def arrivals():
@@ -180,7 +180,7 @@ def test_a_cold_cache_is_told_from_a_slow_loader(monkeypatch):
 
 
 def test_data_in_memory_has_no_cold_cache(monkeypatch):
-    """The first pass takes a few milliseconds, and half of them are its own start. autosplit took that for a disk."""
+    """The first pass takes a few milliseconds, and half of that is its start. autosplit took that for a slow disk."""
     times_s = itertools.chain([0.0], itertools.count(0.005, 0.0001))  # the first batch takes 5 ms, the others 0.1 ms
     clock = SimpleNamespace(perf_counter=lambda: next(times_s), monotonic=time.monotonic)
     monkeypatch.setattr(loader_speed, "time", clock)

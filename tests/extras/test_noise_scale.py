@@ -82,7 +82,7 @@ def regression(sizes, count):
 
 
 def found_by(wrap=nn.Module.train, count=600, sizes=(3, 20, 9), scaler=None):
-    """Walk steps at the weights 0, and return the last one."""
+    """Run steps with all weights 0, and return the last step."""
     net = nn.Linear(8, 1, bias=False)
     nn.init.zeros_(net.weight)
     model = wrap(net)

@@ -65,7 +65,7 @@ def test_marks_have_tooltips_with_their_figures(solved):
 
 
 def test_the_first_devices_line_has_the_samples_of_the_other_devices(solved):
-    """Its own points were traced with the others at their ceilings. On a line through them, the plan would not fit."""
+    """The traced points had the others at their ceilings. A line through them would show that the plan does not fit."""
     text = solved["line0"].text
     assert "about 1.152 GiB in addition to the samples of the other devices in this plan, and 51 MiB more" in text
 

@@ -30,7 +30,7 @@ LENGTHS[0] = 128
 
 
 class Encoder(nn.Module):
-    """One layer of a transformer, whose attention's scores grow with the square of length."""
+    """One layer of a transformer. Its attention scores grow with the square of the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_shorter_samples_take_the_memory_of_the_longest_and_no_more(plan):
         shares = plan.lengths.split_of(point.length, plan.split)
         found = measure(at, devices="sim:2xRTX3090@1GiB", split=shares)
         assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits, strict=True))
-        if point.length < 128:  # and one more sample in a hundred would not fit
+        if point.length < 128:  # one sample in a hundred more would not fit
             more = measure(at, devices="sim:2xRTX3090@1GiB", split=tuple(-(-102 * n // 100) for n in shares))
             assert any(peak > limit for peak, limit in zip(more.peak_bytes, limits, strict=True))
     assert 2 < plan.lengths.points[1].times < 4  # between the linear and the quadratic
@@ -110,7 +110,7 @@ def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
 
 
 class Positions(nn.Module):
-    """A model with as many positions as it has, and memory in proportion to tokens."""
+    """A model with a fixed number of positions, and memory proportional to tokens."""
 
     def __init__(self, most: int = 64) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""accelerate with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""accelerate with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def skipped_by_the_free_function() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
     model, _, _, loader, _ = prepared("bert", accelerator)
     model.module.norm = torch.nn.BatchNorm1d(2)
@@ -237,7 +237,7 @@ class Loop:
         self.done += self.accelerator.sync_gradients
 
     def error(self) -> float:
-        """Compare with as many steps of one process."""
+        """Compare with the same number of steps in one process."""
         expected = shared.by_hand("bert", 20)["weights"][self.done - 1]
         return float((shared.weights_of(self.accelerator.unwrap_model(self.model)) - expected).abs().max())
 
@@ -257,7 +257,7 @@ class Loop:
                 self.step()
 
     def clears_first_only(self) -> None:
-        """Each step had the gradients of all before it."""
+        """Each step also had the gradients of all earlier steps."""
         for batch in self.loader:
             with self.accelerator.accumulate(self.model):
                 self.optimizer.zero_grad()
@@ -586,7 +586,7 @@ class TestFeatures:
         assert [shared.samples_in(batch) for batch in skipped] == whole, "skipped once"
 
     def test_metrics_are_gathered_of_every_sample(self):
-        """The last micro-batch has 5 samples, and was cut to 41 % 8."""
+        """The last micro-batch has 5 samples, and was cut to `41 % 8`."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 12))
         loader = accelerator.prepare(DataLoader(TEXTS[:41], shuffle=True, collate_fn=COLLATE["bert"]))
         assert sum(len(accelerator.gather_for_metrics(batch["labels"])) for batch in loader) == 41
@@ -739,7 +739,7 @@ class TestLoops:
 
 
 def two_steps(accelerator: Any, loss_of: Any) -> torch.Tensor:
-    """Train BERT for two steps by a loss of its outputs."""
+    """Train BERT for two steps with a loss of its outputs."""
     model = shared.make_model("bert")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     shuffled = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"])

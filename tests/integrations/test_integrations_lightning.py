@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""Lightning's Trainer with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -158,14 +158,14 @@ def unlike_plans() -> None:
 
 
 def refused_in_training() -> None:
-    """A loader of Lightning's own would give every rank the same number of other samples."""
+    """Lightning's own loader would give every rank the same number of samples."""
     trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=2, strategy="ddp")
     with pytest.raises(InputError, match=r"training loader is a DataLoader. Expected .* Pass shares\.loader"):
         trainer.fit(Module("bert"), Data("bert"))
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     shares, module = Shares(shared.shares_plan((7, 1), 20)), Module("bert")
     module.norm = torch.nn.BatchNorm1d(2)
     with pytest.raises(InputError, match="the model's BatchNorms would count"):
@@ -196,7 +196,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
 
 
 UNLIKE = "cpu:500KiB,cpu:322KiB"
-"""Budgets in which the small BERT and its optimizer leave room for a few samples, different on each."""
+"""Budgets for the small BERT, its optimizer and a few samples. The number of samples differs."""
 
 
 def added_up_by_two() -> torch.Tensor:
@@ -299,7 +299,7 @@ def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], 
 
 
 def check_evaluated(got: list[tuple[int, float]], kind: str, effective: int) -> None:
-    """Lightning deals samples out one by one: only a mean over samples is the same for any number of ranks."""
+    """Lightning assigns samples one by one. Only a mean over samples is the same for any number of ranks."""
     assert got
     for step, loss in got if kind == "bert" else []:
         assert loss == pytest.approx(shared.evaluated_by_hand(kind, effective, step), rel=1e-9)
@@ -394,7 +394,7 @@ class Gradients(pl.Callback):
 
 
 class Saves(pl.Callback):
-    """Saves a checkpoint after every micro-batch, also where an optimizer step has not ended."""
+    """Saves a checkpoint after every micro-batch, also within an optimizer step."""
 
     def __init__(self, folder: Any) -> None:
         self.folder, self.saved = folder, []
@@ -431,19 +431,19 @@ class TestFeatures:
         gradients = Gradients()
         _, seen = run(THREE_FORWARDS, gradients, gradient_clip_val=None, **options)
         assert [len(samples) for samples in seen] == sizes
-        # At step 0 of the warmup the learning rate is 0: every gradient here is that of the first weights.
+        # At step 0 of the warmup the learning rate is 0, so every gradient here belongs to the first weights.
         model = shared.make_model("bert")
         loss = shared.loss_on(model, COLLATE["bert"]([TEXTS[index] for index in seen[-1]]))
         expected = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, [*model.parameters()])])
         assert float((gradients.kept[-1] - expected).abs().max()) < 1e-12
 
     def test_it_can_overfit(self):
-        """Every epoch drew other samples."""
+        """Every epoch drew different samples."""
         _, seen = run(shared.shares_plan((8,), 8), overfit_batches=1, max_epochs=3, max_steps=-1)
         assert seen == [[*range(8)]] * 3
 
     def test_loaders_that_are_made_again(self):
-        """The weights were those of the first epoch's loader, whose batches counted for something else."""
+        """The weights were those of the first epoch's loader, whose batches had other counts."""
         error, _ = run(THREE_FORWARDS, kind="gpt", max_steps=8, reload_dataloaders_every_n_epochs=1)
         assert error < 1e-9
 
@@ -466,7 +466,7 @@ class TestFeatures:
 
 
 class Adds(pl.LightningModule):
-    """Lightning's own example of a module for a report: its loss is a sum."""
+    """Lightning's own example module for bug reports. Its loss is a sum."""
 
     def __init__(self, loss=torch.sum):
         super().__init__()
@@ -486,7 +486,7 @@ ROWS = torch.rand(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch
 
 
 def added_up(sizes: tuple[int, ...], effective: int = 20, **options: Any) -> torch.Tensor:
-    """Fit two epochs of 3 steps; return the weights."""
+    """Train two epochs of 3 steps. Return the weights."""
     module, shares = Adds(**options), Shares(shared.shares_plan(sizes, effective))
     devices = {"devices": 2, "strategy": "ddp"} if len(sizes) == 2 else {"devices": 1}
     trainer = make_trainer(shares, max_steps=6, gradient_clip_val=None, **devices)
@@ -538,7 +538,7 @@ class TestRefusals:
             run(shared.shares_plan((8,), 8), later, max_steps=9)
 
     def test_a_checkpoint_of_other_batches(self, tmp_path):
-        """In mid-epoch it came to a KeyError."""
+        """In mid-epoch it raised KeyError."""
         saves = Saves(tmp_path)
         make_trainer(saves, devices=1, max_steps=2, limit_val_batches=0).fit(Module("bert"), Data("bert"))
         with raises(InputError, "lightning-position", "2", "0"):

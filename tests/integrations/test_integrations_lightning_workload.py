@@ -185,7 +185,7 @@ def test_layers_that_are_made_late_are_made_in_a_copy():
 
 
 class Asking(Classifier):
-    """A module that needs its Trainer, within its step and for its schedule."""
+    """A module that uses its Trainer in its step and its schedule."""
 
     def training_step(self, batch, batch_idx):
         assert self.trainer.max_steps == 7

@@ -1,7 +1,7 @@
-"""Real losses in the Trainer, accelerate and Lightning, on two unequal ranks: exact, or refused.
+"""Real losses in the Trainer, accelerate and Lightning, on two unequal ranks: exact, or an error.
 
-The situations come from bug reports: class weights, vision-language batches with ragged tensors, DETR's labels and its
-normaliser, weights of samples.
+The cases come from bug reports: class weights, vision-language batches with ragged tensors, DETR's labels and its
+normaliser, and sample weights.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ WARNED_RUNS = {
     "accelerate": (by_accelerate, "Pass count= to the Accelerator"),
     "lightning": (by_lightning, "Pass count= to Shares"),
 }
-"""Runs with sample weights and without a count; no graph shows these weights."""
+"""Runs with sample weights and without a count. No graph shows these weights."""
 
 
 def refused(run: Callable[..., torch.Tensor], name: str, options: dict[str, Any]) -> str:

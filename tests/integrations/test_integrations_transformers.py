@@ -1,4 +1,4 @@
-"""transformers' Trainer with a plan trains the weights of one process. Without a plan, it trains as before."""
+"""transformers' Trainer with a plan trains the weights of one process. Without a plan, nothing changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from autosplit.integrations.transformers import (
 from autosplit.parallel.balanced import BalancedDataParallel
 
 BOUNDS = {"bert": 1e-9, "gpt": 1e-8}
-"""transformers' loss of GPT-2 casts the logits to float32: two single-process runs of other batches differ as much."""
+"""transformers' loss of GPT-2 casts the logits to float32. Two single-process runs differ as much."""
 
 
 def make_args(folder: str | Path, **changes: Any) -> transformers.TrainingArguments:
@@ -178,7 +178,7 @@ def unlike_plans() -> None:
 
 
 def with_batchnorms() -> None:
-    """They would count the extra sample that the second process runs at the epoch's end, where it has no share."""
+    """They would count the extra sample that the second process runs at the epoch's end. It has no share there."""
     plan = shared.shares_plan((7, 1), 20)
     trainer = make_trainer("bert", plan, make_args(shared.folder_of_job("batchnorms")))
     trainer.model.norm = nn.BatchNorm1d(2)
@@ -231,7 +231,7 @@ class TestTwoRanks:
         assert all(found["as_bucket_view"] for name in JOBS[2] for found in found_by(two, name))
 
     def test_evaluation_is_transformers_own(self, two):
-        """Its mean over several processes is no mean over the samples for every model (transformers 5.23)."""
+        """For some models, its mean over several processes is not the mean over the samples (transformers 5.23)."""
         for name in JOBS[2]:
             for found in found_by(two, name):
                 assert len(found["evaluated"]) == 2
@@ -283,7 +283,7 @@ def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], 
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """A process's own state of accelerate, which a Trainer leaves behind."""
+    """Reset accelerate's global state, which a Trainer leaves behind."""
     shared.forget_accelerate()
     yield
     shared.forget_accelerate()
@@ -410,7 +410,7 @@ class TestFeatures:
     @pytest.mark.parametrize("evaluates_before", [False, True])
     @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
     def test_mixed_precision(self, tmp_path, plan, evaluates_before):
-        """Several devices of one process trained in full precision, up to the first evaluation in between."""
+        """Several devices of one process trained in full precision until the first evaluation."""
         between = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": EVALUATES_BY}
         model, seen = shared.make_model("bert").float(), []
         model.classifier.register_forward_hook(lambda *call: seen.append((model.training, call[-1].dtype)))
@@ -520,7 +520,7 @@ class TestTuning:
 
     @pytest.mark.parametrize("option", ["its method", "smoothed labels", "its function"])
     def test_the_loss_is_the_trainers(self, tmp_path, option):
-        """The model's own was tuned, whatever the Trainer makes of it."""
+        """The model's own loss was tuned, not the Trainer's."""
 
         class Weightier(transformers.Trainer):
             def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

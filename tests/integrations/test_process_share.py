@@ -94,7 +94,7 @@ class TestShare:
             made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     def test_batchnorms_of_a_process_without_a_share_are_refused(self):
-        """A process without samples runs one that does not count, but a BatchNorm counted it."""
+        """A process without samples runs an extra sample with weight 0, but a BatchNorm counted it."""
         share = made_share(1, (7, 1), 16)
         sampler = share.batch_sampler(50)
         share.refuse_uncounted_batchnorms(nn.Linear(2, 2), sampler)
@@ -319,7 +319,7 @@ class TestCounting:
 
     @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
     def test_a_sum(self, labels):
-        """Nothing is counted for a sum."""
+        """A sum has no count."""
         batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
         rule, error, *_ = examine_others(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
         assert (rule, error < 1e-6) == ("sum", True)

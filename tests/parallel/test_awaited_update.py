@@ -1,4 +1,4 @@
-"""A checkpoint between the last backward and the update resumes with that step: its weights are those of before."""
+"""A checkpoint between the last backward and the update resumes with that step, from the weights before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_loader() -> DataLoader[Any]:
 
 
 def train(model: Any, optimizer: Any, loader: Any, save_at: int | None = None, *, after: bool = False) -> Any:
-    """Train the rest of an epoch; return the states at a step, saved before or right after its update."""
+    """Train the rest of an epoch. Return the states at a step, saved before or right after its update."""
     saved = None
 
     def save() -> Any:
@@ -47,7 +47,7 @@ def train(model: Any, optimizer: Any, loader: Any, save_at: int | None = None, *
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_a_resumed_run_is_exact(kind: str, after: bool, number: int) -> None:
-    """It left out the update of one step: the weights were 5% off at the end of the epoch."""
+    """The resumed run left out the update of one step, so the weights were 5% off at the end of the epoch."""
     model = make_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     saved = train(model, optimizer, a_loader(), number, after=after)
@@ -92,7 +92,7 @@ def test_an_update_that_a_grad_scaler_leaves_out_is_an_update() -> None:
 
 
 def test_a_loop_without_updates_counts_at_once() -> None:
-    """A gradient may be applied by code that torch does not see. After one such step, the loop counts as it did."""
+    """torch does not see some updates, such as custom code. After one such step, the loop counts each step at once."""
     model, loader = make_model(), a_loader()
     counted = []
     for step in steps(loader, batch_size=4, effective_batch_size=8):

@@ -184,7 +184,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 8, 8)], ids=str)
     def test_of_an_embedding_stay_sparse(self, split, run):
-        """A dense gradient of a sparse embedding would be right, and as large as the table."""
+        """A dense gradient of a sparse embedding would be correct, but as large as the table."""
         module = Sparse().double()
         reference, codes = copy.deepcopy(module), inputs_of(None, torch.double)
         loss_of(reference(codes)).backward()
@@ -247,7 +247,7 @@ class TestGradients:
         assert_same_gradients(module, reference, 1e-6)
 
     def test_a_complex_parameter_keeps_its_gradient_on_every_device(self):
-        """Only floating-point parameters were replicated with their gradients: complex ones lost all but device 0's."""
+        """Only floating-point parameters were replicated with gradients. Complex parameters lost all but device 0's."""
         module = Complex()
         with tracked():
             loss_of(wrap(module, 0, 8, 8)(torch.randn(BATCH, 5))).backward()
@@ -317,7 +317,7 @@ class TestBatchNorm:
         assert norm.running_mean.abs().sum() > 0
 
     def test_a_short_batch_is_split_so_that_no_device_has_a_single_sample(self):
-        """A last batch of 2 over two devices was (1, 1), on which no BatchNorm trains: the epoch ended in an error."""
+        """A last batch of 2 on two devices was split (1, 1), which BatchNorm rejects. The epoch ended in an error."""
         wrapped = wrap(nn.BatchNorm1d(4), 2, 2)
         assert wrapped.split_of(2) == (2, 0)
         wrapped(torch.randn(2, 4)).sum().backward()
@@ -547,7 +547,7 @@ class TestCalls:
     def test_data_parallel_function(self):
         module, inputs = MODELS["mlp"][0](), torch.randn(8, 5)
         torch.testing.assert_close(data_parallel(module, inputs, 2, ["cpu", "cpu"]), module(inputs))
-        for none in ((), None):  # torch's own takes None for no argument; the module got it as one
+        for none in ((), None):  # torch's data_parallel takes None for no argument; the module got None
             outputs = data_parallel(Echo(), none, split=(2, 6), device_ids=["cpu", "cpu"], module_kwargs={"x": inputs})
             assert torch.equal(outputs, inputs)
 
@@ -562,7 +562,7 @@ class TestOutputs:
         assert joined(len, 1, 3) == 4
 
     def test_equal_counts_are_summed_too(self):
-        """Equal whole numbers came back once: two counts of 3 were 3, and 3 and 4 were 7."""
+        """Equal integers were returned once: two counts of 3 gave 3, but 3 and 4 gave 7."""
         assert joined(len, 3, 3) == 6
 
     def test_equal_floats_are_summed_where_the_loss_is_a_sum(self):
@@ -705,7 +705,7 @@ class TestMemory:
         """Each gradient sum was a new tensor next to the last: a copy of the parameters more from three devices on."""
         assert self.held((4, *(4,) * others))[1] == pytest.approx(
             4, abs=0.1
-        )  # weight, its gradient, another, their sum
+        )  # weight, its gradient, a second gradient, their sum
 
 
 class TestCopies:

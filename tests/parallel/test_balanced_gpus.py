@@ -58,7 +58,7 @@ def wrap(module: nn.Module, *split: int, cards=CARDS, **options) -> BalancedData
 
 
 def made(name: str, home: torch.device = HOME):
-    """A model, its twin, and inputs on its device, all in double precision."""
+    """Return a model, its copy, and inputs on its device, all in double precision."""
     make, shape = MODELS[name]
     torch.set_default_dtype(torch.double)
     with home:  # not .to(home): a buffer that requires grad would be a leaf no more
@@ -194,7 +194,7 @@ class TestGradients:
 
     @pytest.mark.cuda  # the emulated devices have no complex tensors
     def test_complex_outputs_are_complex(self):
-        """torch's copies between GPUs work on pairs of real numbers, and have handed these out."""
+        """torch's copies between GPUs use pairs of real numbers, and have returned these."""
         module = nn.Linear(3, 2, dtype=torch.cfloat, device=HOME)
         inputs = torch.randn(BATCH, 3, dtype=torch.cfloat, device=HOME)
         for mode in (torch.enable_grad, torch.no_grad):
@@ -398,7 +398,7 @@ class TestInsideReplicas:
 
     @pytest.mark.parametrize("split", [(2, 6), (0, 8), (8, 0)], ids=str)
     def test_the_default_device(self, split):
-        """Without an index it is the current GPU, and in a replica that is the replica's."""
+        """Without an index it is the current GPU. In a replica it is the replica's GPU."""
         module = Witness(lambda module, x: torch.zeros(1).device == x.device).to(HOME)
         inputs = torch.randn(BATCH, 5)
         with torch.device(KIND):

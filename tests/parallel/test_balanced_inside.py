@@ -58,7 +58,7 @@ def witnessed(see, run, *split: int, **options):
 
 
 class TestDerivatives:
-    """Against differences, by torch's own checker; the split is uneven in each."""
+    """Compared with finite differences, by torch's gradcheck, with uneven splits."""
 
     @pytest.mark.parametrize("split", UNEVEN, ids=str)
     @pytest.mark.parametrize("dim", [0, 1])
@@ -209,7 +209,7 @@ class TestReplicas:
         assert seen == [(grad, grad)] * 3
 
     def test_have_lists_and_dicts_of_parameters(self, run):
-        """A replica's containers were once empty: what they hold is there under every way of asking for it."""
+        """A replica's containers were once empty. Their contents must be available through every access."""
         seen = []
 
         class Looks(Listed):
@@ -309,7 +309,7 @@ class TestModes:
 
 
 class OddError(Exception):
-    """Its constructor takes more than a message, so it can't be made again from one."""
+    """Its constructor takes more than a message, so it cannot be recreated from a message."""
 
     def __init__(self, code, text):
         super().__init__(f"{text} ({code})")

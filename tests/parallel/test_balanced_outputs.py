@@ -46,7 +46,7 @@ class Sealed(tuple):
 
 
 def numbered(*tail: int, dtype: torch.dtype = torch.float32):
-    """A tensor in which each element is the number of its sample. The samples are along `dim`."""
+    """A tensor of sample numbers. The samples are along `dim`."""
 
     def make(n: int, dim: int) -> Tensor:
         shape = (n, *tail)
@@ -82,7 +82,7 @@ TREES = st.recursive(LEAVES, nests, max_leaves=6)
 
 @st.composite
 def shares(draw):
-    """Keywords of a wrapper, and how many devices it has."""
+    """Return keywords of a wrapper, and its number of devices."""
     count = draw(st.integers(1, 4))
     if draw(st.booleans()):
         return count, {"gpu0_bsz": draw(st.integers(0, 8)), "split": None}
@@ -91,7 +91,7 @@ def shares(draw):
 
 
 class Mirror(nn.Module):
-    """Returns what it is called with, its numbers times one, so that what comes out must be what went in."""
+    """Returns its arguments, with numbers times one. So the outputs must be equal to the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class TestAnyNesting:
     @settings(max_examples=100)
     @given(st.integers(1, 40), shares())
     def test_chunks_are_the_batch_in_order(self, n, given_shares):
-        """Each device has its own samples, as many as the split says, and the batch in its order is what they make."""
+        """Each device has as many samples as the split gives it, and together they are the batch in order."""
         count, keywords = given_shares
         seen = []
 
@@ -167,7 +167,7 @@ class TestAnyNesting:
 
 @dataclasses.dataclass
 class Answer(collections.OrderedDict):
-    """As the models of transformers answer: a dataclass and an ordered dict, whose keys are the fields that are set."""
+    """Like outputs of transformers: a dataclass and an ordered dict whose keys are the fields that are set."""
 
     loss: Any = None
     logits: Any = None
@@ -227,7 +227,7 @@ IGNORED = -100
 
 
 class Tagger(nn.Module):
-    """Predicts a class for each token, and returns a loss made of the tokens' own."""
+    """Predicts a class for each token, and returns the mean of the tokens' losses."""
 
     def __init__(self, combine):
         super().__init__()
@@ -245,7 +245,7 @@ def mean_of_tokens(losses, real):
 
 
 def mean_by_a_mask(losses, real):
-    """As loss functions written by hand often do it."""
+    """A common handwritten loss."""
     return (losses * real).sum() / real.sum()
 
 
@@ -323,13 +323,13 @@ class TestLosses:
         ("combine", "wrong"), [(mean_of_tokens, "samples"), (sum_of_tokens, "samples"), (mean_over_samples, "sum")]
     )
     def test_weighted_wrongly_are_far_off(self, combine, wrong, split, run):
-        """The tests above could not fail if every weighting gave the same gradient."""
+        """Otherwise the tests above could not fail."""
         _, _, module, reference = both_ways(combine, split, run, reduce=wrong)
         assert relative_error(module, reference) > 0.1
 
     @pytest.mark.parametrize("combine", [mean_of_tokens, mean_by_a_mask])
     def test_of_a_device_with_nothing_but_padding_count_for_nothing(self, combine, split, run):
-        """Its mean over no labels is 0/0, and not a number times a weight of 0 is not a number."""
+        """Its mean over no labels is 0/0, and NaN times a weight of 0 is NaN."""
         codes, labels = padded()
         labels[: split[0]] = IGNORED
         loss, plain, module, reference = both_ways(combine, split, run, batch=(codes, labels), reduce="tokens")
@@ -339,7 +339,7 @@ class TestLosses:
 
 
 class TestOneElementLosses:
-    """nn.DataParallel made a vector of scalar losses, so many modules return theirs as one element."""
+    """nn.DataParallel made a vector of scalar losses, so many modules return a loss with one element."""
 
     class WithLoss(nn.Module):
         def __init__(self):
@@ -364,7 +364,7 @@ class TestOneElementLosses:
         assert_same_gradients(module, reference, 1e-10)
 
     def test_are_one_element_whatever_the_batch(self, run):
-        """Two samples on two devices made two of them, any other batch one."""
+        """Two samples on two devices gave two elements. Any other batch gave one."""
         module = self.WithLoss()
         wrapped = wrap(module, 3, 2)
         with run():

@@ -1,4 +1,4 @@
-"""Layers that are checkpointed in place: the same gradients, names and state dict, and less that is kept."""
+"""Layers checkpointed in place: the same gradients, names and state dict, with less saved memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autosplit.plan.export import export
 
 
 class Block(nn.Module):
-    """Counts its forwards; dropout shows whether the second has the first one's random numbers."""
+    """Counts its forwards. Dropout shows whether the second forward has the random numbers of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_it_is_undone_and_done_once():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_checkpointed_too(copied):
-    """The class is made on the way: pickle looked for it in the module, in vain."""
+    """The class is created dynamically, and pickle searched for it in the module."""
     model = made()
     checkpoint_layers(model, NAMES)
     other = copied(model)

@@ -1,4 +1,4 @@
-"""A loader of another batch size in `plan.steps` is reported: it trained with steps of 100 samples for a plan of 64."""
+"""`plan.steps` reports a loader with another batch size: it trained with steps of 100 samples for a plan of 64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of replicas become one: combined, concatenated or refused, and never changed in silence."""
+"""Outputs of replicas are combined, concatenated or rejected, and never changed silently."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestPlainValues:
 
     @pytest.mark.parametrize("shape", [(1,), (1, 1), (3,)])
     def test_arrays_are_refused_even_where_they_agree(self, shape):
-        """An array per replica, each of one sample with the same value, came back as one sample."""
+        """Each replica returned an array for one sample with the same value. The result had only one sample."""
         with raises(WorkloadError, "outputs-differ", "values"):
             joined(np.ones(shape), np.ones(shape))
 

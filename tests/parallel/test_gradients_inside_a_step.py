@@ -128,7 +128,7 @@ def test_training_is_that_of_one_gpu(loss_of):
 
 
 def test_gradients_that_wait_are_not_part_of_a_gradient_inside_the_step():
-    """`torch.autograd.grad` returns the gradient of its own loss, and does not touch waiting gradients."""
+    """`torch.autograd.grad` returns only the gradient of its loss, and does not touch waiting gradients."""
     reference, module, batches = pair()
     with Tracker(["device 0", "device 1"], [None, None]):
         wrapped = BalancedDataParallel(None, module, ["cpu", "cpu"], split=(5, 3))

@@ -35,7 +35,7 @@ def _nothing_said_yet(monkeypatch):
 
 
 class TokenMean(nn.Linear):
-    """A model of the user's own whose loss leaves padded labels out."""
+    """A user's model whose loss ignores padded labels."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -119,7 +119,7 @@ class TestExplicit:
             weights_of("tokens", nn.Identity(), [((torch.ones(1),), {"x": 1})], [1])
 
     def test_tokens_of_fake_tensors(self):
-        """Nothing about the weights may depend on values that are not there."""
+        """Weights must not depend on values, which fake tensors do not have."""
         with FakeTensorMode():
             chunks = [((), {"labels": torch.zeros(2, 3, dtype=torch.long)}) for _ in range(2)]
             weights = weights_of("tokens", nn.Identity(), chunks, [2, 2])
@@ -334,7 +334,7 @@ BY_SAMPLES = {"many classes", "regression", "question answering", "question answ
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_check_finds_what_a_head_averages_over(transformers, name):
-    """Also from a sample batch in which all labels count. Later batches may ignore some."""
+    """Also from a sample batch without ignored labels. Later batches may have some."""
     model, call = model_and_call(transformers, name)
     sample = {key: part.clamp(min=0) if reducing.is_integer(part) else part for key, part in call.items()}
     (gradient, *_) = check(Workload(model, sample))
@@ -359,7 +359,7 @@ def test_a_plan_passes_on_what_its_check_found(transformers, tmp_path):
 
 
 def test_a_head_that_divides_by_the_items_is_added_up(transformers):
-    """The Trainer tells models the labels of a whole optimizer step."""
+    """The Trainer passes models the number of labels in a whole optimizer step."""
     model, call = model_and_call(transformers, "gpt2")
     assert_as_the_whole(model, {**call, "num_items_in_batch": torch.tensor(7)}, (4, 12), reduce="next tokens")
 

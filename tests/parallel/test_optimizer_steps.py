@@ -229,7 +229,7 @@ class TestGradients:
 
     def test_batches_of_varying_size(self) -> None:
         parts = [(torch.arange(a, b), INPUTS[a:b], TARGETS[a:b]) for a, b in [(0, 3), (3, 4), (4, 12), (12, 13)]]
-        # 3 + 1 + 8 reaches the effective batch of 10 and goes 2 beyond; the loader then ends.
+        # 3 + 1 + 8 exceeds the effective batch of 10 by 2. Then the loader ends.
         assert [len(indices) for indices in check_gradients(parts, 4, 10)] == [12, 1]
 
     def test_with_workers(self) -> None:
@@ -241,7 +241,7 @@ class TestGradients:
         assert [i for indices in seen for i in indices] == [i for batch in expected for i in batch]
 
     def test_token_means(self) -> None:
-        # A mean over the labels that aren't padding is exact where micro-batches are weighted by those labels.
+        # A mean over labels without padding is exact if micro-batches are weighted by these labels.
         labels = torch.randint(0, 6, (NUM_SAMPLES, 4), generator=torch.Generator().manual_seed(4))
         labels[torch.arange(NUM_SAMPLES) % 3 == 0, 1:] = -100
         labels[8:12] = -100  # a micro-batch without any label: its own mean is 0/0

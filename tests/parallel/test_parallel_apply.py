@@ -1,4 +1,4 @@
-"""Chunks run where they belong; who runs out of memory is named with what it held."""
+"""Chunks run on their devices. An out-of-memory error names the device and its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPLICA = f"Caught OutOfMemoryError in replica {{}} on device 7.\nOriginal Trace
 
 
 class TestOutOfMemory:
-    """Which GPU ran out: a replica's thread says its position, the allocator the GPU's number."""
+    """Find the GPU without memory: a replica's thread knows its position, the allocator the GPU's number."""
 
     @staticmethod
     def failing(monkeypatch, message):
@@ -39,10 +39,10 @@ class TestOutOfMemory:
         [
             (REPLICA.format(0), [0, 1, 2], 0, 3),
             (REPLICA.format(1), [0, 1, 2], 1, 4),
-            (REPLICA.format(0), [1, 2], 1, 3),  # nothing on the first: its replicas begin with the second
+            (REPLICA.format(0), [1, 2], 1, 3),  # the first device has no samples, so the replicas begin with the second
             (ALLOCATOR.format(3), [0, 1, 2], 2, 5),
             (ALLOCATOR.format(2), [0], 0, 3),
-            (ALLOCATOR.format(2), [1, 2], 0, 0),  # it gathers, and has no samples itself
+            (ALLOCATOR.format(2), [1, 2], 0, 0),  # it gathers, without samples
         ],
     )
     def test_is_named(self, monkeypatch, message, active, index, samples):
@@ -63,7 +63,7 @@ class TestOutOfMemory:
 
 
 class TestCarried:
-    """What torch leaves behind where it starts a replica's thread."""
+    """State that torch does not copy to a replica's thread."""
 
     @staticmethod
     def seen_in_a_thread(device="cpu"):
@@ -101,7 +101,7 @@ class TestCarried:
             assert self.seen_in_a_thread()["device"] == "meta"
 
     def test_a_default_device_of_its_kind_becomes_the_replicas(self, monkeypatch):
-        """`with torch.device("cuda:0")` would make the other replicas' tensors on the first card."""
+        """`with torch.device("cuda:0")` would create the other replicas' tensors on the first GPU."""
         monkeypatch.setattr("autosplit.parallel.replicate.default_device", lambda: torch.device("cuda", 0))
         entered = []
         monkeypatch.setattr(
@@ -111,14 +111,14 @@ class TestCarried:
         assert entered == [torch.device("cuda", 1)]
 
     def test_gradients_stay_off_where_they_were(self):
-        """Leaving inference mode out by `inference_mode(False)` would have turned gradients on."""
+        """Leaving inference mode with `inference_mode(False)` would have turned gradients on."""
         run = carried(torch.is_grad_enabled, torch.device("cpu"))
         with torch.no_grad():
             assert not run()
 
 
 class Counting(nn.Module):
-    """Its output depends on a buffer that its forward moves."""
+    """Its output depends on a buffer that its forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Counting(nn.Module):
 
 class TestInTurn:
     def test_each_chunk_begins_with_the_buffers_of_before(self):
-        """The second chunk saw what the first had moved; on GPUs it has a copy from before."""
+        """The second chunk saw the changes of the first. On GPUs it has a copy of the old buffers."""
         module = Counting()
         outputs = run_in_turn(module, [((torch.zeros(n, 1),), {}) for n in (2, 3, 4)])
         assert [output[0].item() for output in outputs] == [2.0, 3.0, 4.0]
@@ -149,7 +149,7 @@ class TestInTurn:
 
 
 class TestPartsOfDataParallel:
-    """Code that drives nn.DataParallel's parts itself, and what its constructor took."""
+    """Code that calls nn.DataParallel's parts itself, and the arguments of its constructor."""
 
     def test_scatter_cuts_as_forward_does(self):
         wrapped = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 3, split=(4, 0, 2))
@@ -186,7 +186,7 @@ class TestPartsOfDataParallel:
 
 
 class TestArguments:
-    """What people write first, each with an answer in one line."""
+    """Common first attempts. Each gets a one-line answer."""
 
     @pytest.mark.parametrize(
         ("make", "said"),
@@ -219,7 +219,7 @@ class TestArguments:
         assert (wrapped.gpu0_bsz, wrapped.split) == (2, (2, 3))
 
     def test_a_packed_sequence(self):
-        """Of one sample it was cut along its time steps."""
+        """A packed sequence of one sample was split along its time steps."""
         packed = nn.utils.rnn.pack_sequence([torch.randn(5, 2)])
         with raises(WorkloadError, "packed-sequence"):
             BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2)(packed)
@@ -246,8 +246,10 @@ class TestArguments:
 
 
 def test_ceilings_bound_what_trains():
-    """A validation batch was refused by the ceilings of training, which hold graphs and were never looked for beyond
-    the effective batch."""
+    """A validation batch was rejected by the ceilings of training.
+
+    These count graphs, and were searched only up to the effective batch.
+    """
     wrapped = BalancedDataParallel(None, nn.Linear(2, 2), ["cpu"] * 2, split=(2, 4), ceilings=(3, 5))
     with raises(InputError, "batch-above-limits", "8"):
         wrapped(torch.zeros(60, 2))
@@ -256,7 +258,7 @@ def test_ceilings_bound_what_trains():
 
 
 def test_a_compiled_forward_is_refused():
-    """Each replica would have run the first device's."""
+    """Each replica would run the first device's forward."""
     module = nn.Linear(2, 2)
     module.forward = torch.compile(module.forward, backend="eager")
     with raises(InputError, "module-compiled", "Linear"):

@@ -327,7 +327,7 @@ def test_any_schedule_trains_as_one_device_does(seed):
 
 
 def gan(model, discriminator, real, made):
-    """The discriminator's loss and the generator's in one micro-step: it is frozen for the second's forward."""
+    """Both losses in one micro-step. The discriminator is frozen for the second forward."""
     first = mean_loss(model(real))
     discriminator.requires_grad_(False)
     second = mean_loss(model(made))
@@ -451,7 +451,9 @@ class TestUsersLoops:
             elif change == "replace":
                 module[0].weight.grad = module[0].weight.grad.clone()
             else:
-                nn.utils.clip_grad_norm_(module.parameters(), 1e-3, foreach=False)  # a mode hides foreach's versions
+                nn.utils.clip_grad_norm_(
+                    module.parameters(), 1e-3, foreach=False
+                )  # a mode hides version changes of foreach ops
             with raises(InputError, "gradient-changed-early"):
                 wrapped(batches_of(16)[0])
             wrapped.zero_grad()
@@ -927,7 +929,7 @@ class TestOnGpus:
             torch.testing.assert_close(ours, theirs)
 
     def test_half_precision_does_not_keep_old_weights(self):
-        """Autocast keeps its casts of leaves: those of the step before must not serve the next."""
+        """Autocast caches casts of leaves. The next step must not use old casts."""
         home = card(CARDS[0])
         module = nn.Linear(64, 64).to(home)
         wrapped = BalancedDataParallel(None, module, list(CARDS), split=(4, 4))

@@ -1,4 +1,4 @@
-"""`plan.loader(loader)`: the batches of a plan, with the data set, the order and the settings of the user's loader."""
+"""`plan.loader(loader)`: a plan's batches with the dataset, order and settings of the user's loader."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_drop_last_is_that_of_the_loader_unless_given(plan, given, sizes):
 
 
 class Backwards(Sampler[int]):
-    """The user's own order."""
+    """A user-defined order."""
 
     def __init__(self, dataset):
         self.dataset = dataset

@@ -26,7 +26,7 @@ def test_the_parts_of_the_memory_are_drawn_only_if_they_are_known():
 
 @pytest.mark.parametrize("plan", [made_plan(), solved_plan()], ids=["without a fit", "with one"])
 def test_a_plan_is_plotted_beside_its_curve(plan, tmp_path):
-    """The same numbers as the page: bars as long as the memory in use, the star at the plan, the curve of its fit."""
+    """The same numbers as on the page: used memory, a star at the plan, and the curve of its fit."""
     figure = plan.plot()
     devices, curve = figure.axes
     factor = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}[devices.get_xlabel().split(", ")[1]]

@@ -48,7 +48,7 @@ def solved_plan(
     kind: str = "cuda",
     **changes,
 ) -> Plan:
-    """A plan of devices that take `fixed_ms + per_sample_ms * n`, and hold a sample in a twentieth of a GiB."""
+    """Return a plan for devices that take `fixed_ms + per_sample_ms * n`. 20 samples fit in a GiB."""
     sizes = None if effective is None else (effective, effective)
     bounds = [n for n in (effective, most) if n is not None]
     largest = min(bounds) if bounds else 65536
@@ -57,7 +57,7 @@ def solved_plan(
         plane, caps[0] * PER_SAMPLE, min(largest, caps[0]), tuple(min(largest, c) for c in caps[1:]), largest
     )
     curves = tuple(line(ms * MS, fixed_ms * MS) for ms in per_sample_ms)
-    # The whole machine's, shared by the others.
+    # Shared by the whole machine.
     others = len(curves) - 1
     copies, gather = (0.0, *(copies_ms * MS / max(1, others),) * others), (0.0, *(gather_ms * MS,) * others)
     step_time = StepTime(curves, copies, gather, update_ms * MS, adds_up=kind == "cpu")
@@ -87,7 +87,7 @@ def solved_plan(
 
 
 def limits_of(plan: Plan) -> list[tuple[str, str | None, float]]:
-    """What keeps the batch small, with its gain to two digits."""
+    """Return the limits of the batch size, with their gains to two digits."""
     sizes = ("memory", "max_batch_size", "effective_batch_size")
     return [(b.what, b.device, round(b.gain, 2)) for b in plan.explain().bounds if b.what in sizes]
 
@@ -113,7 +113,7 @@ class TestWhatBounds:
         assert limits_of(plan) == [("memory", "cuda:1", 4.0)]
 
     def test_the_memory_of_all_devices_where_none_by_itself_helps(self):
-        # Five forwards of (10, 10) at 20 each; with more on one of them alone there is still 1 ms for each sample.
+        # Five forwards of (10, 10) at 20 each. More samples on one device alone still take 1 ms each.
         plan = solved_plan((10, 10), (1.0, 1.0), (10, 10), fixed_ms=10.0)
         assert limits_of(plan) == [("memory", None, round(100 / 60, 2))]
         assert "The memory of all devices together" in str(plan.explain())
@@ -175,7 +175,7 @@ class TestWhatBounds:
     def test_a_larger_max_batch_size_is_no_more_than_memory_holds(self):
         # Ceilings were searched up to 10, and 12 fit in memory. (12, 8) of 20 takes 22, (10, 10) takes 20.
         plan = solved_plan((5, 5), (1.0, 1.0), (6, 12), fixed_ms=10.0, most=10, effective=None)
-        # 18 samples in (6, 12) at 22 are less than 16 in (6, 10) at 20: 20 do not fit, and 18 is what does.
+        # 16 samples in (6, 10) take 20, and 18 in (6, 12) take 22. 20 do not fit, so 18 is the largest.
         rate = max(16 / 20, 17 / 21, 18 / 22)
         assert limits_of(plan)[-1] == ("max_batch_size", None, round(rate / (10 / 15), 2))
 
@@ -201,7 +201,7 @@ class TestWhatBounds:
         assert bound_of(plan, "device").gain == pytest.approx(2.0)
 
     def test_ranks(self):
-        # As for device 0: the all-reduce, 50 behind a backward of 2/3 of 320, is hidden; without the bound it is not.
+        # As for device 0: the all-reduce, 50 after a backward of 2/3 of 320, is hidden. Without the bound it is not.
         plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         ranks = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.05))
         assert limits_of(ranks) == [("memory", "cuda:0", 4.0)]
@@ -263,7 +263,7 @@ class TestWhatElseThereIs:
         assert "no gain over an even split or a single device is claimed" in str(explanation)
 
     def test_a_gib_more_on_a_replica(self):
-        # It holds 20 samples more: (60, 40) at 240 instead of (80, 20) at 320.
+        # It can hold 20 samples more: (60, 40) at 240 instead of (80, 20) at 320.
         plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
         more = plan.explain().more_memory
         assert (more.device, more.pays) == ("cuda:1", True)
@@ -275,7 +275,7 @@ class TestWhatElseThereIs:
         assert (more.device, more.gain) == ("cuda:0", pytest.approx(320 / 240))
 
     def test_what_device_0_gathers_takes_its_part_of_the_gib(self):
-        # A gathered sample takes a twentieth, too: of 6 GiB 100 are taken, and 20 are left, by either GiB.
+        # A gathered sample also takes a twentieth of a GiB. 100 samples fill 6 GiB, and a GiB on either side leaves 20.
         plan = solved_plan((20, 80), (1.0, 4.0), (120, 1000), accumulates=False)
         region = replace(plan.region, primary=MemoryFit(0.0, PER_SAMPLE, PER_SAMPLE), primary_ceiling=60)
         more = replace(plan, region=region, ceilings=(20, 80)).explain().more_memory
@@ -287,7 +287,7 @@ class TestWhatElseThereIs:
         assert "1 GiB more on cuda:0, the fullest device, would not help." in str(explanation)
 
     def test_the_smallest_batch_that_is_hardly_slower(self):
-        """A plan without a requested batch had 1,217 samples, unlike its fastest trial, and no text explained it."""
+        """A plan without a requested batch had 1,217 samples, other than its fastest trial. No text explained it."""
         larger = Trial(0, 50, 200, 1, (50, 150), 102.0)
         own = Trial(1, 2, 6, 1, (2, 4), 100.0)
         plan = replace(made_plan((2, 4), effective=6), samples_per_s=100.0, trials=(larger, own))
@@ -295,7 +295,7 @@ class TestWhatElseThereIs:
         assert plan.explain().sentences()["knee"] == said
         asked = replace(plan, request={**plan.request, "effective_batch_size": 6})
         slower = replace(plan, trials=(replace(larger, samples_per_s=110.0), own))
-        untried = replace(plan, trials=(larger,))  # the loader, or less memory, made it another
+        untried = replace(plan, trials=(larger,))  # the loader or less memory changed it
         assert asked.explain().knee is slower.explain().knee is untried.explain().knee is None
 
     @pytest.mark.parametrize(("rate", "fastest"), [(900.0, "balanced"), (1100.0, "ddp")])
@@ -441,7 +441,7 @@ class TestAnExplanationThatIsKept:
     @pytest.mark.parametrize(
         "told",
         [
-            {"fastest": "balanced", "ddp_samples_per_s": 0.0},  # once a division by zero
+            {"fastest": "balanced", "ddp_samples_per_s": 0.0},  # once raised a division by zero
             {"fastest": "ddp", "ddp_samples_per_s": 9.0},
             {"samples_per_s": 1e18},
             {"simulated": True},
@@ -482,7 +482,7 @@ def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
     problem = problem_of(plan)
     relaxed = [problem.without(overhead) for overhead in ("copies", "gather", "overhead", "update")]
     relaxed += [problem.faster((index,), 2.0) for index in range(len(plan.split))]
-    # The split is the fastest of full forwards, not of the last one, which is shorter.
+    # The split is the fastest for full forwards, not for the shorter last one.
     assert min(one.best() for one in relaxed) >= 0.98 * problem.best()
     explanation = plan.explain()
     assert all(bound.gain > 1 for bound in explanation.bounds)

@@ -58,7 +58,7 @@ def even_plan(kind: str = "cuda", count: int = 2, **changes: Any) -> Plan:
 
 
 def lone_plan(effective: int = 100, kind: str = "cuda") -> Plan:
-    """One card, 50 samples a forward."""
+    """One GPU, 50 samples per forward."""
     return solved_plan((50,), (1.0,), (60,), effective=effective, kind=kind)
 
 
@@ -104,7 +104,7 @@ def test_an_uneven_plan_has_the_nearest_even_one_computed(to):
     assert numbers(found) == (24, 2)
     assert not found.exact
     assert found.even.effective_batch_size == 96
-    # 2 forwards of 24 samples at 3 ms each, where 72 and 24 take 72 ms.
+    # 2 forwards of 24 samples at 3 ms per sample. 72 and 24 take 72 ms.
     assert found.even.samples_per_s == pytest.approx(96 / 0.144)
     assert found.lost_share == pytest.approx(0.5)
     nearest = found.notes[0]
@@ -118,7 +118,7 @@ def test_an_uneven_plan_has_the_nearest_even_one_computed(to):
 
 
 def test_a_last_forward_that_is_shorter_is_evened_out():
-    """100 samples in forwards of 50 are even, 90 are 50 and 40: 45 and 45 are the same step."""
+    """100 samples are even in forwards of 50. 90 samples are 50 and 40, and 45 and 45 give the same step."""
     found = lone_plan(90).export("transformers")
     assert numbers(found) == (45, 2)
     assert not found.exact
@@ -502,7 +502,7 @@ def test_the_command_needs_no_torch(plan_file):
 
 
 def built(text: str) -> dict[str, Any]:
-    """Paste the text, with a data set."""
+    """Run the exported text with a dataset."""
     names: dict[str, Any] = {"dataset": list(range(600))}
     exec(text, names)
     return names
@@ -532,7 +532,7 @@ def test_transformers_takes_it(which, precision, tmp_path, monkeypatch):
 
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
-    """Each of its objects shares its state with the next one."""
+    """Reset accelerate's state, which its objects share."""
     state = pytest.importorskip("accelerate.state")
     yield
     state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -602,7 +602,7 @@ def keywords_of(tool: str, taker: str) -> set[str]:
 @pytest.mark.parametrize("precision", ["none", "bf16", "fp16"])
 @pytest.mark.parametrize("to", TOOLS)
 def test_gpu_plans_use_keywords_that_there_are(to, precision):
-    """What can't be built without a GPU has the right names, at least."""
+    """Code that needs a GPU is checked for its keyword names."""
     plan = replace(machines(2, 2), precision=precision)
     options = DdpOptions(find_unused_parameters=True, static_graph=True)
     found = replace(plan, ddp=replace(plan.ddp, options=options)).export(to)
@@ -689,7 +689,7 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TOOLS)
 def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
-    """9 and 3 samples in 2 forwards are no settings of these tools; 4 each in 3 are the same step of 24."""
+    """These tools cannot run 9 and 3 samples in 2 forwards. 4 each in 3 forwards give the same step of 24."""
     pytest.importorskip({"lightning": "lightning.pytorch"}.get(to, "accelerate"))
     pytest.importorskip("transformers")
     plan = solved_plan((9, 3), (1.0, 3.0), (20, 4), effective=24, kind="cpu")

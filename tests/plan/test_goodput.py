@@ -1,4 +1,4 @@
-"""The effective batch that a plan recommends at a noise scale, held against the arithmetic by hand."""
+"""The recommended effective batch for a noise scale, compared with handwritten arithmetic."""
 
 from __future__ import annotations
 

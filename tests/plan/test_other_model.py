@@ -1,4 +1,4 @@
-"""A plan doubts a model of another size when it wraps it, once."""
+"""A plan warns once if it wraps a model of another size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_plan_of_several_models_may_wrap_any(recwarn):
 
 
 def test_a_wrapped_model_is_refused():
-    """Each share was cut again, and the wrapper within went on with its own split."""
+    """Each device's samples were split again, and the inner wrapper used its own split."""
     plan = make_plan((4, 2))
     wrapped = plan.wrap(nn.Linear(3, 3))
     for model in (wrapped, nn.DataParallel(nn.Linear(3, 3))):

@@ -1,4 +1,4 @@
-"""A plan where other modules matter: how it finds its GPUs, and the least batch that a BatchNorm trains on."""
+"""Plans find their GPUs, and know the smallest batch that a BatchNorm can train on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training
 
 
 def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
-    """CUDA_VISIBLE_DEVICES=1,0 gave each card the other one's share."""
+    """CUDA_VISIBLE_DEVICES=1,0 exchanged the splits of the GPUs."""
     large = plan_device(0, 2, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
     small = plan_device(1, 4, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
     plan = make_plan(devices=(large, small))

@@ -1,4 +1,4 @@
-"""Plans are values: equal ones have equal hashes, and a plan may be a key."""
+"""Plans are values: equal plans have equal hashes, and a plan may be a dict key."""
 
 from __future__ import annotations
 

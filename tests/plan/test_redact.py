@@ -1,4 +1,4 @@
-"""What is shared has the plan's numbers, and nothing of whose they are."""
+"""Shared plans have the plan's numbers, and nothing about their owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another split beside a plan, by what the plan holds."""
+"""Compare another split with a plan, by the plan's own models."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestByHand:
 
 @pytest.mark.slow
 def test_it_is_near_what_measure_finds():
-    """As the plan has been written to a file, and read again."""
+    """Also after the plan was saved and loaded."""
     workload, devices = char_gpt(width=64, depth=2), "sim:RTX3090+RTX2080Ti"
     plan = autosplit.tune(workload, devices=devices, effective_batch_size=128, n_trials=3, profile="off")
     found = Plan.from_json(plan.to_json()).compare_with((64, 64))

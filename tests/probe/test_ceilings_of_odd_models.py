@@ -1,4 +1,4 @@
-"""Ceilings of models that keep something from step to step, or do not do the same in each of them."""
+"""Ceilings of models that keep data between steps, or whose steps differ."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def mlp(width: int) -> nn.Sequential:
 
 
 def runs(make: Callable[[], Workload], budget: str, n: int, seeds=(0,)) -> bool:
-    """Tell whether three steps of a rank of two fit a budget, by running them on a fresh copy."""
+    """Run three steps of one of two ranks on a new copy, and return whether they fit a budget."""
     (device,) = autosplit.parse_devices(f"cpu:{budget}")
     for seed in seeds:
         torch.manual_seed(0)
         trainee = training_copy(make(), device=torch.device("cpu"))
-        trainee.draws.draw = lambda: None  # chance decides, as in training
+        trainee.draws.draw = lambda: None  # random, as in training
         runtime = CpuRuntime((device,), (device.capacity_bytes,), trainee)
         for step in range(3):
             torch.manual_seed(100 * seed + step)
@@ -54,7 +54,7 @@ def runs(make: Callable[[], Workload], budget: str, n: int, seeds=(0,)) -> bool:
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Real steps, wherever they run, each by its samples."""
+    """Count real steps by their samples, in any process."""
     steps = []
     real = Trainee.step
 
@@ -77,7 +77,7 @@ def assert_right(make: Callable[[], Workload], budget: str, counted: list[int], 
 
 
 class Averaged(nn.Module):
-    """Keeps an average of its weights: in buffers, in a dict, in a dict that the first step fills, or elsewhere."""
+    """Keeps an average of its weights in buffers, in a dict, in a dict that the first step fills, or elsewhere."""
 
     outside: dict[str, torch.Tensor]
 
@@ -103,7 +103,7 @@ class Averaged(nn.Module):
 @pytest.mark.parametrize("where", ["dict", for_release("lazily"), for_release("outside")])
 @pytest.mark.parametrize("device", ["cpu:4MiB", for_release("sim:RTX3090@4MiB")])
 def test_an_average_of_the_weights_takes_its_bytes_wherever_it_is_kept(where, device, counted):
-    """Only parameters and buffers were charged: 1033 samples were the answer for a dict, where 919 run."""
+    """Only parameters and buffers counted: for a dict the answer was 1033 samples, and 919 fit."""
     Averaged.outside = {}
     expected = find_ceiling(classifier(Averaged("buffers")), device)
     counted.clear()
@@ -116,7 +116,7 @@ def test_an_average_of_the_weights_takes_its_bytes_wherever_it_is_kept(where, de
 
 
 class Noting(nn.Module):
-    """Notes something of each step."""
+    """Keeps data of each step."""
 
     def __init__(self, note: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Noting(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu:1MiB", "sim:RTX3090"])
 def test_a_memory_bank_that_grows_with_every_step_has_no_ceiling(device, counted):
-    """85 samples were the answer where 720 ran at first, after six errors: what had been noted in probes counted."""
+    """The data of probes counted: the answer was 85 samples after six errors, and 720 fit at first."""
     with raises(WorkloadError, "memory-grows", "512", "4"):
         find_ceiling(classifier(Noting(lambda outputs: outputs)), device)
     assert counted == []
@@ -153,7 +153,7 @@ def test_a_list_of_losses_is_no_memory_bank(counted):
 
 
 class Queued(Noting):
-    """Keeps what it notes in a ring of fixed size."""
+    """Keeps its data in a ring of fixed size."""
 
     def __init__(self) -> None:
         super().__init__(lambda outputs: outputs)
@@ -175,7 +175,7 @@ def test_a_ring_of_fixed_size_counts_once(counted):
 
 
 def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
-    """L-BFGS: 574 samples were the answer where 900 run, after 18 steps."""
+    """L-BFGS: the answer was 574 samples after 18 steps, and 900 fit."""
 
     def step(model, optimizer, batch):
         def closure():
@@ -192,7 +192,7 @@ def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
 
 
 class Rows(nn.Module):
-    """Takes the mean of the rows that a sample names."""
+    """Returns the mean of the rows that a sample selects."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -207,7 +207,9 @@ class Rows(nn.Module):
     ("rows", "width", "names", "samples", "budget"), [for_release(2000, 16, 20, 8, "2MiB"), (1000, 32, 20, 4, "1MiB")]
 )
 def test_sparse_gradients_are_followed_for_real(rows, width, names, samples, budget, distinct, counted):
-    """A fake has no rows: the trace told two thirds of a real step, and two of six steps ran out of memory."""
+    """A fake sparse gradient has no rows. The trace had two thirds of a real step, and two of six steps ran out of
+    memory.
+    """
 
     def batch(n):
         return torch.randint(0, rows, (n, names)), torch.randint(0, 10, (n,))
@@ -225,7 +227,7 @@ def test_sparse_gradients_are_followed_for_real(rows, width, names, samples, bud
 
 
 class LayerDrop(nn.Module):
-    """Leaves out a layer where a number that is drawn is low, or high."""
+    """Skips a layer if a random number is low, or high."""
 
     def __init__(self, draw: Callable[[], float], *, low: bool = True) -> None:
         super().__init__()
@@ -278,7 +280,7 @@ def python_draw():
     ],
 )
 def test_layers_that_are_left_out_at_random_count(draw, low, counted):
-    """929 samples were the answer where 335 run with all layers, after ten steps: a probe had left out most of them."""
+    """A probe had skipped most layers. The answer was 929 samples after ten steps, and 335 fit with all layers."""
     assert_right(lambda: classifier(LayerDrop(draw, low=low)), "4MiB", counted, seeds=range(4))
 
 

@@ -70,7 +70,7 @@ def test_optimizers_whose_moment_is_the_fullest_at_small_batches(optimizer):
 
 @pytest.mark.parametrize("budget", ["8MiB", "16MiB"])
 def test_a_model_that_can_not_be_faked_whose_peak_is_flat_at_first(budget):
-    """It answered 2048 where 3000 ran, after seven errors."""
+    """The answer was 2048 after seven errors, and 3000 fit."""
     workload = classifier(Branching(256), torch.optim.AdamW)
     found = find_ceiling(workload, f"cpu:{budget}")
     assert runs(workload, budget, found.batch_size)
@@ -80,7 +80,7 @@ def test_a_model_that_can_not_be_faked_whose_peak_is_flat_at_first(budget):
 
 
 class Jumping(nn.Module):
-    """Takes a workspace from so many samples on."""
+    """Needs a workspace from a number of samples on."""
 
     def __init__(self, beyond: int) -> None:
         super().__init__()
@@ -102,9 +102,7 @@ def test_a_jump_between_the_sample_batch_and_twice_it_is_not_taken_for_a_slope()
 class TestPlainCpu:
     def test_the_role_is_what_runs(self):
         """Every role ran the step of a primary, under the requested role's name."""
-        workload = classifier(
-            small(512), torch.optim.SGD
-        )  # whose peak is in the backward: later, gradients are as many
+        workload = classifier(small(512), torch.optim.SGD)  # its peak is in the backward; later, gradients are as large
         peaks = {
             role: find_ceiling(workload, "cpu", role=role, max_batch_size=16).peak_bytes
             for role in ("eval", "primary", "rank")
@@ -133,7 +131,7 @@ class Shared(list):
 
 
 class Slow(nn.Module):
-    """Takes its time, and notes the batch size of each forward."""
+    """Is slow, and records the batch size of each forward."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -147,7 +145,7 @@ class Slow(nn.Module):
 
 
 class AtLeast(nn.Module):
-    """Refuses fewer samples, or a number that no `multiple` divides."""
+    """Rejects fewer samples, or a number that `multiple` does not divide."""
 
     def __init__(self, least: int, multiple: int = 1) -> None:
         super().__init__()

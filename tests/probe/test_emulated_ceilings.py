@@ -105,7 +105,7 @@ def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bo
 
 def looked_for(number: int, capacity_bytes: int) -> Case:
     workload, name = workload_of(number)
-    role = "eval" if number % 5 == 4 and number % 4 else "primary"  # dense ones hold too many to look for
+    role = "eval" if number % 5 == 4 and number % 4 else "primary"  # too many samples of `dense` fit for brute force
     reserve = parse_devices(SPEC)[0].capacity_bytes - capacity_bytes
     ceiling = find_ceiling(workload, SPEC, role=role, reserve=reserve)
     assert ceiling.limited_by == "memory", ceiling

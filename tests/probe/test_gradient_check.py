@@ -79,7 +79,7 @@ def token_loss(outputs, targets, ignored=-100):
 
 
 class WithOwnLoss(nn.Module):
-    """As transformers models do it, without being one: a mean over the labels that count."""
+    """Like a transformers model, but of another class: a mean over labels that count."""
 
     def __init__(self):
         super().__init__()
@@ -231,14 +231,14 @@ def test_functional_dropout_is_off_too():
     only_gradient(check(workload))
     copy = gradient_runs.QuietCopy(workload, workload.sample_batch, torch.float64, (2, 5))
     same = gradient_runs.relative(copy.whole(seed=1), copy.whole(seed=2))
-    assert same == {gradient_runs.GRADIENT: 0.0}  # exact whatever is drawn: nothing is
+    assert same == {gradient_runs.GRADIENT: 0.0}  # exact, because no random numbers are drawn
 
 
 # --------------------------------------------------------------------------------------------------------- losses
 
 
 def accumulated(workload, count=None, *, divided=False, sizes=(4, 2)):
-    """Train as the advice says: the gradient by `plan.steps`, and that of the whole batch."""
+    """Train as the advice describes. Return the gradient of `plan.steps`, and the whole batch's."""
     model = workload.model.eval().double()
     batch = map_tensors(lambda part: part.double() if part.is_floating_point() else part, workload.sample_batch)
     micro_batches = [
@@ -263,7 +263,7 @@ def accumulated(workload, count=None, *, divided=False, sizes=(4, 2)):
 
 
 def counted_by(advice):
-    """Take the function out of the advice."""
+    """Extract the function from the advice."""
     expression = advice.split("plan.steps(loader, count=")[1].split(") (under DDP")[0]
     return eval(expression)
 
@@ -296,7 +296,7 @@ def test_equal_padding_is_exact_all_the_same():
 
 
 def test_a_loss_inside_the_model_is_combined_by_what_it_averages_over():
-    """Also where the sample batch has no label left out: the next one may have some."""
+    """Also if the sample batch has no ignored label, because later batches may have some."""
     inputs, targets = padded(-100)
     workload = Workload(WithOwnLoss(), {"input_ids": inputs, "labels": targets})
     found = check(workload)
@@ -384,7 +384,7 @@ def auxiliary_loss(model, batch):
 
 @pytest.mark.parametrize("keeps", ["the attribute kept of Auxiliary", "a forward hook on first"])
 def test_a_loss_from_beside_the_outputs_is_named(keeps):
-    """The advice was to count labels that are not -100."""
+    """The old advice was to count labels other than -100."""
     batch = (torch.randn(8, 4), torch.randint(3, (8,)))
     loss = by_subject(check(Workload(Auxiliary(keeps), batch, compute_loss=auxiliary_loss)))["loss"]
     HOOKED.clear()
@@ -893,7 +893,7 @@ def test_the_live_model_is_as_it_was(make, failing, call):
     F.cross_entropy(model(workload.sample_batch[0]), workload.sample_batch[1]).backward()
     next(part for part in model.modules() if isinstance(part, nn.Dropout)).eval()
     before = state_of(model)
-    # In float64 a first failure is taken for a refusal of float64.
+    # In float64, a first failure looks like a model without float64 support.
     ends = (failing is not None and call > 1) or failing is KeyboardInterrupt
     if ends:
         with pytest.raises((UserCodeError, KeyboardInterrupt), match="on purpose"):
@@ -919,7 +919,7 @@ def test_the_loss_and_the_batch_are_left_as_they_were():
 
 @pytest.mark.filterwarnings("ignore:The loss is a mean over the labels")  # which it is
 def test_figures_are_those_of_the_wrapper_and_of_steps():
-    """The two errors, computed once more by hand, with what a user would call."""
+    """The two errors, recomputed with public functions."""
     workload = Workload(TokenModel().eval().double(), padded(-100), loss_fn=token_loss)
     one = check(workload)[0]
     gradient, whole = accumulated(workload)

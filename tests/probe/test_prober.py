@@ -32,7 +32,7 @@ MOST = 40
 
 
 def shape_of(role: str, n: int) -> StepShape:
-    """Return the step that probes a role in a job of its own."""
+    """Return the step that probes a role, with one rank in the job."""
     if role == "replica":
         return StepShape(((0, n),))
     if role == "primary":
@@ -46,7 +46,7 @@ def traced(workload, role: str, n: int, *, like_gpu: bool = True) -> int:
 
 
 def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
-    """Whether a real step of n samples stays within a budget."""
+    """Return whether a real step of n samples stays within a budget."""
     devices, capacities = parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,)
     if role == "replica":
         companion = replace(devices[0], budgeted=False)
@@ -203,7 +203,7 @@ class TestOffTheTrace:
 
 
 class TestKernelLimits:
-    """2^31 elements are a ceiling of another kind."""
+    """2^31 elements in a tensor are another kind of ceiling."""
 
     @staticmethod
     def limited(n):

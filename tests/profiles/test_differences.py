@@ -152,7 +152,7 @@ def test_what_is_tuned_for_as_well_is_no_mismatch():
 
 
 def test_a_few_are_told_and_the_rest_counted(caplog):
-    """The log has them all."""
+    """The log has all of them."""
     other = {**REQUEST, "effective_batch_size": 1, "strategy": "ddp", "max_batch_size": 3, "name": "x"}
     with caplog.at_level(logging.INFO, logger="autosplit"):
         said = nearest(replace(PLAN, request=other, machine={**MACHINE, "torch": "2.11.0"}))

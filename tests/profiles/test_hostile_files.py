@@ -123,7 +123,7 @@ def grown(draw) -> bytes:
     """Change sizes consistently to absurd values, so checks of single fields pass."""
     try:
         return grown_plan(draw).to_json().encode()
-    except PlanError:  # too large to be made here
+    except PlanError:  # too large to create here
         reject()
 
 

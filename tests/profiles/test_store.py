@@ -1,4 +1,4 @@
-"""The cache: the same key for the same thing, another for another, and no file that can do harm."""
+"""The cache: equal workloads have equal keys, different ones different keys, and no file can do harm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # A set is a constant whose order changes from process to process.
+            # A set is a constant whose order changes between processes.
             inputs = layer(inputs) if self.mode in {"a", "b", "c"} else layer(inputs).relu()
         return inputs
 
@@ -60,7 +60,7 @@ class Batch:
 
 
 class HeldLoss:
-    """A loss with something that is neither a number nor a text."""
+    """A loss with an attribute that is neither a number nor a string."""
 
     def __init__(self, held: object) -> None:
         self.held = held
@@ -89,7 +89,7 @@ def search_for(key: str = KEY, machine=MACHINE, described=WORKLOAD) -> profiles.
 
 
 def ignored(path: Path, **options) -> str:
-    """Check that the file is named and ignored, and return why."""
+    """Check that the file is named and ignored. Return the reason."""
     found = search_for(**options)
     assert found.plan is None
     assert found.path == path
@@ -249,7 +249,7 @@ class TestWorkload:
         ],
     )
     def test_what_objects_and_modules_hold_matters(self, one, other):
-        """A loss that holds a network, a module that holds its activation: these told no workloads apart."""
+        """A loss that contains a network, or a module with another activation, did not change the key."""
 
         def with_module(held) -> Workload:
             model = Net()
@@ -287,7 +287,7 @@ class TestWorkload:
         assert len({json.dumps(workload_of(workload(model))) for model in made}) == len(made)
 
     def test_on_which_device_a_loss_computes_does_not_matter(self):
-        """Each rank has its own, and all of them describe the same workload."""
+        """Each rank has another device, but all describe the same workload."""
         first, second = (workload(compute_loss=HeldLoss(torch.device("cuda", index))) for index in (0, 1))
         assert workload_of(first) == workload_of(second)
 
@@ -306,7 +306,7 @@ class TestWorkload:
         assert workload_of(workload(build)) != before
 
     def test_a_static_method_may_be_of_any_kind(self):
-        """One that is no Python function, such as torch.dot or a class's own builtin, came to an AttributeError."""
+        """A static method that is not a Python function, such as torch.dot, raised AttributeError."""
 
         class Loss:
             combined = staticmethod(torch.dot)
@@ -556,7 +556,7 @@ class TestWhatHasChanged:
         assert "cpu:0" not in said
 
     def test_a_little_less_memory_on_a_card_is_the_reserves(self):
-        """A plan at its bound was solved again at any MiB less."""
+        """A plan at its limit was solved again if a MiB was missing."""
         cards = tuple(Device("cuda", i, "A100", 64 * MIB) for i in (0, 1))
         assert memory_shortfall(PLAN, cards, (40 * MIB, int(39.7 * MIB))) is None
         assert "cuda:1 may use 39 MiB" in memory_shortfall(PLAN, cards, (40 * MIB, 39 * MIB))
@@ -579,7 +579,7 @@ class TestWhatHasChanged:
 
     @pytest.mark.parametrize(("free_mib", "in_use", "tight"), [(64, 0, False), (60, 0, True), (60, 1, False)])
     def test_what_is_free_has_to_hold_the_process_too(self, free_mib, in_use, tight, monkeypatch):
-        """Its context takes some of what is free before: a plan at its bound was recalled, and ran out of memory."""
+        """The process's context takes some of the free memory. A plan at its limit was reused and ran out of memory."""
         monkeypatch.setattr("torch.cuda.memory_stats", lambda _index: {"allocation.all.allocated": in_use})
         ceiling = replace(PLAN.devices[0].ceiling, capacity_bytes=58 * MIB)  # of 64 MiB, 6 of them for the context
         planned = tuple(replace(one, kind="cuda", ceiling=ceiling, peak_bytes=58 * MIB) for one in PLAN.devices)

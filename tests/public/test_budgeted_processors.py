@@ -34,7 +34,7 @@ def workload(model: str = "mlp", optimizer: str = "sgd") -> autosplit.Workload:
 
 
 def runs(model: str, optimizer: str, budget: str, samples: int) -> bool:
-    """Return whether a training step of so many samples fits the budget."""
+    """Return whether a training step with this many samples fits the budget."""
     try:
         autosplit.measure(workload(model, optimizer), devices=f"cpu:{budget}", split=(samples,))
     except DoesNotFitError:
@@ -106,7 +106,7 @@ class TestPlans:
         wrapped = plan.wrap(model)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
         loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_sampler=plan.batch_sampler(len(INPUTS)))
-        # This loop holds its batch's targets and a loss, which the tuned step does not: up to 2 KiB for this model.
+        # This loop keeps its batch's targets and a loss, up to 2 KiB for this model. The tuned step does not.
         with with_room(plan, 2048).budgets() as tracker:
             for step in plan.steps(loader):
                 for inputs, targets in step:

@@ -184,7 +184,7 @@ class TestExport:
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory) -> tuple[Path, Ran]:
-    """A folder with the cache and the output of one tuning, and what was printed."""
+    """A folder with the cache and output of one tuning, and the printed text."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "train.py").write_text(WORKLOAD)
     with pytest.MonkeyPatch.context() as patch:
@@ -196,7 +196,7 @@ def tuned(tmp_path_factory) -> tuple[Path, Ran]:
 class TestTune:
     @pytest.fixture(autouse=True)
     def _own_copy(self, tuned, folder, monkeypatch) -> None:
-        """Give each test its own copy of the folder that was tuned in."""
+        """Give each test its own copy of the folder of the tuning."""
         shutil.copytree(tuned[0], folder, dirs_exist_ok=True)
         monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(folder / "cache"))
 

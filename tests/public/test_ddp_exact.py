@@ -76,7 +76,7 @@ def whole_batches(effective: int, num_steps: int) -> Iterator[list[int]]:
 
 
 def on_one_device(effective: int, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients and the weights of each step with Adam."""
+    """Return each step's gradients and weights with Adam."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     gradients, followed = [], []
@@ -204,7 +204,7 @@ def scaled() -> Any:
 
 
 def half_precision() -> list[torch.Tensor]:
-    """Gradients under float16 autocast with a GradScaler, and the learning done in float32."""
+    """Return gradients under float16 autocast with a GradScaler, and train in float32."""
     with ddp.setup(make_plan((2, 6), 24)) as ctx:
         model, scaler, found = ctx.wrap(make_model().float()), torch.amp.GradScaler("cpu", init_scale=2.0**8), []
         for step in ctx.steps(loader_of(ctx)):
@@ -347,7 +347,7 @@ def make_normed() -> nn.Module:
 
 
 def statistics() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """BatchNorm's running means after an epoch with the largest share on rank 0, and the batches of this rank."""
+    """Return BatchNorm's running means after an epoch with most samples on rank 0, and this rank's batches."""
     batches = []
     with ddp.setup(make_plan((9, 3), 24)) as ctx:
         model = ctx.wrap(make_normed())
@@ -611,7 +611,7 @@ class TestReadme:
 
 
 def _as_many(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """Unused parameters have no gradient on one device, and may have one of zeros in DDP."""
+    """On one device, unused parameters have no gradient. In DDP, their gradient may be zero."""
     if len(expected) == len(got):
         return expected
     with_gaps = torch.zeros_like(got)

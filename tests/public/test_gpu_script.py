@@ -1,4 +1,4 @@
-"""Without a GPU, the script for GPU machines plans for a simulated one and reports that it checked nothing.
+"""Without a GPU, the script for GPU machines plans for a simulated GPU and reports that it checked nothing.
 
 The version lanes run this with builds of torch for CUDA.
 """

@@ -29,7 +29,7 @@ def run(request):
 
 
 def old_call(gpu0_bsz: int, module: nn.Module, count: int, **options) -> BalancedDataParallel:
-    """As scripts that had the old class make it: the share of the first device, then the model."""
+    """Call it like old scripts: the samples of the first device, then the model."""
     return BalancedDataParallel(gpu0_bsz, module, ["cpu"] * count, dim=0, **options)
 
 
@@ -42,7 +42,7 @@ def sizes_seen(gpu0_bsz: int, count: int, batch: int) -> list[int]:
 
 
 class WithLoss(nn.Linear):
-    """Returns a mean over its samples, as models that bring their own loss do."""
+    """Returns a mean over its samples, like models with their own loss."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -67,7 +67,7 @@ class TestFourteenDefects:
 
     @pytest.mark.parametrize("gpu0_bsz", [0, 1, 4, 100])
     def test_03_one_gpu_was_a_division_by_zero(self, gpu0_bsz, run):
-        """Scripts that pick up whatever GPUs there are meet a machine with one: all of the batch goes there."""
+        """Scripts that use all available GPUs also run on machines with one GPU. It gets the whole batch."""
         module, inputs = nn.Linear(5, 3), torch.randn(4, 5)
         with run(1):
             outputs = old_call(gpu0_bsz, module, 1)(inputs)
@@ -85,7 +85,7 @@ class TestFourteenDefects:
         ids=["only by name", "a dict first", "None first", "None, then by name", "deep inside"],
     )
     def test_04_the_batch_had_to_be_the_first_argument(self, args, kwargs):
-        """It asked the first positional argument for its size: with none, or with a dict or None there, it crashed."""
+        """It read the batch size from the first positional argument. Without one, or with a dict there, it crashed."""
         module = Echo()
         old_call(2, module, 3)(*args, **kwargs)
         sizes = [len(next(_tensors((args, kwargs)))) for args, kwargs in module.calls]
@@ -93,12 +93,12 @@ class TestFourteenDefects:
 
     @pytest.mark.parametrize(("batch", "count", "sizes"), [(5, 4, [1, 2, 1, 1]), (1, 3, [1]), (3, 4, [1, 1, 1])])
     def test_05_a_short_last_batch_was_an_assertion(self, batch, count, sizes):
-        """At the end of an epoch it had more replicas than chunks, and said that modules and inputs differ."""
+        """At the end of an epoch it had more replicas than chunks, and an assertion about modules and inputs failed."""
         assert sizes_seen(1, count, batch) == sizes
 
     @pytest.mark.parametrize("batch", [6, 7, 16])
     def test_06_no_samples_on_the_first_gpu_always_failed(self, batch, run):
-        """A first GPU that is full of outputs and gradients is best left alone: 0 is what one would pass."""
+        """If outputs and gradients fill the first GPU, 0 samples are best for it."""
         assert sizes_seen(0, 3, batch) == [(batch + 1) // 2, batch // 2]
         module = nn.Linear(5, 3).double()
         reference, inputs = copy.deepcopy(module), torch.randn(batch, 5, dtype=torch.double)
@@ -108,7 +108,7 @@ class TestFourteenDefects:
         assert_same_gradients(module, reference, 1e-10)
 
     def test_07_nor_with_fewer_samples_than_gpus(self):
-        """The two above at once: a short last batch, and nothing for the first GPU."""
+        """Both bugs above at once: a short last batch, and no samples on the first GPU."""
         assert sizes_seen(0, 4, 2) == [1, 1]
         assert sizes_seen(0, 4, 1) == [1]
 
@@ -130,9 +130,9 @@ class TestFourteenDefects:
         torch.testing.assert_close(module[1].running_var, by_hand[1].running_var)
 
     def test_09_an_argument_that_could_not_be_cut_ended_the_process(self, capsys):
-        """A mask of another batch size, or a number in a tensor: it printed the sizes and called quit().
+        """For a mask of another batch size, or a number in a tensor, it printed the sizes and called quit().
 
-        SystemExit passes `except Exception`: the job was gone, with nothing saved.
+        `except Exception` does not catch SystemExit, so the job ended with nothing saved.
         """
         with pytest.raises(WorkloadError, match=r"disagree on the batch size: .*\(8, 3\), \(6, 7\).*Expected one size"):
             old_call(2, Echo(), 3)(torch.zeros(8, 3), torch.zeros(6, 7))
@@ -150,7 +150,7 @@ class TestFourteenDefects:
         whole.backward()
         with run():
             loss = wrap(module, 2, 5, 4)(inputs, target)
-            loss.mean().backward()  # scripts still say .mean(), and it still means something
+            loss.mean().backward()  # scripts still call .mean(), which still works
         torch.testing.assert_close(loss, whole)
         assert_same_gradients(module, reference, 1e-6)
         parts = zip(inputs.split([2, 5, 4]), target.split([2, 5, 4]), strict=True)
@@ -188,7 +188,7 @@ class TestFourteenDefects:
 
     @pytest.mark.parametrize("batch", [1, 8])
     def test_13_each_forward_printed_eight_lines(self, batch, capsys):
-        """One of the copies told the sizes of every step on the terminal."""
+        """One of the copies printed the sizes of every step."""
         old_call(2, Echo(), 3)(torch.zeros(batch, 2))
         assert capsys.readouterr() == ("", "")
 
@@ -213,19 +213,21 @@ class TestTheTrapInItsReadme:
     """The old README promised 4 + 6 + 6 samples for a batch of 16 in two steps, and passed `4 // 2`."""
 
     def test_a_loader_of_whole_batches_got_another_split(self):
-        """The loader yielded 16, and the first GPU's 2 were 2 of 16: 2, 7, 7, the others above what was promised."""
+        """The loader yielded 16 samples, and the first GPU got 2 of them: 2, 7, 7. The others exceeded the promised
+        sizes.
+        """
         wrapped = old_call(4 // 2, Echo(), 3)
         assert wrapped.split_of(16) == (2, 7, 7)
 
     def test_the_loader_must_yield_what_one_forward_takes(self):
-        """gpu0_bsz is of one forward, so two forwards of 8 make the promised batch."""
+        """gpu0_bsz belongs to one forward, so two forwards of 8 make the promised batch."""
         wrapped = old_call(4 // 2, Echo(), 3)
         forwards = [wrapped.split_of(8), wrapped.split_of(8)]
         assert forwards == [(2, 3, 3), (2, 3, 3)]
         assert tuple(map(sum, zip(*forwards, strict=True))) == (4, 6, 6)
 
     def test_a_split_keeps_its_proportions(self):
-        """Given as a split, the same loader mistake keeps everyone's share, and ceilings refuse what does not fit."""
+        """With a split, the same loader keeps the proportions, and ceilings reject a batch that does not fit."""
         assert wrap(Echo(), 2, 3, 3).split_of(16) == (4, 6, 6)
         bounded = wrap(Echo(), 2, 3, 3, ceilings=(2, 4, 4))
         with raises(InputError, "batch-above-limits", "16"):
@@ -239,17 +241,17 @@ class Record:
 
 
 class TestTrapsOfDataParallel:
-    """What nn.DataParallel does, and the old class did with it."""
+    """Bugs of nn.DataParallel that the old class shared."""
 
     def test_nine_samples_on_four_gpus_used_three(self):
-        """It cuts into chunks of the size rounded up: 3, 3, 3 and nothing for the fourth."""
+        """It splits into chunks of the rounded-up size: 3, 3, 3 and nothing for the fourth GPU."""
         module = Echo()
         BalancedDataParallel(None, module, ["cpu"] * 4)(torch.zeros(9, 1), flag=True)
         assert [len(args[0]) for args, _ in module.calls] == [3, 2, 2, 2]
         assert all(kwargs == {"flag": True} for _, kwargs in module.calls)
 
     def test_an_argument_by_name_of_fewer_rows(self):
-        """One positional argument: an AssertionError. Three: it was left out, without a word, where its rows ended."""
+        """With one positional argument it raised AssertionError. With three, missing rows were silently left out."""
         short = torch.zeros(2, 7)
         for count in (1, 3):
             with pytest.raises(WorkloadError, match=r"disagree.*\(2, 7\)"):
@@ -262,7 +264,7 @@ class TestTrapsOfDataParallel:
         "kind", [Record, lambda **fields: collections.UserDict(fields)], ids=["record", "encoding"]
     )
     def test_records_and_encodings_were_not_cut(self, kind):
-        """Each GPU got the whole batch of them: right outputs, several times over, and no speed-up."""
+        """Each GPU got the whole batch, so outputs were right but repeated, and there was no speedup."""
         module = Echo()
         wrap(module, 1, 3)(kind(codes=torch.zeros(4, 2), labels=torch.zeros(4)))
         received = [args[0] for args, _ in module.calls]
@@ -292,7 +294,7 @@ class TestTrapsOfDataParallel:
         assert value(outputs).flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
 
     def test_losses_came_back_as_a_vector_and_a_warning(self, run):
-        """One number per GPU, which every script then averaged; here a number comes back."""
+        """It returned one number per GPU, and scripts averaged them. The wrapper returns one number."""
         assert joined(lambda x: x.mean(), 1, 3, run=run).shape == ()
 
     @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ class TestTrapsOfDataParallel:
             joined(function, 1, 3, run=run)
 
     def test_wrapping_a_compiled_module_emptied_it(self):
-        """Replicating it set its parameters on the module below: afterwards that had none, and was lost."""
+        """Replication moved its parameters to the inner module, and the compiled module lost them."""
         module = nn.Linear(2, 2)
         values = [parameter.clone() for parameter in module.parameters()]
         with raises(InputError, "module-compiled"):
@@ -337,7 +339,7 @@ class TestTrapsOfDataParallel:
         assert len(list(part.parameters())) == 2
 
     def test_parameters_of_the_wrapper_are_those_of_the_module(self, run):
-        """Inside a replica there are none to be found (a known surprise); around it nothing changed."""
+        """Inside a replica there are no parameters, which is known. The wrapper's parameters are unchanged."""
         module = nn.Linear(2, 2)
         wrapped = old_call(2, module, 3)
         with run():
@@ -371,7 +373,7 @@ class TestTrapsOfDataParallel:
         assert old_call(1, module, 2).device_ids == [torch.device("cpu")] * 2
 
     def test_unlike_gpus_are_no_reason_to_warn(self, monkeypatch):
-        """nn.DataParallel advises against GPUs with different memory. Splits are made for such GPUs."""
+        """nn.DataParallel advises against GPUs with different memory. autosplit supports them."""
         cards = [SimpleNamespace(total_memory=80, multi_processor_count=100), SimpleNamespace(total_memory=24)]
         cards[1].multi_processor_count = 40
         properties: dict[str, Any] = {
@@ -388,7 +390,7 @@ class TestTrapsOfDataParallel:
         assert wrapped.split_of(4) == (3, 1)
 
     def test_modes_of_the_caller_stopped_at_the_replicas(self, run):
-        """Its threads ran in float16 where the caller said bfloat16, and outside inference mode."""
+        """Its threads ran in float16 under bfloat16 autocast, and outside of inference mode."""
         seen = []
 
         class Asks(nn.Linear):

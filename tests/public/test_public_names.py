@@ -67,7 +67,7 @@ def test_the_tests_here_and_their_helpers_use_public_names_only(path):
         assert list(private_names(ast.parse(file.read_text(encoding="utf-8")))) == [], file.name
 
 
-# Written with a short name: this file is checked by its own rule.
+# The name is short because this file is checked by its own rule.
 @pytest.mark.parametrize(
     ("line", "found"),
     [

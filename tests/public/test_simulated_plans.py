@@ -1,4 +1,4 @@
-"""Plans for simulated GPUs: what each plan promises of its numbers, for many pairs of GPUs."""
+"""Plans for simulated GPUs: each plan's numbers are consistent, for many pairs of GPUs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class HasModule(nn.Module):
 
 
 class OnlyModule(nn.Module):
-    """All names begin with `module.` before anything is wrapped."""
+    """All names already begin with `module.` in the plain model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_the_weights_are_those_of_one_process(effective):
 def test_each_device_gets_what_it_holds_at_the_length():
     plan = a_plan()
     sampler = plan.token_sampler([4] * 50)
-    assert sampler.schedule[0].splits == ((18, 6),)  # 6 times (3, 1), where its ceilings are of the longest
+    assert sampler.schedule[0].splits == ((18, 6),)  # 6 times (3, 1) at its ceilings for the longest
     wrapped = plan.wrap(Sequences())
     wrapped.ceilings = plan.split  # as on a GPU
     data = [torch.ones(4, dtype=torch.long)] * 50

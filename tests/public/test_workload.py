@@ -254,7 +254,7 @@ def test_options_are_keywords():
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Texts of different lengths; the longest is the last but two."""
+    """Texts of different lengths. The longest is third from the end."""
 
     lengths = (3, 5, 2, 4, 3, 1, 9, 2, 4)
 
@@ -490,7 +490,7 @@ def test_a_model_that_takes_a_part_of_a_mapping_is_told_how_to_pass_it():
 
 
 def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():
-    """The message blamed the model, and nothing said that a mapping is passed as keywords."""
+    """The message blamed the model, and did not mention that a mapping is passed as keywords."""
 
     class One(nn.Module):
         def forward(self, batch):

@@ -69,7 +69,7 @@ class FakeBackEnd:
         self.count += self.left.pop(0) if self.left else 0
 
     def synchronize(self, _gpu):
-        """Every step is over when its call returns."""
+        """Every step has finished when its call returns."""
 
     def memory_stats(self, _gpu):
         return {"num_alloc_retries": self.count}
@@ -235,7 +235,7 @@ def room(spec: str, nbytes: int) -> int:
 
 @pytest.fixture
 def traces(monkeypatch) -> list[StepShape]:
-    """The steps that were followed with fake tensors."""
+    """Return the steps that were traced with fake tensors."""
     followed, followed_by = [], Tracer._run
 
     def counted(self, shape, *args, **options):
@@ -253,7 +253,7 @@ needs_emulated = pytest.mark.skipif(KIND != "emu", reason="orders a fault, which
 
 
 class OnItsDevice(nn.Module):
-    """Makes a tensor on the accelerator, wherever it runs."""
+    """Creates a tensor on the accelerator, wherever it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class TestOneDevice:
 
     @needs_emulated
     def test_an_optimizer_that_ran_out_of_memory_half_way_starts_anew(self):
-        """The next step raised KeyError: 'exp_avg_sq', as the user's own error."""
+        """The next step raised KeyError: 'exp_avg_sq', and the user's code was blamed."""
         with running("emu:0", mlp()) as runtime:
             step = AcceleratorRuntime._guarded
 
@@ -405,13 +405,13 @@ class TestOneDevice:
             assert runtime._trainee.optimizers.given.state
 
     def test_fakes_live_on_the_device(self, traces):
-        """They were on the CPU, where no tensor is on an accelerator."""
+        """They were CPU tensors, and none was on an accelerator."""
         found = find_ceiling(on_its_device(OnItsDevice), f"{KIND}:0", role="primary", max_batch_size=256)
         assert (found.batch_size, found.confirmed, found.notes) == (256, True, ())
         assert len(traces) <= 4
 
     def test_what_no_trace_can_follow_is_told_by_real_steps(self):
-        """A UserCodeError reported a failure on the CPU, where the model was never meant to run."""
+        """A UserCodeError reported a failure on the CPU, but the model was never meant to run there."""
         reserve = room(f"{KIND}:0", 48 * MIB + WORKSPACE_BYTES)
         found = find_ceiling(on_its_device(Asking), f"{KIND}:0", role="primary", reserve=reserve)
         assert found.batch_size > 1000
@@ -468,7 +468,7 @@ assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
         assert done.returncode == 0, done.stderr
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):
-        """Alone on the second device, `device="cuda"` in a forward still meant the first."""
+        """On the second device alone, `device="cuda"` in a forward still meant the first."""
         with running(f"{KIND}:1", on_its_device(OnItsDevice)) as runtime:
             assert runtime.peaks(StepShape(((8,),), "rank"))[0] > 0
         assert backend(KIND).current_device() == 0

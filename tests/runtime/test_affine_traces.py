@@ -40,7 +40,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
 def test_equal_to_the_byte(name):
-    """Up to 24 traces were made for each size, and each took seconds for a step of a third of a second."""
+    """Up to 24 traces per size took seconds each, for a step of a third of a second."""
     workload = ALL[name]()
     tracer, _ = make_tracer(workload, like_gpu=True)
     full, _ = make_tracer(workload, like_gpu=True)

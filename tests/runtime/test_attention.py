@@ -25,7 +25,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from attention_choices import RESULTS, random_calls, tensors_of
 
 CHOICES = json.loads(RESULTS.read_text(encoding="utf-8"))
-"""The choices of versions of torch, by compute capability: the first letter of each back end."""
+"""Choices of torch versions by compute capability, as the first letters of back ends."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def bytes_per_sample(given, capability, *, kind="activations_bytes"):
 
 
 def test_dropout_takes_no_more_than_none_in_flash_attention():
-    """A GPT-2 of 1,024 tokens was predicted to take 2.8 times its memory: the CPU's attention with dropout."""
+    """The CPU's attention with dropout predicted 2.8 times the memory for a GPT-2 of 1,024 tokens."""
     with_dropout, chosen = bytes_per_sample(workload(), "8.0")
     without, _ = bytes_per_sample(workload(dropout=0.0), "8.0")
     assert chosen == {"flash"}
@@ -86,7 +86,7 @@ def test_dropout_takes_no_more_than_none_in_flash_attention():
 
 
 def test_grouped_queries_in_float32_take_the_scores():
-    """Qwen3 in float32 was predicted to take a quarter of its memory, so that its plan ran out of memory."""
+    """Qwen3 in float32 was predicted at a quarter of its memory, so its plan ran out of memory."""
     grouped, chosen = bytes_per_sample(workload("none", dropout=0.0, groups=2), "8.0")
     fused, _ = bytes_per_sample(workload("none", dropout=0.0), "8.0")
     assert chosen == {"math"}
@@ -95,7 +95,7 @@ def test_grouped_queries_in_float32_take_the_scores():
 
 
 def test_each_gpu_of_a_machine_runs_its_own_attention():
-    """A T4 has no flash attention, and the math back end keeps the scores; the A100 next to it keeps none."""
+    """A T4 has no flash attention, so its math back end keeps the scores. The A100 keeps none."""
     tracer, _ = make_tracer(workload(), like_gpu=True, kernels=GpuKernels.of("8.0"))
 
     def peaks(spec):

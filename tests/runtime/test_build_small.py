@@ -16,11 +16,11 @@ from autosplit.torch_versions import default_device
 
 MIB = 2**20
 HUGE = 10**6
-"""Of each side of a matrix: no machine that runs these tests has the memory for it."""
+"""Size of each side of a matrix that fits in no test machine."""
 
 
 def mask(positions: int) -> torch.Tensor:
-    """A causal mask: one operation makes a matrix of two small vectors."""
+    """A causal mask: one operation makes a matrix from two small vectors."""
     return torch.arange(positions)[None] > torch.arange(positions)[:, None]
 
 

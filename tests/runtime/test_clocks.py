@@ -1,4 +1,4 @@
-"""Clocks of a step of many micro-steps: told from the first few, they are those of all of them."""
+"""Clocks of a step of many micro-steps: the first few predict all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ MACHINES = {
 
 @pytest.mark.parametrize("name", ["cnn", for_release("char_gpt"), for_release("lstm")])
 def test_sixty_micro_steps_are_told_by_few(name):
-    """Each was played: twelve of 7 billion parameters on eight cards, forty times in a tuning, took a tenth of it."""
+    """Each was simulated. For 7 billion parameters on eight GPUs, twelve micro-steps forty times took a tenth of a
+    tuning.
+    """
     traces = AffineTraces(make_tracer(ALL[name](), like_gpu=True)[0])
     for machine, splits in MACHINES.items():
         devices = parse_devices(machine)
@@ -44,7 +46,7 @@ def test_sixty_micro_steps_are_told_by_few(name):
 
 
 def test_a_host_that_is_behind_its_card_is_waited_for():
-    """A card begins late, since parameters come first: a host that feeds it too slowly is no hindrance yet."""
+    """A GPU begins late, because parameters are copied first. So a slow host is no limit yet."""
     clocks = Clocks([parse_devices("sim:1xRTX3090")[0].spec])
 
     def play() -> None:

@@ -33,7 +33,7 @@ SAMPLES, LENGTH, WIDTH, CLASSES = 4, 12, 16, 300
 
 
 class Encoder(nn.Module):
-    """One layer of SDPA attention, and a head that is wider than all else, so that it decides the peak."""
+    """One layer of SDPA attention, and a head wider than the rest, so the head decides the peak."""
 
     def __init__(self, select=None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ SELECTIONS = {
     masked_head: masked_positions,
     masked_places: lambda x: torch.nonzero(masked_positions(x), as_tuple=True),
 }
-"""Rows that the head is applied to; all rows for other losses."""
+"""Rows that the head is applied to. Other losses use all rows."""
 
 
 def unique_labels(model, batch):
@@ -126,7 +126,7 @@ def guarded(model, batch):
 
 
 def matched(model, batch):
-    """As DETR's matcher: costs go to the CPU as numbers, and come back as places."""
+    """As DETR's matcher: costs go to the CPU as numbers, and come back as indices."""
     outputs = model(batch[0])
     costs = outputs[..., :3].detach().cpu().tolist()
     places = [[max(range(LENGTH), key=lambda query: cost[query][target]) for target in range(3)] for cost in costs]
@@ -211,7 +211,7 @@ def test_without_values_the_upper_bound_is_taken(loss):
 
 
 def test_a_bound_selects_every_row_and_a_replay_those_of_the_sample_batch():
-    """Every third position is predicted: the head's outputs take a third of the bound."""
+    """Every third position is predicted, so the head's outputs take a third of the bound."""
     replay = replaying(workload(masked_head))
     bounding = Tracer(workload(masked_head), fake=True, like_gpu=False)
     growth = [peaks(tracer, 65)[0] - peaks(tracer, 64)[0] for tracer in (replay, bounding)]
@@ -237,18 +237,18 @@ def test_a_split_over_two_devices_replays_each_devices_rows():
 
 
 class Fallback:
-    """Losses that a replay cannot follow."""
+    """Losses that a replay cannot reproduce."""
 
     @staticmethod
     def grows_with_a_sum(model, batch):
-        """The number that is read grows with the batch: a replay would hold as much at any batch."""
+        """The value grows with the batch. A replay would use the same memory for any batch."""
         x, labels = batch
         packed = x.new_zeros(int((labels >= 0).sum()), 4096)
         return model(x).pow(2).mean() + packed.exp().mean()
 
     @staticmethod
     def depends_on_the_kind_of_tensor(model, batch):
-        """Real steps run one product more."""
+        """Real steps run an extra product."""
         outputs = model(batch[0])
         assert outputs.mean().item() < 1e9
         is_real = type(outputs) is torch.Tensor
@@ -272,7 +272,7 @@ def test_for_cpus_real_tensors_are_exact(loss):
 class TestAModelWithoutMemory:
     @pytest.fixture
     def followed(self, monkeypatch):
-        """Return a function that traces a model built without memory, on a host with so many bytes."""
+        """Return a function that traces a model built without memory, on a host with this many bytes."""
 
         def trace(loss, host_bytes: int) -> Followed:
             monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
@@ -383,7 +383,7 @@ class TestSampleValues:
         return values
 
     def test_rows_of_a_sample_are_rounded_up(self):
-        """Five rows of two samples are two and a half for each. A batch of five has three for each."""
+        """Five rows for two samples are two and a half each. Three are counted for each sample."""
         values = self.recorded(20, 5, 40)
         for split, elements, rows in (((2,), 20, 6), ((5,), 50, 15), ((1,), 10, 3), ((1031,), 10310, 3093)):
             values.begin(split)
@@ -410,7 +410,7 @@ class TestSampleValues:
 
 
 def rows_of(values: SampleValues, elements: int, noted: int | None = None):
-    """Record or replay rows. It is one line for both, since each line of code has its own record."""
+    """Record or replay rows. Both use one line, because each line of code has its own record."""
     return values.note_rows("nonzero", elements, noted) if noted else values.rows("nonzero", elements, grows=True)
 
 

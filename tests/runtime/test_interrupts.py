@@ -29,7 +29,7 @@ def run(body, *, apart_s=0.0, first=b""):
 
 
 def test_the_first_is_pythons_and_the_second_ends_it_in_whatever_it_is():
-    """Here in code that holds Ctrl-C back: the second is in no handler's hands."""
+    """This code holds Ctrl-C back. No handler gets the second one."""
     done = run(
         "interrupted()\n"
         "with held_interrupts():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(50)\nprint('not this')"

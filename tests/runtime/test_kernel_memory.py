@@ -53,7 +53,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def heads_of(count: int, heads: int, width: int, dtype: torch.dtype, *, padded: bool = False) -> Tensor:
-    """Queries as a linear layer leaves them; padding leaves them with the heads before the length."""
+    """Return queries in a linear layer's layout. Padding puts the heads before the length."""
     if padded:
         return meta(count, heads, LENGTH, width, dtype=dtype)
     return meta(count, LENGTH, heads, width, dtype=dtype).transpose(1, 2)
@@ -311,7 +311,7 @@ class TestTracker:
             assert [one.device for one in seen.workspaces()] == [0, 0, 1, 1]
 
     def test_a_workspace_counts_from_the_start_of_the_step(self):
-        """The peak may come before the first product: an earlier step has left the workspace."""
+        """The peak may come before the first product, because an earlier step has left the workspace."""
         large, small = torch.rand(2**20), torch.rand(8, 8)
         with tracker() as seen:
             seen.adopt(large, 0)
@@ -387,7 +387,7 @@ class TestTraces:
     @pytest.mark.parametrize("arrangement", ["balanced", "rank"])
     @pytest.mark.parametrize("count", [2, 1000, 3000, 30_000])
     def test_one_trace_predicts_blocks_at_every_batch(self, arrangement, count):
-        """A sum of 1,000 rows needs no memory, that of 3,000 some for each row, that of 30,000 no more than can be."""
+        """A sum of 1,000 rows needs no memory. With 3,000 rows it needs memory per row, with 30,000 a maximum."""
         shape = StepShape(((count,),), arrangement, 2 if arrangement == "rank" else 1)
         predicted = AffineTraces(traced(perceptron(512, 2), H100))
         assert traced_parts(predicted, shape) == traced_parts(traced(perceptron(512, 2), H100), shape)

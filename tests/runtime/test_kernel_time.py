@@ -1,4 +1,4 @@
-"""The time of kernels: what shapes, classes and the host cost."""
+"""The time of kernels: the effects of shapes, kernel classes and the host."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class TestCounting:
             assert tracker.live_bytes == [0]
 
     def test_a_tensor_of_the_host_that_an_op_takes_beside_a_placed_one_has_to_be_there_too(self):
-        """An average of the weights in a plain dict was never charged: the ceiling was above what runs."""
+        """An average of the weights in a plain dict did not count, so the ceiling did not fit."""
         average = torch.zeros(256)
         with follow(2) as tracker:
             weight = placed(tracker, 256, device=1)
@@ -203,7 +203,7 @@ class TestProvisional:
                 placed(tracker, 4, 1) + big
             del big
             gc.collect()
-            assert tracker.live_bytes == [0]  # placed() went with the expression
+            assert tracker.live_bytes == [0]  # the placed() context has ended
 
 
 class Checkpointed(nn.Module):
@@ -213,7 +213,7 @@ class Checkpointed(nn.Module):
         self.use_reentrant = use_reentrant
 
     def run(self, x):
-        mask = torch.ones(x.shape[-1])  # a factory in the recomputed part: of no device until it is used
+        mask = torch.ones(x.shape[-1])  # created in the recomputed part: on no device until it is used
         return self.inner(x * mask)
 
     def forward(self, x):
@@ -221,7 +221,7 @@ class Checkpointed(nn.Module):
 
 
 class Places:
-    """Notes the ops whose placed, non-scalar inputs are on different devices."""
+    """Records ops whose placed, non-scalar inputs are on different devices."""
 
     def __init__(self):
         self.tracker = None
@@ -433,7 +433,7 @@ def assert_fake_is_real(make, splits):
         peaks = [run_placed(trainee, StepShape(splits), follow(len(splits[0])), lambda phase: None) for _ in range(2)]
         found.append(peaks)
     assert found[0] == found[1]
-    assert found[0][0][0] <= found[0][1][0]  # the second step holds the optimizer's state throughout
+    assert found[0][0][0] <= found[0][1][0]  # the second step has the optimizer's state from the start
 
 
 @pytest.mark.usefixtures("_onednn")

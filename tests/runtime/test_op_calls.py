@@ -1,4 +1,4 @@
-"""What an op's call would be with other samples."""
+"""Arguments of an op for another number of samples."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_a_size_is_told_by_what_the_samples_divide(factor, degree, first, second
     odd = odd_split((first, second))
     sizes = resizer(odd, (first, second))
     if any(factor % n == 0 for n in (*odd, sum(odd))):
-        factor += 1  # of a constant that holds one of them nothing is known
+        factor += 1  # a constant that a batch size divides is ambiguous
     if all(factor % n for n in (*odd, sum(odd))):
         assert sizes(factor * odd[0] ** degree) == factor * first**degree
         assert sizes(factor * sum(odd) ** degree) == factor * (first + second) ** degree

@@ -38,7 +38,7 @@ def test_a_convolution_is_a_product_forward_and_two_back(groups, size, kind):
     for cost in (*forward, *backward[:2]):
         rows, columns, inner, count = cost.product
         assert 2 * rows * columns * inner * count == flops
-    # The host starts one op, whatever kernels it has.
+    # The host launches one op, however many kernels it has.
     assert [cost.part for cost in backward] == ["forward", "none", "none"]
 
 
@@ -115,7 +115,7 @@ def test_norms_of_planes_use_as_many_multiprocessors_as_there_are_channels():
 
 @pytest.mark.parametrize("key_heads", [8, 2])
 def test_attention_has_the_operations_of_its_query_heads(key_heads):
-    """torch 2.11 counts no grouped queries: a step of a Llama ended in an AssertionError of its formula."""
+    """torch 2.11 counts no grouped queries, so a step of a Llama raised AssertionError."""
     query, key = torch.randn(3, 8, 16, 32), torch.randn(3, key_heads, 24, 32)
     outputs = aten._scaled_dot_product_flash_attention_for_cpu(query, key, key)
     (forward,) = op_cost(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, key), {}, outputs)

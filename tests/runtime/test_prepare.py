@@ -74,7 +74,7 @@ class Masked(nn.Module):
     ],
 )
 def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
-    """Otherwise a torch version in which the model counts as large would not find its plan."""
+    """Otherwise the profile is lost if the model counts as large in another torch version."""
     for_real = build(made, SIM)
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     without_memory = build(made, SIM)

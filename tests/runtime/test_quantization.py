@@ -74,7 +74,7 @@ def test_a_weight_around_other_tensors_is_refused_and_never_faked_at_its_outer_s
 
 
 class Momentum8bit(torch.optim.Optimizer):
-    """A momentum of one byte for each number, with one scale for each tensor, by torch's own ops."""
+    """A momentum with one byte per number and one scale per tensor, in plain torch ops."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -93,7 +93,7 @@ class Momentum8bit(torch.optim.Optimizer):
 
 
 class Dequantised(nn.Module):
-    """A frozen layer whose weights are bytes, which are multiplied out in its forward."""
+    """A frozen layer with quantised weights, which its forward dequantises."""
 
     def __init__(self, size):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A traced step counts the memory that oneDNN's fused LSTM keeps, at any length and batch."""
+"""A traced step counts the memory that oneDNN's fused LSTM saves, at any length and batch."""
 
 from __future__ import annotations
 

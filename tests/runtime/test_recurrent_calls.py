@@ -59,7 +59,7 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU)])
 def test_other_batches_are_told(kind):
-    """The width lies between the traced sizes. Figures that must not depend on the width do not."""
+    """The layer's width is between the traced batch sizes, so a prediction that confuses the two is wrong."""
     batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))
     (tracer, _), (full, _) = (
         make_tracer(Workload(Reading(kind), batch, loss_fn=nn.CrossEntropyLoss()), like_gpu=True) for _ in range(2)

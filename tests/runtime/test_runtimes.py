@@ -1,4 +1,4 @@
-"""The runtime of the processor, the clock, and processes of their own."""
+"""The runtime of the CPU, the clock, and separate processes."""
 
 from __future__ import annotations
 

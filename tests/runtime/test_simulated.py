@@ -258,7 +258,7 @@ class TestMemory:
         for micro_steps in (1, 2):
             shape = StepShape(((8,),) * micro_steps, "rank")
             alone, among = (traced_peaks(tracer, replace(shape, num_ranks=ranks))[0] for ranks in (1, 4))
-            views = micro_steps == 1  # some gradients exist already when the device holds the most
+            views = micro_steps == 1  # some gradients already exist at the device's peak
             assert parameters * (0.97 if views else 1) <= among - alone <= parameters + 512
 
     @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
@@ -282,7 +282,7 @@ class TestMemory:
 
 
 class Logits(nn.Module):
-    """Its outputs are gathered, and large."""
+    """Its outputs are large and gathered."""
 
     def __init__(self):
         super().__init__()

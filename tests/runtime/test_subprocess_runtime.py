@@ -86,7 +86,7 @@ def test_errors_arrive_as_what_they_are(start, capfd):
         assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:0", 0, 60_000)
         assert error.requested_bytes > 0
         assert error.live_bytes > 0
-        assert tight.peaks(rank(2))[0] > 0  # and what it prints is no answer
+        assert tight.peaks(rank(2))[0] > 0  # and its printed text is no answer
     out, err = capfd.readouterr()
     assert out == ""
     assert "garbage" in err
@@ -121,7 +121,7 @@ def test_the_live_model_stays_where_it_is(start):
     assert not any(tensor.is_shared() for tensor in after.values())
 
 
-# Its rules, with a stand-in for the process
+# The runtime's rules, with a fake process
 
 
 class FakeChild:
@@ -172,7 +172,7 @@ def hung():
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """A runtime of two devices with a stand-in for its process, at a time that stands still."""
+    """A runtime of two devices with a fake process and a stopped clock."""
     monkeypatch.setattr(isolated, "Child", FakeChild)
     monkeypatch.setattr(isolated, "time", clock)
     clock.now = 1000.0
@@ -197,7 +197,7 @@ def test_what_a_process_died_of_is_not_run_again(runtime):
         with pytest.raises(StepLostError, match=r"8 samples was killed by SIGKILL"):
             apart.peaks(rank(8))
     assert len(child.calls) == 2
-    apart.measure(rank(8), budget_s=1.0)  # another call, and another chance
+    apart.measure(rank(8), budget_s=1.0)  # a second call gets a second chance
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_after_one_that_hangs_others_are_given_less(runtime):
 
 
 def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
-    """After a hang the next process had 3 s for its first call: less than CUDA's start and a large model's copy."""
+    """After a hang, the next process had 3 s for its first call. CUDA's start and a large copy take longer."""
     apart, child = runtime()
     apart.devices = tuple(replace(device, kind="cuda") for device in apart.devices)
     child.takes_s, child.answers = 0.01, [(1,), hung()]
@@ -299,7 +299,7 @@ def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
     not hasattr(torch.backends, "fp32_precision"), reason=f"torch {torch.__version__} has no fp32_precision (2.9 has)"
 )
 def test_what_a_process_set_of_torch_holds_in_the_other():
-    """torch refuses its old switch of a float32's precision once a new one was used: no process could be started."""
+    """torch rejects its old float32 precision switch after the new switch was used. No process could start."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         settings = isolated._settings()
@@ -361,11 +361,11 @@ def test_hanging_ends_with_the_time_limit(runtime):
         apart.peaks(rank(62))
 
 
-# In the process: what its errors are made into
+# Conversion of errors in the process
 
 
 class Failing:
-    """A runtime on a GPU, whose steps raise what is next."""
+    """A runtime on a GPU whose steps raise the next prepared error."""
 
     devices = (replace(CPU[0], kind="cuda", index=1),)
 
@@ -380,7 +380,7 @@ class Failing:
 
 
 def served(monkeypatch, *errors, is_lost=False):
-    """Serve a runtime here, whose GPU answers or does not."""
+    """Serve a runtime here. Its GPU answers or not."""
 
     def synchronize(index):
         assert index == 1
@@ -509,7 +509,7 @@ def test_a_workload_that_always_dies_is_told_of(end):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_hanging_steps_end_with_the_time_limit():
-    """How far the probe comes until then is the machine's: a slow one ended at 5 samples, which the plan says."""
+    """How far the probe gets depends on the machine. A slow machine ended at 5 samples, as the plan reports."""
     began, told = time.monotonic(), ""
     try:
         plan = tune(partial(deadly, "hang", 40), **ARGUMENTS, time_limit_s=20)

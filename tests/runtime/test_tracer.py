@@ -48,13 +48,13 @@ class TestTheFirstStep:
 
     @pytest.mark.parametrize("shape", [StepShape(((3, 5),)), StepShape(((4,),), accumulates=True)], ids=str)
     def test_may_be_of_several_devices_or_micro_steps(self, shape):
-        """The gradients of earlier micro-steps, and replicas on other devices, are there only from the second on."""
+        """Gradients of earlier micro-steps, and replicas on other devices, exist from the second step on."""
         workload = regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW)
         tracer = Tracer(workload, fake=True, like_gpu=False)
         assert alike(tracer.trace(shape), tracer._run(shape))
 
     def test_that_leaves_something_behind_is_followed_again(self):
-        """A table that the first forward creates is memory in the first step, but belongs to no owner in the second."""
+        """A table that the first forward creates counts in the first step, but not in the second."""
 
         class Remembers(nn.Module):
             def __init__(self):

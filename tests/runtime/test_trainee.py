@@ -44,7 +44,7 @@ def workload(model=None, **kwargs) -> Workload:
 
 
 def run(trainee, *splits: tuple[int, ...]) -> tuple[int, ...]:
-    """One optimizer step under a tracker."""
+    """Run one optimizer step under a tracker."""
     num_devices = len(splits[0])
     tracker = Tracker([f"device {index}" for index in range(num_devices)], [None] * num_devices)
     return run_placed(trainee, StepShape(splits), tracker, lambda phase: None)
@@ -59,7 +59,7 @@ def bits(tensor):
 
 
 def snapshot(models, optimizers=()) -> dict:
-    """Everything of live models and optimizers that may not change."""
+    """Return everything of live models and optimizers that must not change."""
     found: dict = {"rng": torch.get_rng_state().clone(), "python": random.getstate()}
     for number, module in enumerate(Models.of(models).modules):
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -227,7 +227,7 @@ class TestTwins:
         assert {id(p) for p in twin.param_groups[0]["params"]} == {id(p) for p in twin.model.parameters()}
 
     def test_nested_state_is_charged(self):
-        """Only tensors at the top of a parameter's state were adopted, and made fake."""
+        """Only tensors at the top level of a parameter's state became fake and counted."""
         model, optimizer = live("custom")
         trainee = training_copy(workload(model, optimizer=optimizer), mode=fake_mode())
         (slot,) = optimizer.state[model[0].weight]["nested"]["slots"]
@@ -283,7 +283,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("given", [torch.optim.LBFGS, lambda p: torch.optim.LBFGS(p, max_iter=2), "live"])
     def test_an_optimizer_that_runs_the_model_again(self, given, mode):
-        """LBFGS.step() was called without the closure that it needs, and torch's TypeError blamed the user's code."""
+        """LBFGS.step() was called without its closure, and torch's TypeError blamed the user's code."""
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters()) if given == "live" else given
         with raises(WorkloadError, "optimizer-closure", "LBFGS"):
@@ -479,7 +479,7 @@ class TestFakes:
 
 
 class Masked(nn.Module):
-    """Attention over as many tokens as there may be samples."""
+    """Attention over a fixed number of tokens, which may be equal to the number of samples."""
 
     def __init__(self):
         super().__init__()
@@ -494,7 +494,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("mark", [lambda mask: mask, Whole], ids=["found", "marked"])
 def test_a_mask_is_not_split_where_the_batch_is_as_large_as_it(mark, mode):
-    """With equal numbers of samples and tokens, a (T, T) mask looked like a batch, and that one size failed."""
+    """With as many samples as tokens, a (T, T) mask looked like a batch, and the step failed at that size."""
     given = Workload(Masked(), {"tokens": torch.randint(0, 9, (4, 6)), "mask": mark(torch.zeros(6, 6))})
     trainee = training_copy(given, mode=mode)
     for split in ((2, 3), (2, 4), (3, 4)):
@@ -529,7 +529,7 @@ def test_gradients_do_not_outlive_a_step():
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_gradients_in_buckets_train_as_others_do(num_ranks):
-    """A rank's gradients are moved into its buckets, whatever dtypes they have."""
+    """A rank's gradients are moved into its buckets for all dtypes."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -572,7 +572,7 @@ def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
 
 
 class Graph(nn.Module):
-    """A layer over a graph that is kept as a sparse matrix."""
+    """A layer over a graph in a sparse matrix."""
 
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()

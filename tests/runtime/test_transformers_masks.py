@@ -23,7 +23,7 @@ IN_ORDER = torch.tensor([[0, 1, 2, 3, 4]])
 
 @pytest.mark.parametrize("batch", [{"input_ids": IN_ORDER}, {"position_ids": IN_ORDER}, (IN_ORDER, IN_ORDER)])
 def test_no_sequences_are_packed_if_the_sample_batch_has_none(find, batch):
-    """Decoders were predicted to take 7 to 19% too much memory: a mask that real ids do not need."""
+    """Decoders were predicted to take 7% to 19% too much memory, because of a mask that real ids do not need."""
     with masks_of_real_tensors(batch):
         assert masking_utils.find_packed_sequence_indices(PACKED) is None
     assert masking_utils.find_packed_sequence_indices is find

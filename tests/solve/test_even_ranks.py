@@ -73,7 +73,7 @@ def test_three_ranks_take_the_step_nearest_to_one_that_they_do_not_divide():
 
 
 def test_an_exact_step_in_forwards_of_one_sample_is_out_of_reach():
-    """1018 is twice a prime: its only even steps are one forward too large, and 509 of a sample each."""
+    """1018 is twice a prime. Its only even steps are one forward that is too large, and 509 forwards of 1 sample."""
     problem = identical(2, 500, 1018)
     even, exact = problem.best(), problem.exact()
     assert even.effective_batch_size in (1016, 1020)

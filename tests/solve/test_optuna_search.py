@@ -34,7 +34,7 @@ optuna_5 = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_waiting_for_the_disk():
-    """Commits to SQLite wait for the disk, which takes most of the time of these tests."""
+    """Make SQLite's commits not wait for the disk, which would take most of the time of these tests."""
 
     def connected(connection, _record) -> None:
         connection.execute("PRAGMA synchronous=OFF")
@@ -45,7 +45,7 @@ def _no_waiting_for_the_disk():
 
 
 def rate(configuration: Configuration) -> float:
-    """A landscape with its top at 14 of 86 in 3 micro-steps."""
+    """A rate with its maximum at 14 of 86 samples in 3 micro-steps."""
     distance = abs(configuration.gpu0_bsz - 14) / 32 + abs(configuration.batch_size - 86) / 128
     return 1000.0 * math.exp(-distance) / (1 + 0.05 * (configuration.accumulation_steps - 3))
 
@@ -199,7 +199,7 @@ def test_what_somebody_enqueued_that_is_not_in_the_space_is_pruned_and_says_why(
     study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
     study.enqueue_trial({"gpu0_bsz": 10, "batch_size": 86, "accumulation_steps": 7})
     evaluation = Evaluation()
-    with pytest.warns(UserWarning, match="out of range"):  # Optuna's own word for it
+    with pytest.warns(UserWarning, match="out of range"):  # Optuna's own term
         trials = run(evaluation, first=[Configuration(14, 86, 3)], n_trials=2, storage=url_of(tmp_path))
     assert len(trials) == 2
     assert all(map(SPACE.holds, evaluation.asked))
@@ -262,7 +262,7 @@ class TestDeadline:
 
 
 class Killed(BaseException):
-    """Ends a search where a signal would."""
+    """Ends a search at the place of a signal."""
 
 
 def killed_after(evaluation: Evaluation, trials: int, folder: Path, **options) -> None:

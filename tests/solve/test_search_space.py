@@ -1,4 +1,4 @@
-"""The space holds exactly what can be run, and the best trial is chosen by the rules of the objective."""
+"""The search space has exactly the feasible settings, and the objective's rules choose the best trial."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestSpace:
         fewest, most = space.steps_bounds()
         for batch, steps in itertools.product(range(1, 40), range(1, most + 3)):
             configuration = Configuration(batch, batch, steps)
-            # As many full micro-steps as the range allows, and the last one shorter where that is one too many.
+            # As many full micro-steps as the range allows. The last is shorter if that is one too many.
             effective = min(batch * steps, least + more)
             makes_it = effective >= least and -(-effective // batch) == steps and batch <= min(largest, least + more)
             assert space.holds(configuration) == (makes_it and fewest <= steps <= most), configuration
@@ -59,7 +59,7 @@ class TestSpace:
         assert not space.holds(Configuration(1, 1, fewest))
 
     def test_some_numbers_of_steps_have_no_batch(self):
-        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1: nothing makes 7 steps.
+        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1, so no batch size makes 7 steps.
         assert space_of(10, max_steps=10).batch_bounds(7) is None
 
     def test_device_0s_share_is_bounded(self):
@@ -83,7 +83,7 @@ class TestBestTrial:
         assert best_trial(STEP, [trial(0, 4, 100.0), trial(1, 8, 101.0)]).number == 1
 
     def test_within_noise_the_plainest(self):
-        """A step of 64 samples ended as (32, 31) and one of 1, because 63 are fewer than 64 and no slower to tell."""
+        """A step of 64 samples became (32, 31) and a single sample, because 63 seemed as fast as 64."""
         once, twice = trial(0, 64, 100.0, 0.01), replace(trial(1, 63, 101.0, 0.01), accumulation_steps=2)
         assert best_trial(STEP, [once, twice]) is once, "in one micro-step"
         even, odd = (replace(trial(n, size, 100.0, 0.01), accumulation_steps=2) for n, size in ((2, 32), (3, 33)))

@@ -99,7 +99,7 @@ class TestSplitFromGpu0:
             (10, 6, 2, (6, 4)),
             # gpu0_bsz holds; it must not become (3, 3, 3) with a device left out.
             (9, 2, 4, (2, 3, 2, 2)),
-            # One device takes everything, whatever its share is called.
+            # One device takes everything, whatever its proportion.
             (7, 3, 1, (7,)),
             (7, 0, 1, (7,)),
             # Short batches keep one entry per device.
@@ -160,7 +160,7 @@ class TestProportionalSplit:
         room = [i for i, share in enumerate(split) if share and result[i] < ceilings[i]]
         if room:
             placed, weight = sum(result[i] for i in room), sum(split[i] for i in room)
-            # One whole sample of rounding, and one more where a device landed on its ceiling by rounding.
+            # One sample of rounding, and one more if a device reached its ceiling by rounding.
             assert all(abs(result[i] - Fraction(placed * split[i], weight)) <= 2 for i in room)
 
     @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ class TestFastestSplit:
         self, case: tuple[int, list[list[int]], list[int], list[int]]
     ) -> None:
         batch_size, tables, caps, floors = case
-        # Stretch the curves, so that there are more samples than the heap takes alone, on long flat stretches.
+        # Stretch the curves, so there are more samples than the heap handles, on long flat parts.
         stretch = 12
         times = [lambda n, table=table: table[-(-n // stretch)] for table in tables]
         case_caps = [cap * stretch for cap in caps]
@@ -241,7 +241,7 @@ class TestFastestSplit:
         batch_size, curves, caps, floors = case
         expected = one_by_one(batch_size, curves, caps, floors)
         assert fastest_split.fastest_split(batch_size, curves, caps, floors) == expected
-        apart = [TimeCurve(curve.points) for curve in curves]  # equal, and not known to be
+        apart = [TimeCurve(curve.points) for curve in curves]  # equal curves in different objects
         assert fastest_split.fastest_split(batch_size, apart, caps, floors) == expected
 
     def test_flat_curves_are_not_halved_to_the_last_digit(self) -> None:
@@ -284,7 +284,7 @@ class TestFastestSplit:
         elapsed_s = time.process_time() - start_s
         assert sum(got) == 2_500_000
         slowest_s = max(f(n) for f, n in zip(times, got, strict=True))
-        # Optimal: no device could end one more sample sooner than the slowest ends.
+        # Optimal: no device could finish one more sample before the slowest device ends.
         assert all(f(n + 1) >= slowest_s for f, n in zip(times, got, strict=True))
         assert elapsed_s < 10  # about 1 s of this process, however busy the machine is
 

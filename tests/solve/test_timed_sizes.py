@@ -1,4 +1,4 @@
-"""From timed sizes to a curve: exact times stay, noise is averaged out, and what is no line stays none."""
+"""From timed sizes to a curve: exact times stay, noise is averaged, and non-linear times stay non-linear."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_line_under_noise_comes_nearer_to_the_truth():
 
 
 def test_what_is_no_line_stays_none():
-    """A card that takes the same time until it is full, and then twice as much."""
+    """A GPU that takes a constant time until it is full, and then twice as much."""
     stairs = [TimedSize(n, 0.01 if n < 16 else 0.03, 0.0001) for n in SIZES]
     assert misses(stairs, stairs) < 0.01
 
@@ -66,7 +66,7 @@ sizes = st.lists(
 
 @given(sizes)
 def test_time_passes_at_every_size(timed):
-    # A line through noisy times met zero above one sample: the plan was refused for a time below 0.
+    # A line through noisy times reached zero above one sample, so the plan was rejected for a negative time.
     curve = curve_of(sorted(timed, key=lambda size: size.samples))
     assert all(seconds > 0 for _, seconds in curve.points)
 

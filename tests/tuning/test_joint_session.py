@@ -179,7 +179,7 @@ def adopted() -> str:
 
 
 def without_memory() -> list[Any]:
-    """Run steps in which one rank has too many samples: rank 0, the last, both in turn. Then run a fitting step."""
+    """Run steps with too many samples on rank 0, the last rank, and both in turn. Then run a fitting step."""
     request = checked_request(devices=DEVICES, strategy="ddp")
     found = []
     with jobs.joined(request) as job:
@@ -293,7 +293,7 @@ def on_a_machine_of_its_own() -> Iterator[None]:
 
 
 def on_processors_of_their_own() -> str:
-    """Tune without a budget, as on two machines."""
+    """Tune without a budget, as on separate machines."""
     with on_a_machine_of_its_own():
         return tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json()
 
@@ -387,7 +387,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
-    """The plan of a scenario, which is the same on both ranks."""
+    """Return the plan of a scenario, which is equal on both ranks."""
     one, other = found_by(ranks, name)
     assert one == other
     return Plan.from_json(one, source="a scenario")
@@ -826,8 +826,8 @@ class TestOwnPart:
             (Place(1, 4, 1, 4), None, "cuda:1"),
             (Place(5, 8, 1, 4), "cuda", "cuda:1"),
             (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
-            (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given its own
-            (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # which all ranks are to hear of
+            (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given one GPU
+            (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # all ranks must get this
             (Place(0, 1), "cuda", "cuda"),
             (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
         ],

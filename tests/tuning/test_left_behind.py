@@ -58,14 +58,14 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True, scope="module")
 def _loaded():
-    """Load what torch and Optuna load late, which changes the process once."""
+    """Load modules that torch and Optuna load late, because loading changes the process once."""
     fake_mode()
     importlib.import_module("optuna")
     before = torch_as_it_is()
     tune(small(), devices="sim:2xRTX3090", effective_batch_size=64, max_batch_size=16, n_trials=2, profile="off")
     find_ceiling(small(), "cpu:64KiB", max_batch_size=4)
     after = torch_as_it_is()
-    # The wrapper looks at every optimizer's step from its first accumulation on, once and for good.
+    # The wrapper hooks every optimizer's step at its first accumulation, permanently.
     assert {name for name in before if before[name] != after[name]} <= {"optimizers' global hooks"}
     gc.collect()
     gc.freeze()
@@ -92,7 +92,7 @@ HOOKS = (
 
 
 def bits(tensor: Tensor) -> str:
-    """All bits of a tensor, those of a NaN too, as a short text."""
+    """Return all bits of a tensor as a short text, including those of NaN."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -178,7 +178,7 @@ def torch_as_it_is() -> dict[str, Any]:
 
 
 def children() -> list[int]:
-    """Every process that this one started and that still runs."""
+    """Return the running child processes of this process."""
     listed = [process.pid for process in multiprocessing.active_children()]
     for file in Path("/proc/self/task").glob("*/children"):
         listed += [int(pid) for pid in file.read_text().split()]
@@ -217,10 +217,10 @@ def ignore(*_: Any) -> None:
 
 
 class Live:
-    """A model in the middle of its training, with everything on it that a copy could lose or leave changed.
+    """A model in the middle of its training, with everything that a copy could lose or leave changed.
 
-    Two steps moved BatchNorm's statistics and the optimizer's state, gradients of a third wait for their step. One part
-    is in evaluation mode, one parameter frozen, hooks are everywhere, and a scheduler hangs on the optimizer.
+    Two steps have changed BatchNorm's statistics and the optimizer's state. Gradients of a third step wait. One part is
+    in evaluation mode, one parameter is frozen, every part has hooks, and a scheduler uses the optimizer.
     """
 
     def __init__(self, workload: Workload, make_optimizer: Any) -> None:
@@ -293,7 +293,7 @@ class Books(Tracker):
         self._held = held
 
     def close(self) -> None:
-        """Detach what super would have."""
+        """Detach the parts that the base class would have detached."""
         for record in self._held.values():
             record.finalizer.detach()
         self._held.clear()
@@ -315,7 +315,7 @@ def books(monkeypatch):
 
 
 def check_books(books: list[Books]) -> None:
-    """All that trackers followed so far is gone."""
+    """Check that the memory of all traces is free."""
     gc.collect()
     assert books
     assert [tracker.live_bytes for tracker in books if any(tracker.live_bytes)] == []
@@ -326,11 +326,11 @@ def check_books(books: list[Books]) -> None:
 
 
 QUICK = (("halting", "momentum"),)
-"""In this a probe takes about a second: it is followed with real tensors, too."""
+"""Here a probe takes about a second, because it is also traced with real tensors."""
 
 
 IN_TURN = {name: list(OPTIMIZERS)[index % len(OPTIMIZERS)] for index, name in enumerate(ARCHITECTURES)}
-"""One optimizer for each architecture: every optimizer comes up at least four times."""
+"""One optimizer for each architecture. Every optimizer is used at least four times."""
 
 
 def crossed(*quick: tuple[str, str]) -> list[Any]:
@@ -366,7 +366,7 @@ def architecture(name: str, optimizer: str) -> Live:
 
 
 def memory_of(name: str) -> str:
-    """So much that some samples fit, with any optimizer."""
+    """Return enough memory for some samples with any optimizer."""
     return f"{BUDGETS[name][0] * 2}MiB"
 
 
@@ -572,7 +572,7 @@ def outcome(run: Any) -> type[BaseException] | None:
 
 @functools.cache
 def calls_of(kind: str, devices: str) -> tuple[tuple[Event, ...], int]:
-    """The calls of an undisturbed run, and the ceiling."""
+    """Return the calls of an undisturbed run, and the ceiling."""
     case = Case(kind)
     found = case.ceiling()
     assert found.confirmed
@@ -602,7 +602,7 @@ PHASES = {
     "the confirming step": Phase("backward", "step", "last"),
     "the confirming step's update": Phase("update", "step", "last"),
 }
-"""Of a probe, in order."""
+"""Phases of a probe, in order."""
 
 TUNED = {
     "between two probes": Phase("progress", which="middle", stage="ceilings"),
@@ -614,7 +614,7 @@ TUNED = {
     "in a trial's update": Phase("update", stage="search"),
     "at the end": Phase("progress", stage="done"),
 }
-"""Of a tuning, beyond those."""
+"""Further phases of a tuning."""
 
 ERRORS = (ZeroDivisionError, KeyboardInterrupt)
 COMPILED_STEP = [("compiled", ZeroDivisionError, None), ("compiled", KeyboardInterrupt, TuningInterrupted)]
@@ -669,7 +669,7 @@ def phases_of(kind: str, *quick: str) -> list[Any]:
 
 
 def in_turn() -> list[Any]:
-    """Every phase with one of the errors, these in turn."""
+    """Return every phase with one of the errors, in turn."""
     return [
         pytest.param(phase, ERRORS[index % 2], id=f"{name}-{ERRORS[index % 2].__name__}")
         for index, (name, phase) in enumerate(PHASES.items())
@@ -677,10 +677,10 @@ def in_turn() -> list[Any]:
 
 
 def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
-    """Half of all disturbed tunings: with every phase, any two of kind, devices and error, in all their values.
+    """Return half of all disturbed tunings: every phase, with all pairs of values of kind, devices and error.
 
     Args:
-        quick: For each kind of model the phases that are not slow.
+        quick: For each kind of model, the phases that are not slow.
     """
     return [
         pytest.param(
@@ -715,7 +715,7 @@ class TestDisturbedProbes:
     @pytest.mark.slow
     @pytest.mark.parametrize(("phase", "error"), in_turn())
     def test_of_a_compiled_model(self, phase, error, books):
-        """What follows an error is the copied model's way, which meets both of them everywhere."""
+        """After an error, a compiled model takes the code path of a copied model, which is tested with both errors."""
         check_phase("compiled", phase, error, "", books)
 
 
@@ -733,7 +733,7 @@ def test_disturbed_tunings(kind, phase, error, devices, books):
 )  # torch's compiler looks at all of them
 @pytest.mark.parametrize(("stage", "error", "ends"), [("", ZeroDivisionError, None), *COMPILED_STEP])
 def test_a_compiled_models_tuning(stage, error, ends, books):
-    """An error of the one compiled step becomes a note; Ctrl-C in it ends the tuning as anywhere."""
+    """An error of the one compiled step becomes a note. Ctrl-C in it ends the tuning as usual."""
     case = Case("compiled")
     assert outcome(lambda: case.plan("cpu:64KiB")) is None
     assert sum(event.stage == "compiled" for event in case.trap.events) > 1
@@ -762,7 +762,7 @@ def test_a_backward_that_is_still_to_come_finds_what_it_saved(kind, devices):
         loss.backward()
         return [bits(p.grad) for p in model.parameters() if p.grad is not None]
 
-    model.eval()  # statistics would move from one forward to the next
+    model.eval()  # statistics would change between forwards
     undisturbed = gradients(lambda: None)
     assert undisturbed
     assert gradients(lambda: case.plan(devices) if devices else case.ceiling()) == undisturbed
@@ -830,7 +830,7 @@ def counts() -> dict[str, int]:
 
 
 def tune_again(case: Case, number: int) -> None:
-    """One of ten kinds of tunings: two kinds of devices; complete, failing, interrupted, and two that do not fit."""
+    """Run one of ten tunings: two kinds of devices, complete, failing or interrupted, and two that do not fit."""
     devices = (BUDGETED, SIMULATED)[number % 2]
     way = number // 2 % 5
     case.trap.disarm()

@@ -143,7 +143,7 @@ def on_a_terminal(monkeypatch) -> Terminal:
 
 
 def test_on_a_terminal_a_script_gets_a_line_that_is_gone_at_the_end(monkeypatch):
-    """A tuning from Python was silent for a minute."""
+    """A tuning from Python showed nothing for a minute."""
     terminal = on_a_terminal(monkeypatch)
 
     def tuned():

@@ -1,4 +1,4 @@
-"""Agreement of ranks without real ranks: a watch that answers at once, and a group in which one rank acts for all."""
+"""Agreement of ranks without real ranks: a watch that replies immediately, and a group that needs only one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosplit.tuning.peers import Interrupts, Peers
 
 
 class Echo:
-    """A connection on which the other rank, cut off by a message, sends the same message back at once."""
+    """A connection that answers each message about a missing rank with the same message."""
 
     on_missing: Callable[[str], None]
 

@@ -72,7 +72,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
 
 
 def bias() -> Workload:
-    """A model with next to nothing to trace."""
+    """A model with almost nothing to trace."""
     return Workload(nn.Linear(4, 1), torch.zeros(4, 4), optimizer=torch.optim.SGD)
 
 
@@ -222,7 +222,7 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
 
 @pytest.fixture
 def _steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a forward take 1 ms and a sample 1 us: on a busy machine the smallest batch was the fastest."""
+    """A forward takes 1 ms and a sample 1 us. On a busy machine, measured times favoured the smallest batch."""
 
     def measure(_self: CpuRuntime, shape: StepShape, *, budget_s: float) -> Measurement:
         assert budget_s > 0
@@ -260,7 +260,7 @@ def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch)
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 1}
     first = tune(wide(), **options)
     ((path, _),) = profiles.profiles()
-    # As a plan of an older version, which has no fits.
+    # A plan of an older version has no fits.
     replace(first, fit=None, notes=()).save(path)
     anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
     assert anew.notes[0].kind == "tuned-again"
@@ -318,7 +318,9 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     assert Plan.from_json(again.to_json()) == again
     assert again.explain().sentences
     anew = tune(make, devices=on(kib), **options)
-    assert again.samples_per_s >= 0.7 * anew.samples_per_s  # at worst 0.8 was seen: small steps, which fits miss
+    assert (
+        again.samples_per_s >= 0.7 * anew.samples_per_s
+    )  # the worst seen was 0.8, for small steps, which fits predict badly
 
 
 def test_nothing_fits_by_the_fits(monkeypatch):
@@ -430,12 +432,12 @@ def test_whoever_hears_of_no_progress_is_warned_of_a_wait(cache_dir, monkeypatch
     assert "waited" not in kinds(kept_plan().notes)
 
 
-# ------------------------------------------------------------------------------------------------- caches of no use
+# ------------------------------------------------------------------------------------------------ unusable caches
 
 
 @contextmanager
 def _without_room() -> Iterator[None]:
-    """No file can grow, as on a disk that is full."""
+    """No file can grow, as on a full disk."""
     import signal
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -449,7 +451,7 @@ def _without_room() -> Iterator[None]:
 
 @contextmanager
 def _refusing(code: int, *names: str) -> Iterator[None]:
-    """Let system calls fail for what is in the cache."""
+    """Make system calls on files of the cache fail."""
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             real = getattr(os, name)

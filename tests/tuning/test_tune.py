@@ -95,7 +95,7 @@ def check_sums(plan: Plan, effective: int) -> None:
 
 
 def one_alone(split: tuple[int, ...], index: int) -> StepShape:
-    """Return a step in which only one rank has samples."""
+    """Return a step in which one rank alone has samples."""
     shares = tuple(share if place == index else 0 for place, share in enumerate(split))
     return StepShape((shares,), "rank", num_ranks=len(split))
 
@@ -309,7 +309,7 @@ class TestBatchNorms:
 
     @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
     def test_the_last_ceilings_are_found_beside_one_another(self, second):
-        """The search for them assumed a share of one, came after the main search, and its failure lost everything."""
+        """They were measured next to a share of one, after the search. A failure there lost the whole tuning."""
         plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
         assert plan.split[0] <= plan.ceilings[0]
 
@@ -346,7 +346,7 @@ def inside(model, batch):
 
 
 def check_edges(plan: Plan, workload: Workload, loss_of, new_optimizer, *, steps_before: int = 0) -> None:
-    """Train at the ceilings inside the budgets, and over each of them by one sample."""
+    """Train at the ceilings within the budgets, and with one sample more on each device."""
 
     def attempt(split: tuple[int, ...]) -> tuple[int, ...]:
         model = copy.deepcopy(workload.model)
@@ -459,7 +459,7 @@ class Live:
             inputs, targets = net_batch()
             F.cross_entropy(model(inputs), targets).backward()
             self.optimizer.step()
-            self.scheduler.step()  # keep the last gradients, as before an accumulated step
+            self.scheduler.step()  # keep the last gradients, like an accumulated step
         modules = list(model.modules())
         modules[-1].eval()
         modules[-1].bias.requires_grad_(False)
@@ -556,7 +556,7 @@ class TestStateGuard:
         def watch(progress):
             trap.watch(progress)
             if stage in ("times", "search") and progress.stage == stage:
-                raise KeyboardInterrupt  # simulated and plain cpu steps of this stage may all be known already
+                raise KeyboardInterrupt  # this stage may already know all simulated and plain CPU steps
 
         if stage == "times" and devices == "cpu":
             pytest.skip("the ceiling of a plain cpu is found by its times")
@@ -574,7 +574,7 @@ class TestStateGuard:
     def test_nor_does_a_remembered_plan(self, live, devices):
         trap = live.model.trap
         for _ in range(2):
-            trap.calls, trap.stage = 0, "tracing"  # the copies count into it, and what a model holds is what it is
+            trap.calls, trap.stage = 0, "tracing"  # the copies count into it, and a model's memory does not change
             plan = tune_live(live, devices, profile="auto")
             live.check()
         assert plan.notes[0].kind == "from-profile"
@@ -656,7 +656,7 @@ class TestProfiles:
     options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
     @pytest.mark.smoke
-    @pytest.mark.slow  # tests/public/test_command_line.py asks the profile, too
+    @pytest.mark.slow  # tests/public/test_command_line.py also uses the profile
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
         workload = small()
         first = tune(workload, **self.options)

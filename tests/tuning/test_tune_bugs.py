@@ -1,4 +1,4 @@
-"""Bugs that were met, each with its story."""
+"""Regression tests of tune()."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Doubling(nn.Module):
 
 
 class Leaving(nn.Module):
-    """Leaves the program from its forward."""
+    """Exits the program from its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Leaving(nn.Module):
 
 
 def test_a_module_that_changes_its_input_in_place_does_not_reach_the_other_chunks():
-    """Chunks were views of one batch: the second chunk's forward invalidated what the first had saved."""
+    """Chunks were views of one batch, so the second chunk's forward changed tensors that the first had saved."""
     model = Doubling()
     batch = torch.randn(6, 4)
     wrapper = autosplit.BalancedDataParallel(2, model, ["cpu", "cpu"])
@@ -50,7 +50,7 @@ def test_a_module_that_changes_its_input_in_place_does_not_reach_the_other_chunk
 
 
 def test_an_exit_in_the_users_forward_is_not_taken_for_ours(tmp_path, capsys):
-    """`sys.exit(0)` in a forward ended `tune` with exit code 0 and no output: a script read success."""
+    """`sys.exit(0)` in a forward ended `tune` with exit code 0 and no output, which scripts read as success."""
     file = tmp_path / "leaving.py"
     file.write_text(
         "import sys, torch, autosplit\n"
@@ -77,7 +77,7 @@ def test_output_replaces_nothing_but_a_plan(tmp_path, capsys):
 
 
 def test_a_single_device_that_accumulates_is_probed_as_it_accumulates():
-    """Gradients of earlier micro-steps were left out of the only device's ceiling, so every trial ran out of memory."""
+    """The only device's ceiling did not count gradients of earlier micro-steps, so every trial ran out of memory."""
     plan = autosplit.tune(
         nn.Linear(64, 64),
         torch.randn(8, 64),
@@ -91,7 +91,7 @@ def test_a_single_device_that_accumulates_is_probed_as_it_accumulates():
 
 
 def test_one_slow_run_does_not_decide(monkeypatch):
-    """On a busy machine the first run took seconds, was the only one, and `tune` answered "batch 1"."""
+    """On a busy machine the first and only run took seconds, and `tune` returned batch 1."""
     clock = iter([0.0, 0.0, 5.0, 5.0, 5.1, 5.1, 5.2, 5.2, 5.3, 5.3, *([9.0] * 9)])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     measured = timing.timed(lambda mark: None, 0.5, warmups=0)
@@ -100,7 +100,7 @@ def test_one_slow_run_does_not_decide(monkeypatch):
 
 
 def test_a_class_is_a_factory_of_its_models():
-    """`Workload(Net, batch)` ended in a traceback: the class was taken for a module."""
+    """`Workload(Net, batch)` ended in a traceback, because the class was treated as a module."""
     plan = autosplit.tune(Sized, torch.randn(8, 4), devices="sim:RTX3090", max_batch_size=16, n_trials=2)
     assert plan.batch_size <= 16
 

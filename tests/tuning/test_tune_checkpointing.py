@@ -1,4 +1,4 @@
-"""tune(checkpointing=...): taken where it is the faster or the batch needs it, exact in its ceilings, remembered."""
+"""tune(checkpointing=...): used if it is faster or the batch needs it, with exact ceilings, and saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class ByHand(Block):
-    """The same, checkpointed by its author."""
+    """The same model, checkpointed by its author."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -69,7 +69,7 @@ def test_ceilings_are_those_of_a_model_that_checkpoints_its_layers_itself(device
 
 
 def test_the_fastest_way_is_the_plan_and_all_are_told_of():
-    """A card with plenty of memory: computing twice buys nothing."""
+    """On a GPU with enough memory, recomputing brings nothing."""
     plan = tuned("sim:RTX3090", max_batch_size=64)
     assert plan.checkpointed == ()
     assert [way.name for way in plan.ways] == [NO_LAYER, SECOND, EVERY]
@@ -80,7 +80,9 @@ def test_the_fastest_way_is_the_plan_and_all_are_told_of():
 
 
 def test_layers_are_checkpointed_where_the_memory_is_short():
-    """Without, one forward holds half as many samples, and a tiny step costs as much as one twice as large."""
+    """Without checkpointing, one forward fits half as many samples, and a tiny step takes as long as one twice as
+    large.
+    """
     plan = tuned("sim:RTX3090@1300KiB")
     assert plan.checkpointed == tuple(map(str, range(DEPTH)))[:: {SECOND: 2, EVERY: 1}[plan.ways[0].name]]
     by_name = {way.name: way for way in plan.ways}
@@ -89,7 +91,7 @@ def test_layers_are_checkpointed_where_the_memory_is_short():
 
 
 def long_sequence(kind: type[Block] = Block) -> Workload:
-    """One sample whose activations are more than all the rest."""
+    """A model whose activations for one sample are larger than everything else."""
     layers = nn.Sequential(*(kind() for _ in range(DEPTH)))
     return Workload(layers, torch.randn(1, 4096, WIDTH), compute_loss=lambda layers, x: layers(x).mean())
 

@@ -1,4 +1,4 @@
-"""`tune` under a FakeTensorMode is refused: torch's own error came, and then the process crashed."""
+"""`tune` under a FakeTensorMode raises an error. torch's own error came, and then the process crashed."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ def test_threads_of_one_process_share_a_search(scenarios):
 @pytest.mark.timeout(600)
 def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
-    assert found["auto"] == "from-profile"  # a plan that holds is not waited for
+    assert found["auto"] == "from-profile"  # a valid plan needs no wait
     assert found["refresh"].startswith(f"process {found['holder']} has been tuning the same workload since ")
     assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too")
     assert found["replaced"]
@@ -403,4 +403,4 @@ def test_killed_at_random_moments_they_leave_a_whole_profile_and_no_lock(scenari
     assert found["hit"]
     key = found["left"][0].partition(".")[0]
     assert found["left"] == [f"{key}.json", f"{key}.tuning.lock"]
-    assert found["versions"] > 3  # some were killed after they had replaced it
+    assert found["versions"] > 3  # some were killed after they had replaced the file

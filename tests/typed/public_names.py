@@ -1,4 +1,4 @@
-"""The types of the public names, as a user's checker sees them; never run: `mypy` reads it with the package."""
+"""The types of the public names for a user's type checker. `mypy` reads this file. It is never run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Slotted:
 
 @dataclasses.dataclass
 class Counted:
-    """Its constructor may run once: a rebuilt one must not run it again."""
+    """Its constructor may run only once. A rebuilt object must not call it again."""
 
     x: Tensor
     length: int = dataclasses.field(init=False)
@@ -58,7 +58,7 @@ class Encoding(collections.UserDict):
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict):
-    """A dataclass whose fields are the items of an ordered dictionary, as model libraries return them."""
+    """A dataclass whose fields are the items of an ordered dictionary, like outputs of model libraries."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The layers that are checkpointed, found in a model by their class, its name, or as transformers marks them."""
+"""Find the layers to checkpoint by their class, its name, or the mark of transformers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 
 
 class Block(nn.Sequential):
-    """A layer that is repeated."""
+    """A repeated layer."""
 
 
 class Late(Block):
-    """One of a class below."""
+    """A layer of a class that is defined later."""
 
 
 class GradientCheckpointingLayer(nn.Module):
-    """Stands for transformers' class of this name."""
+    """A fake of transformers' class of this name."""
 
     gradient_checkpointing = False
 
@@ -43,7 +43,7 @@ def test_layers_are_found_by_their_class_and_by_its_name(kind, every, names):
 
 
 def test_of_layers_within_each_other_the_outermost_is_one():
-    """Both would compute the inner one's activations three times."""
+    """Otherwise the inner layer's activations would be computed three times."""
     assert Checkpointing((Block,), 1).names_in(nn.ModuleList([Block(Block(), nn.ReLU())])) == ("0",)
 
 

@@ -1,4 +1,4 @@
-"""What tells workloads apart."""
+"""Properties that distinguish workloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def described(*, frozen: bool, training: bool = True):
 
 
 def test_a_part_in_evaluation_mode_counts_in_a_model_that_trains():
-    """One with its BatchNorm frozen had the plan of one without, and that had no warning of what splitting changes."""
+    """A model with a frozen BatchNorm got the plan of a model without, whose checks did not apply."""
     assert described(frozen=True) != described(frozen=False)
 
 

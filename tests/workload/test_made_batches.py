@@ -1,4 +1,4 @@
-"""`make_batch` gives the number of samples, and no tensor of the batch has to show it."""
+"""`make_batch` gives the number of samples. No tensor of the batch has to show it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosplit.workload.samples import AmbiguousBatchError, batch_size_of
 
 
 def points(n: int):
-    """All points of n clouds, 16 for each, and nothing with n rows."""
+    """Return all points of n clouds, 16 each. Nothing has n rows."""
     return torch.zeros(16 * n, 3)
 
 
@@ -83,6 +83,6 @@ class TestLists:
         assert batch_size_of({"images": images}, expected=8) == 8
 
     def test_a_list_of_dicts_is_a_batch(self):
-        """As the models of detectron2 take it."""
+        """The models of detectron2 take such batches."""
         samples = [{"image": torch.zeros(3, 8 + index, 8), "height": 8} for index in range(5)]
         assert batch_size_of(samples) == 5

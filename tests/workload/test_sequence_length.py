@@ -1,4 +1,4 @@
-"""A workload at another length: what is a sequence is cropped or repeated, and nothing else."""
+"""A workload at another sequence length: only sequences are cropped or repeated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_labels_that_come_before_the_tokens_are_not_taken_for_them():
 
 
 def test_make_batch_may_have_no_longer_samples_than_it_is_asked_for():
-    """It was asked for twice the length, to see whether it uses it, and data that end there were refused."""
+    """A test call with twice the length showed whether `make_batch` uses it. Data that ended there raised an error."""
     data = torch.arange(40).view(4, 10)
     assert resized(data, 10, make_batch=lambda n, length: data[:n, :length]).shape == (4, 10)
     assert resized(data, 1, make_batch=lambda n, length: data[:n, :length]).shape == (4, 1)

@@ -1,8 +1,8 @@
-"""What tells others that there are NPUs, where the emulated devices are called so; torch has loaded them by itself."""
+"""Shows other libraries that NPUs are present, while emulated devices use that name. torch has loaded the devices."""
 
 __version__ = "0"
 
 
 def npu_fusion_attention(*_args, **_options):
-    """Stand where transformers imports it from, though it calls it for its flash attention alone."""
+    """Exists because transformers imports it. transformers calls it only for flash attention."""
     raise NotImplementedError("the emulated devices have no kernel for attention")
