@@ -155,7 +155,7 @@ def _limit_lines(plan: Plan) -> list[str]:
     """Explain ceilings that memory does not limit, as the table of devices marks them."""
     limits = {device.ceiling.limited_by for device in plan.devices}
     lines = {
-        "max_batch_size": "A ceiling with + is max_batch_size: a larger batch may fit.",
+        "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger one may fit.",
         "time": "A ceiling with (time) is not the memory's: a larger batch would be no faster, or too slow to measure.",
     }
     return [line for limit, line in lines.items() if limit in limits]
@@ -170,7 +170,10 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
     if not ends or ends[-1] <= MOST_NOTE_LINES:
         return notes
     shown = max(1, sum(end < MOST_NOTE_LINES for end in ends))
-    return [*notes[:shown], *([f"{len(notes) - shown} more: --details"] if shown < len(notes) else [])]
+    return [
+        *notes[:shown],
+        *([f"{counted_text(len(notes) - shown, 'more note')}: add --details"] if shown < len(notes) else []),
+    ]
 
 
 def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:

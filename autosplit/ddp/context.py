@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -40,6 +42,18 @@ from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
+
+
+class UnwrappedWarning(UserWarning):
+    """The ranks of a job train models that do not synchronise their gradients."""
+
+
+def _has_own_wrapper() -> bool:
+    kinds = (type(one) for one in gc.get_objects())
+    return any(
+        kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or kind.__name__.startswith("FSDP")
+        for kind in kinds
+    )
 
 
 class Context(CheckpointMethods):
@@ -339,6 +353,17 @@ class Context(CheckpointMethods):
         made = steps(loader, **sizes, count=count, **given)
         return self._synchronised(made, settings, watches=loss_scope is None)
 
+    def _warn_if_unwrapped(self) -> None:
+        """Warn if no model synchronises its gradients. Models that the user wrapped in DDP or FSDP2 count."""
+        if self.world_size == 1 or self._models.wrapped or self._models.sharded or _has_own_wrapper():
+            return
+        warnings.warn(
+            "No model was wrapped with ctx.wrap or ctx.shard, so each rank trains a separate model. Call model = "
+            "ctx.wrap(model) before the loop, and train what it returns.",
+            UnwrappedWarning,
+            stacklevel=3,
+        )
+
     def _other_plan(self, parameters: int) -> str:
         return hint_for_size(parameters, self.world_size)
 
@@ -420,6 +445,7 @@ class Context(CheckpointMethods):
         caught, all later steps would not be synchronised.
         """
         require_equal_settings(settings())
+        self._warn_if_unwrapped()
         self._loop = loop = object()
         # Do not watch FSDP2 models. They run collectives in the forward, which do not belong to the loss.
         watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())

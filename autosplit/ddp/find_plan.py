@@ -39,6 +39,12 @@ def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
     """Return the newest plan in the cache that this machine and this job can use."""
     usable = _usable_by(world_size)
     if not usable:
+        if world_size == 1 and _usable_by(None):
+            raise PlanError(
+                "This script runs as one process, and the saved plans for this machine are for several. Start it with "
+                "autosplit launch SCRIPT.",
+                code="launch-missing",
+            )
         job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
         raise PlanError(
             f"No plan was named, and no saved plan is for this machine{job}. Make one with autosplit tune FILE, or set "
@@ -56,8 +62,8 @@ def tell_of_newest(text: str, path: Path, count: int) -> None:
     with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(
             printable(
-                f"autosplit uses the newest of {count} saved plans that fit: {key} ({text}). To use another one, start "
-                "with autosplit launch --plan KEY. autosplit profiles lists the keys."
+                f"autosplit uses the newest of {count} saved plans for this machine: {key} ({text}). To use another "
+                "one, start with autosplit launch --plan KEY. autosplit profiles lists the keys."
             )
             + "\n"
         )

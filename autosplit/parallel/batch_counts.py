@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,3 +98,10 @@ def _first_size(part: Any) -> int | None:
         return int(part.batch_sizes[0])  # `data` concatenates the time steps of all samples, so its size is no use
     found = (_first_size(item) for _, item in children_of(part) or ())
     return next((size for size in found if size is not None), None)
+
+
+def let_go(held: list[Any]) -> Iterator[Any]:
+    """Yield the batches of a list in order, and remove each from the list."""
+    held.reverse()
+    while held:
+        yield held.pop()

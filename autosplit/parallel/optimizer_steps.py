@@ -18,7 +18,7 @@ import torch
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
-from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted
+from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, let_go
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_weights import require_one_number
 from autosplit.parallel.moved_batch import to_device
@@ -325,8 +325,8 @@ class OptimizerStep:
     def _check_backward(self) -> None:
         if self._now is not None and not self._now.had_backward:
             raise InputError(
-                f"{self._place()} had no backward. Expected one for each micro-batch, because the gradient lacks "
-                "the others. Call step.backward(loss) once in the loop.",
+                f"{self._place()} had no backward. Expected one for each micro-batch. Loop over each step with "
+                "`for batch in step:`, and call step.backward(loss) once in the loop.",
                 code="backward-missing",
             )
 
@@ -370,7 +370,7 @@ def steps(
         cuts: Cuts micro-batches that run out of memory. None to raise the error instead.
         noise_scale: The estimate to which each step is added, or None.
         sums_over_ranks: Adds up the ranks' sums of gradient norms. None in a single process.
-        device: The device to which each micro-batch is moved. None to yield the batches as they are.
+        device: See `OptimizerStep`.
     """
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -394,8 +394,8 @@ def steps(
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    reads_loss = count is None and not spans_ranks
-    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads_loss, device=device)
+    reads = count is None and not spans_ranks
+    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads, device=device)
 
 
 def checked(
@@ -410,7 +410,7 @@ def checked(
     """Set up each step with `cuts`, `noise_scale` and `device`, and yield it. Raise InputError after unfinished steps.
 
     Args:
-        reads_loss: Whether to warn if the graph of the first step's loss shows that it is not a mean over samples.
+        reads_loss: Whether to warn if the first step's loss is not a mean over samples.
     """
     checked_estimate(noise_scale)
     for step in made:
@@ -458,7 +458,7 @@ def _scheduled_steps(
                 sizes, total = normalised_over_ranks(over_ranks(sizes), num_ranks)
             else:
                 (total,) = over_ranks([sum(sizes)])
-            drawn = _let_go(held)
+            drawn = let_go(held)
         made = OptimizerStep(
             drawn,
             sizes,
@@ -491,14 +491,7 @@ def _held_steps(
         held.append(batch)
         sizes.append(counted(count, batch))
         if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
-            yield OptimizerStep(_let_go(held), sizes, index=index)
+            yield OptimizerStep(let_go(held), sizes, index=index)
             held, sizes, index = [], [], index + 1
     if held:
-        yield OptimizerStep(_let_go(held), sizes, index=index)
-
-
-def _let_go(held: list[Any]) -> Iterator[Any]:
-    """Yield the batches of a list in order, and remove each from the list to free its memory."""
-    held.reverse()
-    while held:
-        yield held.pop()
+        yield OptimizerStep(let_go(held), sizes, index=index)

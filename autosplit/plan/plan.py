@@ -217,7 +217,8 @@ class Plan(PlanRecord):
 
         Raises:
             DeviceError: The plan is for simulated GPUs, or its GPUs are not visible.
-            InputError: The model is wrapped already, or moving it replaced parameters that an optimizer refers to.
+            InputError: This process is one of several ranks. The model is wrapped already. Or moving it replaced
+                parameters that an optimizer refers to.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -226,9 +227,10 @@ class Plan(PlanRecord):
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
         from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
-        from autosplit.plan.torchrun import refuse_simulated
+        from autosplit.plan.torchrun import refuse_several_processes, refuse_simulated
 
         refuse_simulated(self, "wrap a model")
+        refuse_several_processes()
         refuse_wrapped(model)
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,18 @@ def refuse_unfit(plan: PlanRecord) -> None:
     """Raise if no job can be started with the plan, because it has no ranks or is for simulated GPUs."""
     refuse_simulated(plan, "train on")
     refuse_without_ranks(plan)
+
+
+def refuse_several_processes() -> None:
+    """Raise InputError in one of several ranks, because each would train its own BalancedDataParallel."""
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and world_size.isdecimal() and int(world_size) > 1:
+        raise InputError(
+            f"plan.wrap was called in rank {os.environ['RANK']} of {world_size}. Expected one process, because each "
+            "rank would train its own model on all samples. Start the script with python, or use autosplit.ddp.setup() "
+            "and ctx.wrap.",
+            code="wrap-in-several-processes",
+        )
 
 
 def refuse_simulated(plan: PlanRecord, what: str) -> None:

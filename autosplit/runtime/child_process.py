@@ -98,7 +98,9 @@ class Child:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         # A daemon may not start processes, but a workload may have a DataLoader with workers.
-        process = context.Process(target=_serve, args=(theirs,), name="autosplit-isolated", daemon=False)
+        # spawn would also start the workers of the workload's DataLoader, which then cannot import the user's file.
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        process = context.Process(target=_serve, args=(theirs, method), name="autosplit-isolated", daemon=False)
         try:
             with _undisturbed():
                 process.start()
@@ -278,8 +280,13 @@ def _undisturbed() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- in the other process
 
 
-def _serve(pipe: Connection) -> None:
-    """Make the object, and answer calls of its methods until the parent ends this process."""
+def _serve(pipe: Connection, start_method: str) -> None:
+    """Make the object, and answer calls of its methods until the parent ends this process.
+
+    Args:
+        start_method: How the parent's own processes are started.
+    """
+    multiprocessing.set_start_method(start_method, force=True)
     _settle_in()
     served: Any = None
     answer: tuple[str, Any] = ("returned", None)

@@ -10,11 +10,13 @@ from autosplit.errors import ProfileError, one_line
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.differences import nearest_note
 from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.tuning_lock import Turn, wait_limit_s
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.protocol import StepShape
@@ -153,7 +155,10 @@ def kept(
     """
     failed: tuple[Note, ...] = ()
     path = None
-    if workers.job.request.profile != "off":
+    if any(note.kind == NOT_FINITE for note in plan.notes):
+        # A saved plan would repeat this warning after the user has fixed the loss.
+        failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
+    elif workers.job.request.profile != "off":
         plan = plan.with_explanation()
         answers = workers.ask(Worker.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))

@@ -239,7 +239,7 @@ def _warned(plan: Plan) -> Plan:
             warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
     found = changed(plan.checks)
     if found:
-        others = f". There are {len(found) - 1} more in plan.checks." if len(found) > 1 else "."
+        others = f". See plan.checks for {len(found) - 1} more." if len(found) > 1 else "."
         warnings.warn(f"{str(found[0]).rstrip('.')}{others}", ChangedTrainingWarning, stacklevel=4)
     return plan
 

@@ -260,8 +260,8 @@ def _suggestion(place: str, name: str, candidates: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3) or names[:8]
     if not near:
         return (
-            f"autosplit init {place} writes a file with a workload for its model. Or add these lines to {place}, with "
-            f"your own model, batch and loss:\n"
+            f"autosplit ran {place} to look for one. autosplit init {place} writes a file with a workload for its "
+            f"model. Or add these lines to {place}, with your own model, batch and loss:\n"
             f"    import autosplit\n    {DEFAULT_NAME} = autosplit.Workload(model, (inputs, targets), loss_fn)"
         )
     return f"It has {', '.join(near)}: write {place}:{near[0]}."

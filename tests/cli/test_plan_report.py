@@ -263,7 +263,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     said = "changed by splitting: BatchNorm2d at 0, up to 2%; gradient, up to 12% (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=noted(*"abcde"))).split())
-    assert "notes - a - b - 3 more: --details next" in many
+    assert "notes - a - b - 3 more notes: add --details next" in many
     assert "\nnotes\n" not in short(made_plan())
 
 
@@ -275,7 +275,7 @@ def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
     said = text.split("\nnotes\n")[1].split("\n\n")[0]
     assert len(said.splitlines()) <= (4 if lengths[0] > 160 else 3)
     assert len(text.splitlines()) <= 24
-    assert "more: --details" in said or said.count("\n- ") + 1 == len(notes)
+    assert "add --details" in said or said.count("\n- ") + 1 == len(notes)
 
 
 # What explains it

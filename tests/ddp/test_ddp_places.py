@@ -368,7 +368,7 @@ class TestRememberedPlans:
         with ddp.setup() as ctx:
             assert ctx.plan == newest != older
         key = profiles.profile_paths()[0].stem
-        assert f"the newest of 2 saved plans that fit: {key[:12]} (Net" in capfd.readouterr().err
+        assert f"the newest of 2 saved plans for this machine: {key[:12]} (Net" in capfd.readouterr().err
 
     def test_a_model_of_another_size_is_told_of_its_own_plan(self):
         remembered("a1")
