@@ -1,6 +1,7 @@
-"""Write a workload file for the model in a user's file: guess a batch that its forward takes, and a loss that suits.
+"""Write a workload file for the model in a user's file, with a sample batch and a loss.
 
-The guesses are tried: the model runs each candidate for its inputs, and its output decides on targets and loss.
+If the file has a DataLoader, its first batch is the sample batch. Otherwise the inputs are guessed: the model runs each
+candidate, and its output decides on targets and loss.
 
     first layer           candidates for one sample
     Conv2d(3, ...)        float (3, 224, 224), (3, 64, 64), (3, 32, 32), (3, 28, 28)
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from autosplit.errors import InputError, users_errors
 from autosplit.extras.written_workload import StartingWorkload
@@ -90,14 +92,60 @@ def write_workload(
             "function that returns one. Name it as FILE:NAME.",
             code="init-not-a-model",
         )
-    inputs, output_of_model = _first_that_runs(model, shape, place)
-    targets, loss = _targets_and_loss(inputs, output_of_model)
+    batch = _batch_of_loader(module, model) if shape is None else None
+    batch = batch or _guessed_batch(model, shape, place)
     source = Path(place).stem if is_file else place
     folder = Path(place).resolve().parent if is_file else Path.cwd()
     added = () if folder == path.resolve().parent else ("import sys", "", f"sys.path.insert(0, {str(folder)!r})", "")
-    replace_file(path, "\n".join([*_lines(source, name, inputs, targets, loss, added), ""]), mode=READ_BY_ALL)
-    code, loss_code = (None, None) if targets is None or loss is None else (targets.code(), loss.name)
-    return StartingWorkload(str(path), name, inputs.code(), code, loss_code)
+    replace_file(path, "\n".join([*_lines(source, name, batch, added), ""]), mode=READ_BY_ALL)
+    return StartingWorkload(
+        str(path), name, batch.inputs, batch.targets, None if batch.loss is None else batch.loss.name
+    )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A loss in the file. `keyword` is the argument of `Workload`, and `lines` define the loss."""
+
+    name: str
+    keyword: str = "loss_fn"
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Python expressions for the sample batch, its loss, and the names that the user's file gives them."""
+
+    inputs: str
+    targets: str | None
+    loss: _Loss | None
+    names: tuple[str, ...] = ()
+
+
+def _batch_of_loader(module: ModuleType, model: nn.Module) -> _Batch | None:
+    """Return the first batch of the file's DataLoader, with the file's own loss. None if it has no DataLoader."""
+    loader = next((name for name, value in vars(module).items() if isinstance(value, DataLoader)), None)
+    if loader is None:
+        return None
+    batch = f"next(iter({loader}))"
+    for keyword, names in (("compute_loss", ("compute_loss",)), ("loss_fn", ("loss_fn", "criterion"))):
+        for name in names:
+            if callable(getattr(module, name, None)):
+                return _Batch(batch, None, _Loss(name, keyword), (loader, name))
+    with users_errors(loader):
+        first = next(iter(getattr(module, loader)))
+    if not isinstance(first, (tuple, list)) or len(first) != 2 or not isinstance(first[0], torch.Tensor):
+        return _Batch(batch, None, None, (loader,))  # the model returns its loss
+    with torch.no_grad(), users_errors(type(model).__name__):
+        output = model.eval()(first[0][:2])
+    high = None if first[0].is_floating_point() else 1
+    return _Batch(batch, None, _targets_and_loss(Sample(tuple(first[0].shape[1:]), high), output)[1], (loader,))
+
+
+def _guessed_batch(model: nn.Module, shape: tuple[int, ...] | None, place: str) -> _Batch:
+    inputs, output = _first_that_runs(model, shape, place)
+    targets, loss = _targets_and_loss(inputs, output)
+    return _Batch(inputs.code(), None if targets is None else targets.code(), loss)
 
 
 def _model_in(module: ModuleType, place: str) -> str:
@@ -157,24 +205,18 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
                 return sample, model(sample.batch(2))
         except Exception as error:  # noqa: BLE001  # any error of the model means another shape
             tried.append(f"{sample.shape}: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}")
-    errors = f" ({'; '.join(tried[-3:])})" if tried else ""
+    errors = f" ({'; '.join([*dict.fromkeys(tried)][-3:])})" if tried else ""
     raise InputError(
         f"No guess for the inputs of {type(model).__name__} passes its forward{errors}. Name the shape of one sample, "
-        f"as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, write the file by hand: "
-        "see docs/tuning.md.",
+        f"as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, give the file a "
+        "DataLoader, whose first batch is then the sample batch, and a compute_loss(model, batch).",
         code="init-no-inputs",
     )
 
 
-@dataclass(frozen=True)
-class _Loss:
-    name: str
-    lines: tuple[str, ...] = ()
-
-
 _TOKEN_LOSS = _Loss(
     "token_loss",
-    (
+    lines=(
         "",
         "",
         "def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:",
@@ -202,22 +244,24 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
     return Sample(shape), _Loss("nn.MSELoss()")
 
 
-def _lines(
-    source: str, name: str, inputs: Sample, targets: Sample | None, loss: _Loss | None, added: tuple[str, ...]
-) -> list[str]:
+def _lines(source: str, name: str, batch: _Batch, added: tuple[str, ...]) -> list[str]:
     """Return the lines of the file. Those in `added` come before the import of the model."""
-    batch, given = "inputs", ""
-    lines = [f"    inputs = {inputs.code()}  # a batch of your data: next(iter(loader))"]
-    if targets is not None and loss is not None:
-        lines.append(f"    targets = {targets.code()}")
-        batch, given = "(inputs, targets)", f", loss_fn={loss.name}"
-    imports = ["import torch", *(["from torch import nn"] if loss is not None else [])]
+    loss = batch.loss
+    own = loss is not None and loss.name in batch.names
+    imports = ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]
+    sample = batch.inputs
+    lines = []
+    if not batch.names:
+        lines = [f"    inputs = {batch.inputs}  # a batch of your data: next(iter(loader))"]
+        lines += [] if batch.targets is None else [f"    targets = {batch.targets}"]
+        sample = "inputs" if batch.targets is None else "(inputs, targets)"
+    given = "" if loss is None else f", {loss.keyword}={loss.name}"
     return [
-        '"""What autosplit tunes. Replace the random sample batch by a batch of your data."""',
+        '"""What autosplit tunes. The sample batch should look like your data."""',
         "",
         *added,
         *imports,
-        f"from {source} import {name}",
+        f"from {source} import {', '.join(dict.fromkeys((name, *batch.names)))}",
         "",
         "import autosplit",
         *(() if loss is None else loss.lines),
@@ -226,5 +270,5 @@ def _lines(
         "def workload() -> autosplit.Workload:",
         '    """Return the model, a sample batch, the loss and the optimizer."""',
         *lines,
-        f"    return autosplit.Workload({name}(), {batch}{given}, optimizer=torch.optim.AdamW)",
+        f"    return autosplit.Workload({name}(), {sample}{given}, optimizer=torch.optim.AdamW)",
     ]

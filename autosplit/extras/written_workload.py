@@ -13,7 +13,8 @@ class StartingWorkload:
         path: The file.
         model: The class, or the function that makes the model.
         inputs: Python expression for the inputs of the sample batch.
-        targets: Python expression for its targets. None if the model returns its loss.
+        targets: Python expression for its targets. None if the model returns its loss, or if `inputs` is a whole batch
+            of the file's DataLoader.
         loss_fn: Python expression for the loss. None if the model returns its loss.
     """
 

@@ -87,6 +87,31 @@ def test_a_function_that_makes_the_model_is_named(written):
     assert written(code, "make").inputs == "torch.randn(8, 3)"
 
 
+DATA = "data = [(torch.randn(20), torch.randn(1)) for _ in range(9)]\n"
+LOADER = "train_loader = torch.utils.data.DataLoader(data, batch_size=4)\n"
+DICTS = (
+    "data = [{'x': torch.randn(20), 'y': torch.randn(1)} for _ in range(9)]\n"
+    "def compute_loss(model, batch):\n    return (model(batch['x']) - batch['y']).square().mean()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "loss"),
+    [
+        (DATA + LOADER, "nn.MSELoss()"),
+        (DATA + LOADER + "criterion = nn.L1Loss()\n", "criterion"),
+        (DICTS + LOADER, "compute_loss"),
+    ],
+)
+def test_the_batch_is_that_of_the_files_loader(written, code, loss):
+    """The guess for images was 224 x 224 although the file had a loader of small ones."""
+    found = written(HEAD + MLP + code)
+    assert (found.inputs, found.targets, found.loss_fn) == ("next(iter(train_loader))", None, loss)
+    workload = load_workload(found.path)()
+    assert workload.sample_batch_size == 4
+    assert workload.loss(workload.model, workload.sample_batch).isfinite()
+
+
 def test_the_shape_of_a_sample_can_be_given(written):
     assert written(HEAD + CNN, shape=(3, 40, 50)).inputs == "torch.randn(8, 3, 40, 50)"
 

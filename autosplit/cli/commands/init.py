@@ -24,11 +24,13 @@ def init(
     if manner.as_json:
         print_json(written)
         return 0
-    batch = [f"inputs   {written.inputs}"]
-    batch += [] if written.targets is None else [f"targets  {written.targets}"]
-    loss = written.loss_fn or "the model returns it"
-    lines = [f"wrote {written.path}", "", f"model    {written.model}()", *batch, f"loss     {loss}", ""]
-    lines.append("next  replace the sample batch with a batch of your data, then run")
-    lines.append(f"      python -m autosplit tune {shlex.quote(written.path)}")
+    is_guess = not written.inputs.startswith("next(")
+    rows = {"model": f"{written.model}()", "inputs" if is_guess else "batch": written.inputs}
+    rows |= {} if written.targets is None else {"targets": written.targets}
+    rows["loss"] = written.loss_fn or "the model returns it"
+    command = f"python -m autosplit tune {shlex.quote(written.path)}"
+    lines = [f"wrote {written.path}", "", *(f"{name:<9}{text}" for name, text in rows.items()), ""]
+    guess = ["next  replace the guessed sample batch by a batch of your data, then run", f"      {command}"]
+    lines += guess if is_guess else [f"next  {command}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
