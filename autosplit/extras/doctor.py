@@ -126,8 +126,8 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
 
 
 def _halves(text: str, cure: str) -> tuple[str, str]:
-    """Split a message before its last sentence or semicolon into problem and cure."""
-    found = re.fullmatch(r"(.+)(?:; |\. )(.+?)\.?", text, re.DOTALL)
+    """Split a message before its last sentence into problem and cure."""
+    found = re.fullmatch(r"(.+)\. (.+?)\.?", text, re.DOTALL)
     return (found[1], found[2]) if found else (text, cure)
 
 
@@ -136,7 +136,8 @@ def _problems_of(report: DeviceReport) -> list[Problem]:
     if not report.visible:
         return []
     name = f"{report.kind}:{report.logical_index}"
-    found = [Problem(*_halves(f"{name}: {note}", "")) for note in report.notes if "; " in note]
+    halves = [_halves(f"{name}: {note}", "") for note in report.notes]
+    found = [Problem(problem, cure) for problem, cure in halves if cure]
     total, others = report.total_bytes, report.used_by_others_bytes
     if total and others and others > total / 20:
         what = f"{name}: other processes use {size_text(others)} of {size_text(total)}"

@@ -187,7 +187,10 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
         (["tun"], "'tun' is not a command. Did you mean tune? See autosplit --help."),
         (["--nothing"], "'--nothing' is not an option. See autosplit --help."),
         (["--"], ". See autosplit --help."),
-        (["tune", "a.py", "--device=cpu"], "'--device=cpu' is not an option. Did you mean --devices? See autosplit tune"),
+        (
+            ["tune", "a.py", "--device=cpu"],
+            "'--device=cpu' is not an option. Did you mean --devices? See autosplit tune",
+        ),
         (["tune", "a.py", "--devices"], "--devices: expected one argument. See autosplit tune --help."),
         (["measure", "a.py", "--split", "4,x"], "--split '4,x' is not a whole number for each device, such as"),
         (["show", "a.json", "b.json"], "unexpected argument 'b.json'. See autosplit show --help."),
@@ -482,7 +485,7 @@ def test_an_output_is_where_it_was_asked_for_though_the_workload_went_elsewhere(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_is_no_file_is_not_read(script, fails):
     """/dev/full gives zeros for ever: it was read until memory was full."""
-    assert "--output /dev/full is neither a new file nor a plan" in fails("tune", script(), "--output", "/dev/full")[0]
+    assert "--output /dev/full is not a regular file" in fails("tune", script(), "--output", "/dev/full")[0]
 
 
 def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
@@ -862,7 +865,7 @@ def test_show_without_any_profile(capsys, fails):
     [
         ("ab", "2 plans begin with 'ab': "),
         ("ef", "There is no plan 'ef'. The newest keys are: "),
-        ("plan.json", "Check the path."),
+        ("plan.json", "Check the path, or pass a key"),
         ("m1.py:work", "m1.py:work is a Python file, not a plan. Make a plan with autosplit tune m1.py:work."),
         ("", "''"),
     ],

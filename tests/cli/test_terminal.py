@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autosplit.cli import terminal as terminals
-from autosplit.cli.terminal import show_stopping, console_for, progress_bar, stdout_kept_clean
+from autosplit.cli.terminal import console_for, progress_bar, show_stopping, stdout_kept_clean
 from autosplit.tuning.tune import Progress
 
 
@@ -61,7 +61,7 @@ def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypat
     with progress_bar() as tell:
         tell(Progress("tracing", "tracing the model", 0.06))
         tell(Progress("waiting", "another process tunes this", 0.0))
-        assert capsys.readouterr() == ("", "another process tunes this; --profile off waits for nobody\n")
+        assert capsys.readouterr() == ("", "another process tunes this. --profile off does not wait.\n")
         monkeypatch.setattr(terminals, "SILENT_S", 0.0)
         tell(Progress("search", "searching, trial 1", 0.624))
         tell(Progress("search", "searching, trial 2", 0.7))

@@ -78,10 +78,10 @@ class TestProblems:
         assert "end them" in found.cure
 
     def test_a_note_with_a_cure_is_a_problem(self):
-        note = "compute capability 6.1 is not among what this torch was built for (sm_90); install a torch of at most 2"
+        note = "compute capability 6.1 is not supported by this build of torch (sm_90). Install a torch of at most 2"
         (found,) = doctor._problems_of(reported(notes=(note, "temperature unknown: not supported")))
-        assert found.problem.endswith("built for (sm_90)")
-        assert found.cure == "install a torch of at most 2"
+        assert found.problem.endswith("this build of torch (sm_90)")
+        assert found.cure == "Install a torch of at most 2"
         assert doctor._problems_of(reported(notes=(note,), visible=False)) == []
 
     def test_a_slow_card_and_one_for_a_single_process_are_named(self):
@@ -94,14 +94,14 @@ class TestProblems:
 
     def test_a_copy_that_arrives_wrong_is_a_problem_and_ends_nothing(self, monkeypatch):
         def broken(_devices: object) -> None:
-            raise DeviceError("a known tensor copied from a to b arrived as zeros; turn off the IOMMU")
+            raise DeviceError("A known tensor that was copied from a to b arrived as zeros. Turn off the IOMMU.")
 
         monkeypatch.setattr(doctor, "check_links", broken)
         problems: list = []
         found = doctor._copy_of(CPU, CPU, problems)
         assert not found.arrives
         assert found.gb_per_s > 0
-        assert (problems[0].problem[-8:], problems[0].cure) == ("as zeros", "turn off the IOMMU")
+        assert (problems[0].problem[-8:], problems[0].cure) == ("as zeros", "Turn off the IOMMU")
 
     def test_simulated_cards_are_refused(self):
         with raises(DeviceError, "devices-simulated"):
