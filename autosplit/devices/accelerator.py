@@ -69,9 +69,7 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
             code="gpu-not-working",
         )
     for problem in problems:
-        warnings.warn(
-            f"{problem}, and is left out. Run `autosplit devices` for its state.", DeviceWarning, stacklevel=4
-        )
+        warnings.warn(f"{problem}, so it is left out. Run `autosplit devices`.", DeviceWarning, stacklevel=4)
     return tuple(devices)
 
 
@@ -193,9 +191,7 @@ def _build_for(capability: tuple[int, int]) -> str:
     if capability < (5, 0):
         return f"a torch built from source for sm_{capability[0]}{capability[1]}, because no current wheel supports it"
     if capability < (7, 5):
-        return (
-            "a torch of at most 2.14 built for CUDA 12.6 (cu126), whose wheels still support Maxwell, Pascal and Volta"
-        )
+        return "a torch of at most 2.14 built for CUDA 12.6 (cu126), which still supports Maxwell, Pascal and Volta"
     if capability >= (10, 0):
         return "a torch built for CUDA 12.8 or newer (cu128, cu130)"
     return "a torch built for CUDA 12.6 or newer (cu126, cu128, cu130)"
