@@ -596,7 +596,7 @@ def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
     busy.fails["mem_get_info"] = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     machine(FakeCuda([first, busy, last]))
     for find in (list_devices, parse_devices, lambda: parse_devices("auto"), lambda: parse_devices("cuda")):
-        with pytest.warns(DeviceWarning, match=r"'cuda:1' does not report .* busy or unavailable\), and is left out"):
+        with pytest.warns(DeviceWarning, match=r"'cuda:1' does not report .* busy or unavailable\), so it is left out"):
             assert [device.name for device in find()] == ["A", "C"]
     with raises(DeviceError, "gpu-not-working"):
         parse_devices("cuda:0,1")
