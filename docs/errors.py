@@ -13,14 +13,14 @@ INTRODUCTION = """# Error codes
 
 `python docs/errors.py` writes this page from the code.
 
-Every error that autosplit raises on purpose is an `autosplit.AutosplitError`. Its `code` names what went wrong. It
-stays the same if the message is reworded, so compare the code, never the text:
+Every error that autosplit raises on purpose is an `autosplit.AutosplitError`. Its `code` identifies the problem. The
+code stays the same if the message changes, so compare the code, never the text:
 
     except autosplit.AutosplitError as error:
         if error.code == "no-profile-matches":
             ...
 
-`exit_code` is what the command line exits with: 2 for bad input, 3 if the workload does not fit, 5 if your own code
+`exit_code` is the exit code of the command line: 2 for bad input, 3 if the workload does not fit, 5 if your own code
 raised. In the messages below, `{...}` stands for a value.
 
 | code | error | message |
@@ -35,7 +35,7 @@ OF_CLASSES = {
     "step-lost": "StepLostError",
     "user-code": "UserCodeError",
 }
-"""Codes of whole classes, whose messages are made elsewhere."""
+"""Codes of classes that write their own messages."""
 
 
 def raised(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -28,18 +28,19 @@ FOLDER = Path(__file__).parent
 
 INTRODUCTION = f"""# What `--json` prints
 
-Made from the code by `python docs/make.py`; `json-schema.json` beside it says the same to programs, as JSON Schema.
+`python docs/make.py` writes this page from the code. `json-schema.json` in the same folder describes the same types as
+JSON Schema.
 
-Every command takes `--json` and prints one JSON value, alone on stdout; progress, notes and errors go to stderr, and
-the exit code is the same as without it. Where there is no answer, nothing is printed on stdout; `show` without a plan
-then ends with 2.
+Every command takes `--json` and prints one JSON value on stdout. Progress, notes and errors go to stderr. The exit code
+is the same as without `--json`. If there is no answer, stdout stays empty. For example, `show` without a plan prints
+nothing on stdout and exits with 2.
 
-Units stand in the names: `_bytes` are bytes, `_s` seconds, `samples_per_s` samples per second, `_percent` percent, `_c`
-degrees Celsius, `_w` watts; a share is a number from 0 to 1. Sizes without a unit are samples. What could not be told
-is `null`. New keys may come with any version; a plan's `schema_version` (now {SCHEMA_VERSION}) changes where a key
-goes away or means something else, and a plan of another version is refused when it is read.
+Names contain the unit: `_bytes` are bytes, `_s` seconds, `samples_per_s` samples per second, `_percent` percent, `_c`
+degrees Celsius, `_w` watts. A share is a number from 0 to 1. Sizes without a unit are samples. Unknown values are
+`null`. A new version may add keys. `schema_version` of a plan (now {SCHEMA_VERSION}) changes if a key is removed or
+changes its meaning. A plan of another version raises an error when it is read.
 
-`tune` and `show` print what `--output` and `Plan.save` write, which `Plan.load` reads.
+`tune` and `show` print the same JSON as `--output` and `Plan.save` write and `Plan.load` reads.
 """
 
 _SIMPLE = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): "null", Any: "any value"}

@@ -1,4 +1,4 @@
-"""End the process with the right exit code, also below torchrun (which makes it 1), and at a second Ctrl-C.
+"""End the process with the right exit code, also under torchrun (whose own is always 1) and at a second Ctrl-C.
 
 This module does not import torch, which may be half imported when Ctrl-C comes.
 """

@@ -159,7 +159,7 @@ SEARCH = {
     **MAX_BATCH_SIZE,
     "--n-trials N": "Largest number of trials per machine. Default: 24.",
     "--time-limit-s SECONDS": "Start no trial after this time. compare divides it among its machines.",
-    "--storage URL": "An Optuna storage that keeps the study.",
+    "--storage URL": "An Optuna storage for the study.",
     "--seed N": "Random seed of the search. Default: 0.",
     "--profile auto|refresh|off": "auto uses and keeps a plan for this machine and workload. refresh tunes again. off "
     "does neither. Default: auto.",

@@ -65,11 +65,11 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
             problems.append(f"Device '{found.kind}:{index}' does not report its memory ({first_line(error)})")
     if problems and not (all_of and devices):
         raise DeviceError(
-            f"{problems[0]}. Expected a working GPU. Look at `autosplit devices`, or choose another.",
+            f"{problems[0]}. Run `autosplit devices` for its state, or choose another GPU.",
             code="gpu-not-working",
         )
     for problem in problems:
-        warnings.warn(f"{problem}, and is left out. Look at `autosplit devices`.", DeviceWarning, stacklevel=4)
+        warnings.warn(f"{problem}, so it is left out. Run `autosplit devices`.", DeviceWarning, stacklevel=4)
     return tuple(devices)
 
 
@@ -137,7 +137,7 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
     count = mig_count(str(cuda.get_device_properties(index).name) for index in indices)
     if count > 1:
         raise DeviceError(
-            f"{count} MIG instances are visible. Expected one, because CUDA lets a process use only one. "
+            f"{count} MIG instances are visible, but CUDA lets a process use only one. "
             "Set CUDA_VISIBLE_DEVICES to one of them.",
             code="mig-several",
         )
@@ -172,8 +172,8 @@ def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str 
         return None
     listed = " ".join(match[0] for match in arches)
     return (
-        f"compute capability {capability[0]}.{capability[1]} is not among what this torch was built for ({listed}); "
-        f"install {_build_for(capability)}"
+        f"compute capability {capability[0]}.{capability[1]} is not supported by this build of torch ({listed}). "
+        f"Install {_build_for(capability)}"
     )
 
 
@@ -189,9 +189,9 @@ def _arch_runs(arch: re.Match[str], capability: tuple[int, int]) -> bool:
 def _build_for(capability: tuple[int, int]) -> str:
     """Name a torch build with kernels for a GPU. See pytorch's CUDA support matrix (pytorch#172352, #190385)."""
     if capability < (5, 0):
-        return f"a torch built from source for sm_{capability[0]}{capability[1]}, no current wheel has it"
+        return f"a torch built from source for sm_{capability[0]}{capability[1]}, because no current wheel supports it"
     if capability < (7, 5):
-        return "a torch of at most 2.14 built for CUDA 12.6 (cu126), whose wheels still have Maxwell, Pascal and Volta"
+        return "a torch of at most 2.14 built for CUDA 12.6 (cu126), which still supports Maxwell, Pascal and Volta"
     if capability >= (10, 0):
         return "a torch built for CUDA 12.8 or newer (cu128, cu130)"
     return "a torch built for CUDA 12.6 or newer (cu126, cu128, cu130)"

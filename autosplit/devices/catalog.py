@@ -34,14 +34,13 @@ GPUS_VARIABLE = "AUTOSPLIT_GPUS"
 
 SIMULATED_ERRORS = (
     (
-        "samples/s of simulated cards: for 320 steps of image models on an RTX 3090, that the prediction was not "
-        "fitted to, half are within 6 % of what was published and nine in ten within 19 %; for 22 steps of "
-        "transformers on H100, A100, V100 and L4, half are within 4 % and nine in ten within 14 %"
+        "Errors of predicted samples/s: for 320 steps of image models on an RTX 3090 that the prediction was not "
+        "fitted to, the median error is within 6% of published measurements, and 90% of the errors are within 19%. "
+        "For 22 steps of transformers on H100, A100, V100 and L4, the median is within 4%, and 90% are within 14%."
     ),
     (
-        "memory of simulated cards: of 304 largest batches published for an RTX 3090, 90 % are met, and "
-        "3 % are predicted too large; on processors with a memory budget the largest batch was predicted to the sample "
-        "in 39 cases"
+        "Errors of predicted memory: of 304 largest batches published for an RTX 3090, 90% are predicted within the "
+        "published range, and 3% are predicted too large. On CPUs with a budget, all 39 predictions were exact."
     ),
 )
 """Errors of predictions for simulated GPUs, from benchmarks/results/published.json and ceilings.json there."""
@@ -183,7 +182,7 @@ def _table_of(text: str) -> _Table:
 def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     """Make the GPUs of a file. Its links and defaults take precedence over the known ones."""
     defaults = table.defaults or known.defaults
-    assert defaults is not None, "gpus.toml has some"
+    assert defaults is not None, "gpus.toml has defaults"
     links = {**known.links, **table.links}
     sustained = defaults.sustained if table is known else {}  # a user's rates may be measured, so already sustained
     specs = {}
@@ -247,7 +246,7 @@ def find_card(name: str) -> GpuSpec:
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:
         raise DeviceError(
-            f"GPU {shown(name)} may be any of {', '.join(variants)}. Expected one of these. Write its full name.",
+            f"GPU {shown(name)} may be any of {', '.join(variants)}. Write its full name.",
             code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")

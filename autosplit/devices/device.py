@@ -67,8 +67,7 @@ def parse_reserve(value: str | float | None) -> int | float | None:
     is_bytes = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
     if not is_bytes and not (isinstance(reserve, float) and 0 <= reserve < 1):
         raise InputError(
-            f"reserve is {shown(value)}. Expected bytes (1GiB) or a fraction of at least 0 and below 1 (5%, 0.05). "
-            "Pass one of these, or leave it out.",
+            f"reserve is {shown(value)}. Expected bytes (1GiB) or a fraction of at least 0 and below 1 (5%, 0.05).",
             code="reserve",
         )
     if isinstance(reserve, int) and 0 < reserve < LEAST_RESERVE_BYTES:

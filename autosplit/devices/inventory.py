@@ -86,7 +86,7 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
     """List every GPU of the machine, including GPUs that this process cannot see.
 
     Returns:
-        The GPUs, first the visible ones in CUDA's order; and notes about the machine (no driver, no NVML, the mapping
+        The GPUs, first the visible ones in CUDA's order, and notes about the machine (no driver, no NVML, the mapping
         of ``CUDA_VISIBLE_DEVICES``). Failures of CUDA and NVML do not raise. They are in the notes.
     """
     notes: list[str] = []
@@ -96,9 +96,9 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
     notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
     logical = [] if found.module is None else _logical_gpus(found, notes)
     physical: list[_Gpu] = []
-    count = None if nvml is None else _ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount)
+    count = None if nvml is None else _read(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount)
     for index in range(count or 0):
-        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
+        handle = _read(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
         if handle is not None:
             physical.append(_physical_gpu(nvml, index, handle))
     rows = [_merged(gpu, physical, found.module) for gpu in logical]
@@ -112,9 +112,9 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
 def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
     """Return the GPUs that torch sees."""
     gpus, cuda = [], found.module
-    for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
+    for index in range(_read(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
-        properties = _ask(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
+        properties = _read(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
         if properties is not None:
             gpu.name = str(properties.name)
             gpu.uuid = device_uuid(properties)
@@ -122,12 +122,12 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
             gpu.mig = is_mig(gpu.name)
             if found.kind == "cuda":
                 gpu.pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-                gpu.unsupported = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
+                gpu.unsupported = _read(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
                 gpu.notes.extend([gpu.unsupported] if gpu.unsupported else [])
         gpus.append(gpu)
     if mig_count(gpu.name for gpu in gpus) > 1:
         notes.append(
-            "several MIG instances are visible, but a process can use only one; set CUDA_VISIBLE_DEVICES to one"
+            "several MIG instances are visible, but a process can use only one. Set CUDA_VISIBLE_DEVICES to one."
         )
     return gpus
 
@@ -135,35 +135,35 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
     """Return one GPU with all data that NVML reports."""
     notes: list[str] = []
-    name = _ask(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
+    name = _read(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
-    gpu.uuid = _ask(notes, "UUID", lambda: str(nvml.nvmlDeviceGetUUID(handle)))
-    pci = _ask(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    gpu.uuid = _read(notes, "UUID", lambda: str(nvml.nvmlDeviceGetUUID(handle)))
+    pci = _read(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
     gpu.pci = None if pci is None else (int(pci.domain), int(pci.bus), int(pci.device))
-    memory = _ask(notes, "memory", lambda: memory_by_nvml(nvml, handle))
+    memory = _read(notes, "memory", lambda: memory_by_nvml(nvml, handle))
     if memory is not None:
         gpu.total_bytes, gpu.free_bytes, gpu.used_bytes = int(memory.total), int(memory.free), int(memory.used)
     gpu.own_bytes = _own_bytes(nvml, handle, notes)
-    gpu.utilization_percent = _ask(notes, "utilization", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
-    gpu.temperature_c = _ask(
+    gpu.utilization_percent = _read(notes, "utilization", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+    gpu.temperature_c = _read(
         notes, "temperature", lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
     )
-    gpu.power_w = _ask(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+    gpu.power_w = _read(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
     # A GPU without MIG answers "not supported", which needs no note.
-    mig = _ask([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
+    mig = _read([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0]:
         gpu.mig = True
-        notes.append("MIG is on: choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
+        notes.append("MIG is on, so choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
     return gpu
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
     """Return the bytes that NVML reports for this process, or None if it lists no such process or no sizes."""
-    processes = _ask(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+    processes = _read(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None
     if any(process.usedGpuMemory is None for process in processes):
-        notes.append("the driver does not say how much each process holds (Windows and WSL do not)")
+        notes.append("the driver does not report the memory of each process (as on Windows and WSL)")
     own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
     return sum(own) if own and None not in own else None
 
@@ -181,12 +181,14 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
     index = gpu.logical_index
     if gpu.free_bytes is None:
         # NVML has no values for unified memory and slices, but CUDA has. This creates a context, so do it only here.
-        memory = _ask(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
+        memory = _read(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
         if memory is not None:
             gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])
             gpu.used_bytes = gpu.total_bytes - gpu.free_bytes
     if gpu.own_bytes is None:
-        gpu.own_bytes = _ask([], "own memory", lambda: int(cuda.memory_reserved(index) if cuda.is_initialized() else 0))
+        gpu.own_bytes = _read(
+            [], "own memory", lambda: int(cuda.memory_reserved(index) if cuda.is_initialized() else 0)
+        )
     return gpu
 
 
@@ -198,15 +200,15 @@ def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
         if len(matches) == 1:
             return matches[0]
     if physical:
-        gpu.notes.append("NVML knows no GPU with this UUID or PCI address")
+        gpu.notes.append("NVML lists no GPU with this UUID or PCI address")
     return None
 
 
 def _report(gpu: _Gpu, kind: str) -> DeviceReport:
     others = None if gpu.used_bytes is None else max(0, gpu.used_bytes - (gpu.own_bytes or 0))
-    told = {one.name: getattr(gpu, one.name) for one in fields(DeviceReport) if hasattr(gpu, one.name)}
-    told |= {"notes": tuple(dict.fromkeys(gpu.notes)), "kind": kind}
-    return DeviceReport(**told, used_by_others_bytes=others, visible=gpu.logical_index is not None)
+    values = {one.name: getattr(gpu, one.name) for one in fields(DeviceReport) if hasattr(gpu, one.name)}
+    values |= {"notes": tuple(dict.fromkeys(gpu.notes)), "kind": kind}
+    return DeviceReport(**values, used_by_others_bytes=others, visible=gpu.logical_index is not None)
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
@@ -219,7 +221,7 @@ def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) ->
     if not visible:
         return [f"{setting}: no GPU is visible to this process"] if reports or mask is not None else []
     if not nvml_answers:
-        return [f"{setting}: {len(visible)} visible, their physical numbers are unknown without NVML"]
+        return [f"{setting}: {len(visible)} visible. Their physical numbers are unknown without NVML."]
     unknown = "an unknown GPU"
     pairs = [
         f"cuda:{r.logical_index} is {unknown if r.physical_index is None else f'physical {r.physical_index}'}"
@@ -228,11 +230,11 @@ def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) ->
     notes = [f"{setting}: {', '.join(pairs)}"]
     physical = [r.physical_index for r in visible if r.physical_index is not None]
     if mask is None and physical != sorted(physical):
-        notes.append("CUDA puts the fastest GPU first; set CUDA_DEVICE_ORDER=PCI_BUS_ID for nvidia-smi's order")
+        notes.append("CUDA puts the fastest GPU first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for nvidia-smi's order.")
     return notes
 
 
-def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
+def _read(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
     """Call a function that reads one value. If it fails, add a note and return None."""
     try:
         return call()
@@ -248,6 +250,6 @@ def _pynvml_distribution_note() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return (
-        f"the separate distribution 'pynvml' {version} is installed beside nvidia-ml-py; pip uninstall pynvml, "
-        "then pip install --force-reinstall nvidia-ml-py"
+        f"the distribution 'pynvml' {version} is installed and shadows nvidia-ml-py. Run pip uninstall pynvml, "
+        "then pip install --force-reinstall nvidia-ml-py."
     )

@@ -29,9 +29,9 @@ def started_nvml() -> tuple[Any, str]:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return None, "NVML is not installed, so use, temperature and power are unknown; pip install nvidia-ml-py"
+        return None, "NVML is not installed, so use, temperature and power are unknown. Run pip install nvidia-ml-py."
     except Exception as error:  # noqa: BLE001 (NVML is optional, whatever error its module raises)
-        return None, f"NVML cannot be imported ({first_line(error)}); reinstall nvidia-ml-py"
+        return None, f"NVML cannot be imported ({first_line(error)}). Reinstall nvidia-ml-py."
     try:
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 (every failure becomes a note)
@@ -42,13 +42,13 @@ def started_nvml() -> tuple[Any, str]:
 def _nvml_start_problem(error: Exception) -> str:
     """Return the note for an NVML that does not start."""
     reasons = {
-        "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here",
-        "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed but not loaded; load it, or reboot",
-        "NVMLError_LibRmVersionMismatch": "the NVIDIA driver was updated while loaded; reboot",
-        "NVMLError_NoPermission": "NVML has no permission to talk to the driver; run as a user who has",
+        "NVMLError_LibraryNotFound": ("no NVIDIA driver is installed", "Install it"),
+        "NVMLError_DriverNotLoaded": ("the NVIDIA driver is installed but not loaded", "Load it, or reboot"),
+        "NVMLError_LibRmVersionMismatch": ("the NVIDIA driver was updated while it was loaded", "Reboot"),
+        "NVMLError_NoPermission": ("this user may not access the NVIDIA driver", "Run as a user who may"),
     }
-    reason = reasons.get(type(error).__name__, f"NVML does not start ({first_line(error)})")
-    return f"{reason}; use, temperature and power are unknown"
+    reason, cure = reasons.get(type(error).__name__, (f"NVML does not start ({first_line(error)})", "Run nvidia-smi"))
+    return f"{reason}, so use, temperature and power are unknown. {cure}."
 
 
 def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:

@@ -32,11 +32,11 @@ def check_links(devices: Sequence[torch.device]) -> None:
     gpus = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
     with _lock:
         for other in gpus[1:]:
-            _check_way(gpus[0], other)
-            _check_way(other, gpus[0])
+            _check_direction(gpus[0], other)
+            _check_direction(other, gpus[0])
 
 
-def _check_way(source: torch.device, destination: torch.device) -> None:
+def _check_direction(source: torch.device, destination: torch.device) -> None:
     if (source, destination) in _sound:
         return
     sent = _known_values()
@@ -72,8 +72,8 @@ def _broken(source: torch.device, destination: torch.device, sent: Tensor, arriv
     # Web searches suggest NCCL_P2P_DISABLE, but it does not affect torch's own copies (nccl-tests #117). The usual
     # cause is the IOMMU (pytorch #84803), then the driver (pytorch #119638).
     return (
-        f"a known tensor copied from {source} to {destination} arrived {what}; expected it as it was sent: direct "
-        "copies between these GPUs are broken; turn off the IOMMU in the BIOS, or boot Linux with iommu=pt, or install "
-        "another driver version (NCCL_P2P_DISABLE=1 does not help here); until then train on one GPU: "
-        f"device_ids=[{source.index if source.index is not None else 0}], or CUDA_VISIBLE_DEVICES with one of them"
+        f"A known tensor that was copied from {source} to {destination} arrived {what}, so direct copies between these "
+        "GPUs are broken. Turn off the IOMMU in the BIOS, boot Linux with iommu=pt, or install another driver version "
+        "(NCCL_P2P_DISABLE=1 does not help here). Until then, train on one GPU: "
+        f"device_ids=[{source.index if source.index is not None else 0}], or CUDA_VISIBLE_DEVICES with one of them."
     )

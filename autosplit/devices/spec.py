@@ -83,7 +83,7 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
         if in_sequence:
             return f"{accelerator_at().kind}:{part}"
         raise DeviceError(
-            f"devices={part} is a number. Expected names or a list. Use 'cuda:{part}' for the GPU with this number, or "
+            f"devices={part} is a number. Use 'cuda:{part}' for the GPU with this number, or "
             "'cuda:0,1' for the first two GPUs.",
             code="device-number",
         )
@@ -155,21 +155,22 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
         raise DeviceError(
-            f"Device spec {shown(spec)} mixes {mixed}. Expected one kind. Make a plan for each.", code="devices-mixed"
+            f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind. Make a plan for each.",
+            code="devices-mixed",
         )
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
             raise DeviceError(
-                f"Device spec {shown(spec)} names {twice} twice. Expected each GPU once. Remove one.",
+                f"Device spec {shown(spec)} names {twice} twice. Remove one.",
                 code="device-twice",
             )
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
-            f"Device spec {shown(spec)} names 'cpu' next to others. Expected it alone, or a budget for each. "
-            "Write 'cpu:2GiB,cpu:1GiB'.",
+            f"Device spec {shown(spec)} names 'cpu' next to other devices. "
+            "Give each a budget: write 'cpu:2GiB,cpu:1GiB'.",
             code="devices-cpu-beside-others",
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
@@ -178,7 +179,7 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
 def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
         raise DeviceError(
-            f"Device spec {shown(spec)} is over {MAX_DEVICES} devices. Expected fewer. Lower the count.",
+            f"Device spec {shown(spec)} has more than {MAX_DEVICES} devices. Lower the count.",
             code="devices-too-many",
         )
 
@@ -193,12 +194,12 @@ def _budget(item: str, text: str) -> int:
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB. Correct it.", code="budget") from error
+        raise DeviceError(f"{what} is not a size. Write a size such as 2GiB or 600MiB.", code="budget") from error
     if re.fullmatch(r"[0-9.]+", text):
         hint = "Write 'cpu:2GiB,cpu:2GiB' for two devices." if item.startswith("cpu") else "Add the unit."
-        raise DeviceError(f"{what} has no unit. Expected a size such as 2GiB. {hint}", code="budget-without-unit")
+        raise DeviceError(f"{what} has no unit. {hint}", code="budget-without-unit")
     if n_bytes < 1:
-        raise DeviceError(f"{what}: expected at least one byte. Write a size such as 2GiB.", code="budget-zero")
+        raise DeviceError(f"{what} is less than one byte. Write a size such as 2GiB.", code="budget-zero")
     return n_bytes
 
 
@@ -233,20 +234,20 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
         raise DeviceError(
-            f"GPU {shown(name)} contains a count. Expected the count in front, with an x. Write 'sim:{meant}'.",
+            f"GPU {shown(name)} contains a count, which belongs in front of the name. Write 'sim:{meant}'.",
             code="sim-count-order",
         )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
-            f"Count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more. Correct it.",
+            f"Count {shown(count_text)} in {shown(spec)} is not a whole number of 1 or more. Correct it.",
             code="sim-count",
         )
     gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
-            f"Memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
-            f"{gpu.name}. '@' only lowers it, so write less, or choose a larger GPU.",
+            f"Memory {shown(memory)} in {shown(item)} is more than the {size_text(gpu.memory_bytes)} of a "
+            f"{gpu.name}. '@' only lowers the memory, so write less, or choose a larger GPU.",
             code="sim-memory",
         )
     # int() rejects very long texts. A text with more digits than the limit is above it anyway.
@@ -276,7 +277,7 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
         known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
         raise DeviceError(
-            f"Device {shown(spec)} is not available. Expected a device that this process sees, {known}. Choose again.",
+            f"Device {shown(spec)} is not available. This process sees {known}.",
             code="gpu-not-visible",
         )
     return devices_of(found, [int(tail)])

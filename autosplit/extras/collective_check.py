@@ -42,7 +42,7 @@ def met(devices: Sequence[torch.device]) -> Meeting:
     if failure is None:
         return Meeting(name, count, gb_per_s=_BYTES / max(seconds) / 1e9)
     cure = (
-        "set NCCL_DEBUG=INFO and run it again; if NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 helps, that transport is "
+        "set NCCL_DEBUG=INFO and run it again. If NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 helps, that transport is "
         "broken"
     )
     return Meeting(name, count, failure=failure, cure=cure if name == "nccl" else "see the message")

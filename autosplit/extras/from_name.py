@@ -376,7 +376,7 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
         if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # labels are shifted by one token and need a first token
-    said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) sets another length",)
+    said = () if seq_len else (f"sequences of {length} tokens are assumed. --seq-len (seq_len=) sets another length.",)
     return {"input_ids": tokens, "labels": labels}, said
 
 
@@ -463,5 +463,5 @@ def _images(
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"images of {size} pixels are assumed; --image-size (image_size=) sets another size"
+    said = f"images of {size} pixels are assumed. --image-size (image_size=) sets another size."
     return pixels, (said,) if image_size is None else ()

@@ -152,7 +152,7 @@ def first_notes(plan: PlanRecord) -> list[str]:
     notes = []
     if plan.simulated:
         names = ", ".join(dict.fromkeys(device.name for device in plan.devices))
-        notes.append(f"The plan is simulated for GPUs that are not here ({names}). Tune again on the real GPUs.")
+        notes.append(f"The plan is for simulated GPUs ({names}). Tune again on the real GPUs.")
     if not plan.complete:
         notes.append("The search was interrupted. This is the best result so far.")
     return notes

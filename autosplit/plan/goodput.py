@@ -82,7 +82,7 @@ class Goodput:
         return (
             f"effective batch {self.effective_batch_size:,} ({low:,} to {high:,}) at a noise scale of "
             f"{self.noise_scale:,.4g}: goodput {self.gain:.2f} times that of {self.plan_effective_batch_size:,} "
-            f"(predicted); learning rate x {self.learning_rate_factor:.2f} for SGD, x "
+            f"(predicted), learning rate x {self.learning_rate_factor:.2f} for SGD, x "
             f"{math.sqrt(self.learning_rate_factor):.2f} for Adam"
         )
 

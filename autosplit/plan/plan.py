@@ -66,7 +66,7 @@ class Plan(PlanRecord):
             for device, ceiling in zip(self.devices, self.ceilings, strict=True)
         ]
         remarks = [] if self.complete else ["interrupted: the best plan so far"]
-        remarks += ["simulated: predicted for GPUs that are not here"] if self.simulated else []
+        remarks += ["simulated: predicted for GPUs that this machine does not have"] if self.simulated else []
         return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
 
     def explain(self) -> Explanation:

@@ -252,7 +252,7 @@ class PlanRecord:
         self._require(len(self.devices) == len(self.split), "devices", f"one for each of {len(self.split)} shares")
         self._require(len(self.ceilings) == len(self.split), "ceilings", f"one for each of {len(self.split)} shares")
         within = all(share <= ceiling for share, ceiling in zip(self.split, self.ceilings, strict=False))
-        self._require(within, "split", f"shares within the ceilings {self.ceilings}")
+        self._require(within, "split", f"a split within the ceilings {self.ceilings}")
         self._require(self.samples_per_s > 0, "samples_per_s", "more than 0")
         simulated = any(device.kind == "sim" for device in self.devices)
         self._require(self.simulated == simulated, "simulated", f"{simulated}, because of its devices")
@@ -261,8 +261,8 @@ class PlanRecord:
         self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
         if self.effective_batch_sizes is not None:
             least, most = self.effective_batch_sizes
-            asked = 1 <= least <= self.effective_batch_size <= most
-            self._require(asked, "effective_batch_size", f"{least} to {most}, as requested")
+            in_range = 1 <= least <= self.effective_batch_size <= most
+            self._require(in_range, "effective_batch_size", f"{least} to {most}, as requested")
         others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
         self._require(fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
@@ -272,14 +272,14 @@ class PlanRecord:
         unfit = unfit_number(self)
         if unfit is not None:
             raise PlanError(
-                f"{unfit}; expected a number from 0 to less than 2^62; tune again", code="plan-number-range"
+                f"{unfit}. Expected a number from 0 to less than 2^62. Tune again.", code="plan-number-range"
             )
         self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
             raise PlanError(
-                f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again", code="plan-value"
+                f"{name} is {getattr(self, name)!r:.200}. Expected {expected}. Tune again.", code="plan-value"
             )
 
     def __repr__(self) -> str:
@@ -288,13 +288,13 @@ class PlanRecord:
         return f"<Plan for {devices}:\n {self}>"
 
     def __str__(self) -> str:
-        """Return the plan in one line; `autosplit show` prints the full plan."""
+        """Return the plan in one line. `autosplit show` prints the full plan."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
             f"{' (simulated)' if self.simulated else ''}"
-            f"{'; splitting changes the training: see plan.checks' if any(c.depends for c in self.checks) else ''}"
+            f"{'. Splitting changes the training, see plan.checks' if any(c.depends for c in self.checks) else ''}"
         )
 
     @property
@@ -375,8 +375,8 @@ class PlanRecord:
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits for the numbers that an explanation depends on, the same in every process."""
-        cards = [replace(device, uuid=None, driver=None) for device in self.devices]
-        return hashlib.sha256(msgspec.json.encode([cards, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
+        devices = [replace(device, uuid=None, driver=None) for device in self.devices]
+        return hashlib.sha256(msgspec.json.encode([devices, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
 
     # JSON
 
@@ -426,8 +426,8 @@ class PlanRecord:
         except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(
-                f"the plan {os.fspath(path)} can't be read ({reason}). Expected a file that Plan.save wrote, or a key "
-                "that autosplit profiles lists. Check the path.",
+                f"the plan {os.fspath(path)} can't be read ({reason}). Check the path, or pass "
+                "a key that autosplit profiles lists.",
                 code="plan-unreadable",
             ) from error
         return cls.from_json(text, source=os.fspath(path)).kept_at(Path(path))
@@ -449,20 +449,20 @@ class PlanRecord:
                 text = _from_version_1(text)
             elif version != SCHEMA_VERSION:
                 raise PlanError(
-                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
+                    f"{source} has schema_version {version}, but this version reads {SCHEMA_VERSION}. Tune again.",
                     code="plan-version",
                 )
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
-                f"{source} is not a plan ({printable(error, longest=300)}); expected a file that Plan.save "
-                "wrote; tune again",
+                f"{source} is not a plan ({printable(error, longest=300)}). Pass a file that Plan.save "
+                "wrote, or tune again.",
                 code="plan-not-a-plan",
             ) from None
         unsound = unsound_part(plan)
         if unsound is not None:
             raise PlanError(
-                f"{source} is not a sound plan: {printable(unsound, longest=300)}; tune again", code="plan-unsound"
+                f"{source} is not a valid plan: {printable(unsound, longest=300)}. Tune again.", code="plan-unsound"
             )
         return plan
 

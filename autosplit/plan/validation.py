@@ -23,7 +23,7 @@ _MOST_OTHER_BOUNDS = 8
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Return a text on the first contradiction in a plan, with the expected value, or None if there is none."""
+    """Return a text on the first contradiction in a plan, or None if there is none."""
     return next(_unsound(plan), None)
 
 
@@ -31,7 +31,7 @@ def _unsound(plan: Any) -> Iterator[str]:
     count = len(plan.devices)
     for name in ("machine", "workload"):
         if _is_deeper(getattr(plan, name), DEEPEST):
-            yield f"{name} is nested over {DEEPEST} levels deep; expected a description"
+            yield f"{name} is nested over {DEEPEST} levels deep"
             return
     yield from _unsound_devices(plan)
     yield from _unsound_ranks(plan, count)
@@ -43,12 +43,12 @@ def _unsound(plan: Any) -> Iterator[str]:
 def _unsound_devices(plan: Any) -> Iterator[str]:
     kinds = {device.kind for device in plan.devices}
     if "sim" in kinds and len(kinds) > 1:
-        yield f"its devices are {' and '.join(sorted(kinds))}; expected only simulated or only real devices"
+        yield f"its devices are {' and '.join(sorted(kinds))}, but simulated and real devices can't be mixed"
     for device, share in zip(plan.devices, plan.split, strict=True):
         if device.share != share:
-            yield f"a device's share is {device.share}; expected the split's {share}"
+            yield f"a device's share is {device.share}, but the split has {share}"
         if device.capacity_bytes > device.memory_bytes:
-            yield f"a device's capacity is {device.capacity_bytes} bytes; expected at most its {device.memory_bytes}"
+            yield f"a device's capacity is {device.capacity_bytes} bytes, more than its memory of {device.memory_bytes}"
 
 
 def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
@@ -56,61 +56,62 @@ def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
     if not ranks:
         return
     if not plan.ddp.samples_per_s > 0:
-        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}; expected more than 0, with ranks"
+        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}, but with ranks it is more than 0"
     if not any(rank.batch_size for rank in ranks):
-        yield "no rank has samples; expected some"
+        yield "no rank has samples"
     for rank in ranks:
         # A single rank runs the search's result, but its ceiling was found with DDP's buckets.
         if count > 1 and rank.batch_size > rank.ceiling.batch_size:
-            yield f"a rank has {rank.batch_size} samples; expected at most its ceiling, {rank.ceiling.batch_size}"
+            yield f"a rank has {rank.batch_size} samples, more than its ceiling of {rank.ceiling.batch_size}"
 
 
 def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
     for trial in plan.trials:
         if len(trial.split) != count or len(trial.peak_bytes) not in (0, count):
-            yield f"a trial has {len(trial.split)} shares and {len(trial.peak_bytes)} peaks; expected {count} of each"
+            yield f"a trial has {len(trial.split)} shares and {len(trial.peak_bytes)} peaks for {count} devices"
         if sum(trial.split) != trial.batch_size:
-            yield f"a trial's batch_size is {trial.batch_size}; expected its split's sum, {sum(trial.split)}"
+            yield f"a trial's batch_size is {trial.batch_size}, but its split adds up to {sum(trial.split)}"
         if (trial.samples_per_s is None) == (trial.failure is None):
-            yield "a trial has neither a throughput nor a failure, or both; expected one of them"
+            yield "a trial must have either a throughput or a failure"
         if trial.failed_device is not None and not 0 <= trial.failed_device < count:
-            yield f"a trial failed on device {trial.failed_device}; expected one of {count}"
+            yield f"a trial failed on device {trial.failed_device}, but there are {count} devices"
     if plan.fit is None:
         return
     times = plan.fit.step_time
     lengths = {len(times.curves), len(times.copies_s), len(times.gather_s_per_sample)}
     if lengths != {count}:
-        yield f"fit has {sorted(lengths)} entries; expected {count}, one for each device"
+        yield f"fit has {sorted(lengths)} entries, but there are {count} devices"
     if any(len(residual.split) != count for residual in plan.fit.residuals):
-        yield f"a residual has another number of devices; expected {count}"
+        yield f"a residual is not for {count} devices"
 
 
 def _unsound_changes(plan: Any, count: int) -> Iterator[str]:
     changes, labels = plan.changes or (), {device.label for device in plan.devices}
     if len(changes) > 3 * count + _MOST_OTHER_BOUNDS:
-        yield f"it has {len(changes)} changes; expected a few for each of {count} devices"
+        yield f"it has {len(changes)} changes, too many for {count} devices"
     for change in changes:
         if change.device is not None and change.device not in labels:
-            yield f"a change names {change.device!r:.40}; expected one of its devices"
+            yield f"a change names {change.device!r:.40}, which is not one of its devices"
 
 
 def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
     if plan.explained is None:
         return
-    told = plan.explained.explanation
-    if len(told.bounds) > 2 * count + _MOST_OTHER_BOUNDS or len(told.alone) > count:
-        yield f"its explanation has {len(told.bounds)} bounds and {len(told.alone)} devices alone; expected a few"
+    explanation = plan.explained.explanation
+    if len(explanation.bounds) > 2 * count + _MOST_OTHER_BOUNDS or len(explanation.alone) > count:
+        yield f"its explanation has too many bounds or alternatives for {count} devices"
         return
-    alternatives = [one for one in (told.even, told.even_measured, *told.alone) if one is not None]
+    alternatives = [one for one in (explanation.even, explanation.even_measured, *explanation.alone) if one is not None]
     if any(len(one.split) not in (0, count) or len(one.devices) > count for one in alternatives):
-        yield f"its explanation has splits for another number of devices; expected {count}"
+        yield f"its explanation has a split that is not for {count} devices"
     named = {label for one in alternatives for label in one.devices}
-    named |= {one.device for one in (*told.bounds, told.more_memory) if one is not None and one.device is not None}
-    strangers = named - {device.label for device in plan.devices}
-    if strangers:
-        yield f"its explanation names {min(strangers)!r:.40}; expected its devices only"
-    if not all(one.devices for one in told.alone):
-        yield "its explanation has an alternative without a device; expected one in each"
+    bounds = (*explanation.bounds, explanation.more_memory)
+    named |= {one.device for one in bounds if one is not None and one.device is not None}
+    unknown = named - {device.label for device in plan.devices}
+    if unknown:
+        yield f"its explanation names {min(unknown)!r:.40}, which is not one of its devices"
+    if not all(one.devices for one in explanation.alone):
+        yield "its explanation has an alternative without a device"
 
 
 def _is_deeper(value: object, levels: int) -> bool:
@@ -144,4 +145,4 @@ def unfit_number(value: object, name: str = "the plan") -> str | None:
         least = -LARGEST if name == "fixed_bytes" else 0
         wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
         return f"{name} is {value!r:.40}" if wrong else None
-    return next((said for said in (unfit_number(item, called) for item, called in parts) if said is not None), None)
+    return next((text for text in (unfit_number(item, called) for item, called in parts) if text is not None), None)

@@ -485,7 +485,7 @@ def test_an_output_is_where_it_was_asked_for_though_the_workload_went_elsewhere(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_is_no_file_is_not_read(script, fails):
     """/dev/full yields zeros forever, and was read until memory was full."""
-    assert "--output /dev/full is neither a new file nor a plan" in fails("tune", script(), "--output", "/dev/full")[0]
+    assert "--output /dev/full is not a regular file" in fails("tune", script(), "--output", "/dev/full")[0]
 
 
 def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
@@ -865,7 +865,7 @@ def test_show_without_any_profile(capsys, fails):
     [
         ("ab", "2 plans begin with 'ab': "),
         ("ef", "There is no plan 'ef'. The newest keys are: "),
-        ("plan.json", "Check the path."),
+        ("plan.json", "Check the path, or pass a key"),
         ("m1.py:work", "m1.py:work is a Python file, not a plan. Make a plan with autosplit tune m1.py:work."),
         ("", "''"),
     ],

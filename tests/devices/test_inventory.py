@@ -132,7 +132,7 @@ def test_a_gpu_that_nvml_does_not_know(machine):
     machine(FakeCuda([FakeCard(uuid="x", bus=1)]), FakeNvml([FakeCard(uuid="y", bus=2)]))
     reports, notes = survey_devices()
     assert [(r.logical_index, r.physical_index) for r in reports] == [(0, None), (None, 0)]
-    assert any("NVML knows no GPU" in note for note in reports[0].notes)
+    assert any("NVML lists no GPU" in note for note in reports[0].notes)
     assert any("cuda:0 is an unknown GPU" in note for note in notes)
 
 
@@ -215,7 +215,7 @@ def test_cuda_alone(machine, monkeypatch):
     (report,), notes = survey_devices()
     assert (report.logical_index, report.physical_index, report.used_by_others_bytes) == (0, None, GIB)
     assert report.temperature_c is None
-    assert notes == ("no NVML", "CUDA_VISIBLE_DEVICES='3': 1 visible, their physical numbers are unknown without NVML")
+    assert notes == ("no NVML", "CUDA_VISIBLE_DEVICES='3': 1 visible. Their physical numbers are unknown without NVML.")
 
 
 def test_a_lost_gpu_does_not_hide_the_others(machine):

@@ -93,7 +93,7 @@ class TestProblems:
 
     def test_a_copy_that_arrives_wrong_is_a_problem_and_ends_nothing(self, monkeypatch):
         def broken(_devices: object) -> None:
-            raise DeviceError("a known tensor copied from a to b arrived as zeros; turn off the IOMMU")
+            raise DeviceError("A known tensor that was copied from a to b arrived as zeros. Turn off the IOMMU.")
 
         monkeypatch.setattr(doctor, "check_links", broken)
         problems: list = []

@@ -198,7 +198,7 @@ class TestCommand:
         assert main(["report", "plan.json", "-o", "page.html"]) == 0
         assert Path("page.html").is_file()
         out = capsys.readouterr()
-        assert (out.out, out.err) == ("", "the report is in page.html\n")
+        assert (out.out, out.err) == ("", "wrote page.html\n")
 
     def test_quiet_says_nothing(self, capsys):
         assert main(["report", "plan.json", "--quiet"]) == 0

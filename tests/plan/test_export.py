@@ -206,7 +206,7 @@ def test_ranks_whose_ceilings_have_nothing_in_common():
 @pytest.mark.parametrize("to", [one for one in FORMATS if one != "torchrun"])
 def test_a_simulated_plan_says_so(to):
     found = even_plan("sim").export(to)
-    assert found.notes[0].startswith("The plan is simulated for GPUs that are not here (card 0, card 1).")
+    assert found.notes[0].startswith("The plan is for simulated GPUs (card 0, card 1).")
 
 
 def test_torchrun_starts_nothing_for_simulated_cards():
@@ -465,10 +465,10 @@ def test_the_newest_profile_is_the_default(capsys):
     [
         (
             ["export", "PLAN"],
-            "--to is missing: expected one of transformers, accelerate, lightning, torchrun, env, json",
+            "--to is missing. Choose one of transformers, accelerate, lightning, torchrun, env, json",
         ),
-        (["export", "PLAN", "--to", "jax"], "--to 'jax': expected one of transformers"),
-        (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder; expected a new file"),
+        (["export", "PLAN", "--to", "jax"], "--to 'jax' is not an export format. Choose one of transformers"),
+        (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder, not a file"),
         (["export", "PLAN", "--to", "env", "-o", "FOLDER/no/x"], "can't be written (No such file or directory)"),
         (["export", "none.json", "--to", "env"], "none.json can't be read"),
         (["export", "--to", "env"], "No plan is saved as a profile"),

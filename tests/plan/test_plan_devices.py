@@ -41,4 +41,4 @@ def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
 def test_a_plan_in_one_line_says_where_splitting_changes_the_training():
     same, other = (Check("gradient", 0.1 * depends, None, depends) for depends in (False, True))
     assert "splitting" not in str(replace(make_plan(), checks=(same,)))
-    assert str(replace(make_plan(), checks=(same, other))).endswith("; splitting changes the training: see plan.checks")
+    assert str(replace(make_plan(), checks=(same, other))).endswith(". Splitting changes the training, see plan.checks")

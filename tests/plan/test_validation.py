@@ -47,23 +47,23 @@ def test_a_sound_plan():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (with_device(share=7), "a device's share is 7; expected the split's 100"),
-        (with_device(memory_bytes=10), "a device's capacity is .*; expected at most its 10"),
+        (with_device(share=7), "a device's share is 7, but the split has 100"),
+        (with_device(memory_bytes=10), "a device's capacity is .* bytes, more than its memory of 10"),
         (replace(PLAN, even_samples_per_s=0.0), r"`float` > 0.0 - at `\$.even_samples_per_s`"),
         (replace(PLAN, batch_dim=64), r"`int` <= 63 - at `\$.batch_dim`"),
         (replace(PLAN, machine=nested(DEEPEST)), "machine is nested over"),
         (replace(PLAN, workload=nested(100_000)), "workload is nested over"),
         (replace(PLAN, ddp=replace(PLAN.ddp, samples_per_s=0.0)), "ddp.samples_per_s is 0.0"),
         (with_rank(accumulation_steps=0), r"`int` >= 1 - at `\$.ddp.ranks\[0\].accumulation_steps`"),
-        (with_rank(batch_size=201), "a rank has 201 samples; expected at most its ceiling, 200"),
+        (with_rank(batch_size=201), "a rank has 201 samples, more than its ceiling of 200"),
         (
             replace(PLAN, ddp=replace(PLAN.ddp, ranks=tuple(replace(r, batch_size=0) for r in PLAN.ddp.ranks))),
             "no rank",
         ),
-        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (2,), 1.0),)), "a trial has 1 shares and 0 peaks; expected 2 of each"),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (2,), 1.0),)), "a trial has 1 shares and 0 peaks for 2 devices"),
         (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), 1.0, 0.0, (5,)),)), "a trial has 2 shares and 1 peaks"),
-        (replace(PLAN, trials=(Trial(0, 1, 9, 1, (1, 1), 1.0),)), "batch_size is 9; expected its split's sum, 2"),
-        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1)),)), "neither a throughput nor a failure"),
+        (replace(PLAN, trials=(Trial(0, 1, 9, 1, (1, 1), 1.0),)), "batch_size is 9, but its split adds up to 2"),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1)),)), "either a throughput or a failure"),
         (
             replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), 0.0),)),
             r"at `\$.trials\[0\].samples_per_s`",
@@ -73,9 +73,9 @@ def test_a_sound_plan():
             "failed on device 2",
         ),
         (with_times(contention=0.0), r"`float` > 0.0 - at `\$.fit.step_time.contention`"),
-        (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries; expected 2"),
-        (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries; expected 2"),
-        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual has another number"),
+        (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries, but there are 2 devices"),
+        (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries, but there are 2 devices"),
+        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is not for 2 devices"),
         (made_plan((1, 1), effective=4 * MOST_FORWARDS), r"`int` <= 1048576 - at `\$.accumulation_steps`"),
         (made_plan((1,) * (MOST_DEVICES + 1)), rf"`array` of length <= {MOST_DEVICES} - at `.\.devices`"),
     ],
@@ -83,7 +83,6 @@ def test_a_sound_plan():
 def test_an_unsound_plan_is_refused(plan, message):
     with pytest.raises(PlanError, match=message) as caught:
         refuse(plan)
-    assert "expected" in str(caught.value).lower()
     assert "\n" not in str(caught.value)
 
 
@@ -107,10 +106,10 @@ def test_simulated_and_real_devices_do_not_mix():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("real_steps", LARGEST, r"real_steps is 4611686018427387904; expected a number from 0 to less than 2\^62"),
-        ("real_steps", -1, "real_steps is -1; expected"),
+        ("real_steps", LARGEST, r"real_steps is 4611686018427387904. Expected a number from 0 to less than 2\^62"),
+        ("real_steps", -1, "real_steps is -1. Expected"),
         ("real_steps", 10**400, "is not a plan"),
-        ("samples_per_s", 1e300, r"samples_per_s is 1e\+300; expected"),
+        ("samples_per_s", 1e300, r"samples_per_s is 1e\+300. Expected"),
     ],
 )
 def test_a_number_that_no_plan_has_is_refused(name, value, message):

@@ -105,7 +105,7 @@ def _confirm(count: int, folder: Path) -> None:
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise InputError(
-            f"Of {what}, nothing was removed, because the answer was not y. Answer y, or name the keys.",
+            f"The answer was not y, so nothing was removed. Answer y to remove {what}, or name the keys.",
             code="profiles-remove-declined",
         )
 
