@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_jobs import make_plan
 from raised import raises
 from torch import nn
 
 import autosplit
 from autosplit.cli.main import main
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import (
     ArgumentError,
     AutosplitError,
@@ -23,6 +25,8 @@ from autosplit.errors import (
     UserCodeError,
     WorkloadError,
 )
+from autosplit.profiles.key import machine_of
+from autosplit.profiles.store import store
 
 BATCH = torch.randn(8, 16), torch.randint(0, 4, (8,))
 LOSS = nn.CrossEntropyLoss()
@@ -143,6 +147,28 @@ def test_a_sum_is_passed_to_tune() -> None:
     plan = autosplit.tune(net(), BATCH, loss, loss_reduction="sum", **SMALL)
     assert plan.loss_reduction == "sum"
     assert not [check for check in plan.checks if check.depends]
+
+
+def test_a_plan_with_a_nan_loss_is_not_saved() -> None:
+    """The plan repeated the warning after the user had fixed the data."""
+    saves = {**SMALL, "profile": "auto"}
+    inputs, targets = BATCH
+    model = net()
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        plan = autosplit.tune(model, (inputs * float("nan"), targets), LOSS, **saves)
+    assert plan.path is None
+    assert "plan-not-saved" in {note.kind for note in plan.notes}
+    plan = autosplit.tune(model, BATCH, LOSS, **saves)
+    assert plan.path is not None
+    assert "gradient-not-finite" not in {note.kind for note in plan.notes}
+
+
+def test_a_ddp_script_without_launch_is_told_of_launch() -> None:
+    devices = parse_devices("cpu:1GiB,cpu:2GiB")
+    store("ab", make_plan((4, 4), machine=machine_of(devices), workload={"model": "Net"}))
+    with raises(PlanError, "launch-missing") as caught:
+        autosplit.ddp.setup().__enter__()
+    assert "autosplit launch SCRIPT" in str(caught.value)
 
 
 def test_a_loss_of_nan_warns() -> None:

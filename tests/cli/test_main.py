@@ -94,7 +94,7 @@ def fails(capsys):
         line, *frames = err.splitlines()
         assert line.startswith("error: ")
         assert all(frame.startswith("  ") for frame in frames)
-        assert code == 5 or not frames
+        assert code == 5 or all(frame.startswith("    ") for frame in frames)
         return line, frames
 
     return run
@@ -460,7 +460,10 @@ def test_a_missing_file_names_the_nearest(fails, monkeypatch):
 
 
 def test_a_file_without_a_workload(script, fails):
-    assert "train.py has no 'workload'. Expected" in fails("tune", script("x = 1"), *SIM)[0]
+    """The lines to paste were printed in one line, which is no Python."""
+    line, code = fails("tune", script("x = 1"), *SIM)
+    assert "train.py has no 'workload'. Expected" in line
+    assert code == ["    import autosplit", "    workload = autosplit.Workload(model, (inputs, targets), loss_fn)"]
 
 
 def test_an_output_that_cant_be_written_still_shows_the_plan(script, tuned, capsys):
@@ -557,6 +560,38 @@ net = nn.Sequential(*layers)
 batch = torch.randn(8, 3, 16, 16), torch.randint(4, (8,))
 workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW)
 """
+
+
+WITH_WORKERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import autosplit
+
+class Images(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.zeros(3)
+
+def collate(rows):
+    return torch.stack(rows)
+
+def loss(model, batch):
+    return model(batch).mean()
+
+def workload():
+    loader = DataLoader(Images(), batch_size=4, num_workers=1, collate_fn=collate)
+    return autosplit.Workload(torch.nn.Linear(3, 1), next(iter(loader)), compute_loss=loss)
+"""
+
+
+@pytest.mark.slow
+def test_a_workload_with_loader_workers_runs_isolated(script, capsys):
+    """The isolated process is spawned, and the workers that it spawned could not import the user's file."""
+    options = ["--devices", "cpu:1MiB", "--n-trials", "1", "--max-batch-size", "8", "--profile", "off", "--isolate"]
+    assert main(["tune", script(WITH_WORKERS), *options]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

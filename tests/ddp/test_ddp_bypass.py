@@ -13,6 +13,7 @@ from ranks import found_by, job_of
 from torch import Tensor, nn
 
 from autosplit import ddp
+from autosplit.ddp.context import UnwrappedWarning
 from autosplit.errors import InputError
 
 
@@ -83,12 +84,35 @@ def of_loader(sizes: list[int]) -> list[str]:
     return [str(warning.message) for warning in caught if warning.category is ddp.EffectiveBatchWarning]
 
 
+def unwrapped(how: str) -> list[str]:
+    """Train a model that ctx did not wrap, and return the warnings."""
+    with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan((2, 6), 8)) as ctx:
+        warnings.simplefilter("always")
+        model: Any = Net()
+        if how == "the user's DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        for step in ctx.steps(loader_of(ctx)):
+            for indices in step:
+                step.backward(model(INPUTS[indices], loss=True))
+    return [str(warning.message) for warning in caught if warning.category is UnwrappedWarning]
+
+
+def wrapped_by_plan() -> str:
+    try:
+        make_plan((2, 6), 8).wrap(Net())
+    except InputError as error:
+        return error.code or ""
+    return "nothing"
+
+
 BYPASSES = ("module.method()", "module()")
 LOADERS = {"too large": [10, 10, 10], "too small": [3, 3, 3], "fits": [4, 4, 4], "a smaller last one": [4, 4, 1]}
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"{name}, {steps}": lambda n=name, s=steps: trained(n, s) for name in LOSSES for steps in (8, 16)},
     "cut": lambda: trained("module.method()", 8, on_oom="cut"),
+    **{how: lambda how=how: unwrapped(how) for how in ("nothing", "the user's DDP")},
+    "plan.wrap": wrapped_by_plan,
     **{name: lambda sizes=sizes: of_loader(sizes) for name, sizes in LOADERS.items()},
 }
 
@@ -113,6 +137,19 @@ def test_a_forward_of_the_wrapper_is_no_error(ranks, name, effective):
 
 def test_with_cuts_autosplit_averages_the_gradients_itself(ranks):
     assert found_by(ranks, "cut") == ["", ""]
+
+
+def test_a_model_that_nothing_wraps_is_warned_of(ranks):
+    """Each rank trained a model of its own, silently."""
+    for found in found_by(ranks, "nothing"):
+        (text,) = found
+        assert "ctx.wrap(model) before the loop" in text
+    assert found_by(ranks, "the user's DDP") == [[], []]
+
+
+def test_plan_wrap_in_a_rank_is_an_error(ranks):
+    """Code for one process, started by launch, trained two models on all samples, silently."""
+    assert found_by(ranks, "plan.wrap") == ["wrap-in-several-processes"] * 2
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -100,7 +100,7 @@ class TestProblems:
         found = doctor._copy_of(CPU, CPU, problems)
         assert not found.arrives
         assert found.gb_per_s > 0
-        assert problems[0].problem.endswith("arrived as zeros; turn off the IOMMU")
+        assert problems[0].problem.endswith("arrived as zeros. Turn off the IOMMU.")
 
     def test_simulated_cards_are_refused(self):
         with raises(DeviceError, "devices-simulated"):
