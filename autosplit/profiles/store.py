@@ -102,11 +102,11 @@ def find(
         if plan is not None:
             _refuse_foreign(plan, machine, workload, request)
     except _SpoiledError as error:
-        note = Note("profile-ignored", f"The profile {path} was ignored: {error}. {_put_aside(path)}.")
+        note = Note("profile-ignored", f"The profile {path} was ignored: {str(error).rstrip('.')}. {_put_aside(path)}.")
         return Found(None, path, (note,))
     except ProfileError as error:
         by_system = isinstance(error.__cause__, OSError)
-        note = Note("profile-ignored", f"The profile {path} was ignored: {error}.")
+        note = Note("profile-ignored", f"The profile {path} was ignored: {str(error).rstrip('.')}.")
         return Found(None, path, (note,), unreadable=by_system)
     return Found(plan, path)
 

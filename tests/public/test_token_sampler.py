@@ -240,6 +240,6 @@ def test_what_it_can_not_do_is_refused():
 
 def test_points_that_are_out_of_order_are_no_plan():
     wrong = {**LENGTH_PLAN, "points": POINTS[::-1]}
-    with pytest.raises(PlanError, match="expected points of falling length"):
+    with pytest.raises(PlanError, match="Expected points of falling length"):
         Plan.from_json(json.dumps({**make_plan((4,)).to_dict(), "lengths": wrong}))
     assert Plan.from_json(a_plan().to_json()) == a_plan()
