@@ -92,7 +92,12 @@ def _own_share(module: Any, device: torch.device) -> float:
 
 def checked_module(module: Any) -> nn.Module:
     """Return a module unchanged, or raise InputError if it is not a module."""
-    if isinstance(module, type) or not hasattr(module, "named_parameters"):
+    if isinstance(module, type):
+        raise InputError(
+            f"model is the class {module.__name__}. Expected an instance. Pass {module.__name__}(...).",
+            code="model-is-class",
+        )
+    if not hasattr(module, "named_parameters"):
         raise InputError(
             f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If there are several, "
             "pass each one separately.",

@@ -201,9 +201,22 @@ def loader_around(
         found: The fastest settings that were measured. They replace the settings of the DataLoader.
         options: Arguments of a DataLoader from the user. They replace all others.
     """
+    taken = [name for name in ("batch_size", "sampler", "batch_sampler") if name in options]
+    if taken:
+        raise InputError(
+            f"{taken[0]}={options[taken[0]]!r} was passed to loader(). Expected none, because the plan makes the "
+            "batches. Leave it out. To train with another batch size, tune with effective_batch_size=.",
+            code="loader-batches-given",
+        )
     parts = LoaderParts(data, False, False, {})
     if isinstance(data, DataLoader):
         parts = parts_of(data, seed)
+    elif isinstance(data, (tuple, dict)) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise InputError(
+            f"loader() got a {type(data).__name__}. Expected a DataLoader, or a data set with __getitem__ and __len__. "
+            "Pass the DataLoader itself, not its iterator or a batch. plan.steps takes any iterable of batches.",
+            code="loader-data",
+        )
     settings = {**parts.settings, **found}
     if options.get("num_workers") == 0:  # torch refuses settings of workers if there are none
         settings = {name: settings[name] for name in settings if name not in ("prefetch_factor", "persistent_workers")}

@@ -312,7 +312,7 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
             f"By its trace the smallest step takes {needed_bytes} bytes, and {capacity_bytes} are allowed. "
             f"{'Run one step by itself to see why.' if lost else 'Raise time_limit_s.'}"
         )
-    needs = f"it needs {needed_bytes} bytes ({size_text(needed_bytes)})"
+    needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
         needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
     return (

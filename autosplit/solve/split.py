@@ -70,7 +70,12 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     if ceilings is None:
         return tuple(_largest_remainder(batch_size, weights))
     limits = limits_of("ceilings", ceilings, len(weights))
-    require_room(batch_size, limits, "ceilings", ", or evaluate under torch.no_grad(), where no ceiling applies")
+    require_room(
+        batch_size,
+        limits,
+        "ceilings",
+        "Load batches of the plan's size with plan.loader(loader). Ceilings do not apply under torch.no_grad().",
+    )
     return _fill(batch_size, weights, limits)
 
 
@@ -221,13 +226,12 @@ def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = 
     return limits
 
 
-def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str = "") -> None:
+def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str = "Lower the batch.") -> None:
     """Raise InputError if a batch is larger than the sum of all limits."""
     room = sum(limits)
     if room < batch_size:
         raise InputError(
-            f"batch_size is {batch_size}, but the {name} {as_text(limits)} allow at most {room}. Lower the batch or "
-            f"raise the {name}{advice}.",
+            f"batch_size is {batch_size}, but the {name} {as_text(limits)} allow at most {room}. {advice}",
             code="batch-above-limits",
         )
 

@@ -256,10 +256,16 @@ class Workload:
             if not isinstance(self.model, nn.Module) and (self.step is None or not are_modules):
                 raise WorkloadError(
                     f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}. "
-                    "Expected several nn.Modules only together with step=. Pass one model, or a step.",
+                    "Expected the model first, then the sample batch. Several nn.Modules need step=.",
                     code="models-type",
                 )
             return models
+        if isinstance(self.model, torch.Tensor):
+            raise WorkloadError(
+                f"model is a tensor of shape {tuple(self.model.shape)}. Expected the model first, then the sample "
+                "batch. Swap the arguments.",
+                code="model-is-tensor",
+            )
         if not callable(self.model):
             raise WorkloadError(
                 f"model is {self.model!r:.80}. Expected an nn.Module, or a function that returns one. "

@@ -98,3 +98,18 @@ def test_what_a_plan_cannot_divide_is_refused_with_the_next_step(plan, loader, c
     assert caught.value.code == code
     assert named in str(caught.value)
     assert "plan.steps" in str(caught.value) or code == "loader-without-batch-size"
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "code", "named"),
+    [
+        (iter([1, 2]), {}, "loader-data", "list_iterator"),
+        ((torch.zeros(4, 2), torch.zeros(4)), {}, "loader-data", "tuple"),
+        (DATA, {"batch_size": 10}, "loader-batches-given", "batch_size=10"),
+    ],
+)
+def test_mistakes_name_the_next_step(plan, data, options, code, named):
+    with pytest.raises(InputError) as caught:
+        plan.loader(data, **options)
+    assert caught.value.code == code
+    assert named in str(caught.value)

@@ -43,5 +43,5 @@ def test_a_wrapped_model_is_refused():
 def test_what_is_no_model_is_refused():
     with raises(InputError, "model-type", "None"):
         make_plan((4, 2)).wrap(None)
-    with raises(InputError, "model-type"):
+    with raises(InputError, "model-is-class", "Pass Linear(...)"):
         make_plan((4, 2)).wrap(nn.Linear)

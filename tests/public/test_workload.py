@@ -211,7 +211,7 @@ LINEAR = nn.Linear(2, 2)
         ({"model": nn.Linear}, r"model is the class Linear, .*'in_features'\)"),
         ({"model": 3}, "model is 3"),
         ({"model": None}, "model is None"),
-        ({"model": [LINEAR, LINEAR]}, "Expected several nn.Modules only together with step="),
+        ({"model": [LINEAR, LINEAR]}, "Several nn.Modules need step="),
         ({"model": [], "step": len}, r"model is a list of \[\]"),
         ({"model": {"a": 3}, "step": len}, r"model is a dict of \['int'\]"),
         ({"loss_fn": len}, r"the sample batch is a Tensor"),

@@ -367,7 +367,7 @@ ONE = linear(1, 1)
         ),
         (
             lambda: splits.proportional_split(9, (2, 2), (4, 3)),
-            "evaluate under torch.no_grad(), where no ceiling applies",
+            "Ceilings do not apply under torch.no_grad()",
         ),
         (lambda: splits.cap_split((2, False), (4, 4)), "sizes[1] is False"),
         (lambda: fastest_split.fastest_split(4, [], []), "times is empty"),
