@@ -78,12 +78,12 @@ def schema() -> dict[str, Any]:
         "commands": {command: by_type[answer] for command, answer in {**ANSWERS, **FILES}.items()},
         "$defs": definitions,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(made))  # as it is read again
+    plain: dict[str, Any] = json.loads(json.dumps(made))  # as a reader parses it
     return plain
 
 
 def described(one: type) -> dict[str, str]:
-    """Return what a dataclass says of its fields, and what those that it stands on say of theirs."""
+    """Return the descriptions of a dataclass's fields, with those of its base classes."""
     found: dict[str, str] = {}
     for base in reversed(one.__mro__):
         document = inspect.cleandoc(base.__dict__.get("__doc__") or "")
@@ -155,7 +155,7 @@ def _help(*command: str) -> str:
 
 
 def with_scripts(text: str) -> str:
-    """Return a page with each example that it shows as it stands: behind `<!-- examples/NAME.py -->`."""
+    """Return a page with the text of each example after `<!-- examples/NAME.py -->`."""
 
     def shown(found: re.Match[str]) -> str:
         return f"{found[1]}{(FOLDER.parent / found[2]).read_text(encoding='utf-8')}```"

@@ -1,9 +1,9 @@
-"""Runs examples/tune_and_train.ipynb, keeps what it shows in it, and writes docs/notebook.md of it.
+"""Run examples/tune_and_train.ipynb, store its outputs in it, and write docs/notebook.md from it.
 
     python docs/notebook.py
 
-It takes nbclient and ipykernel (the extra dev), and a minute. A test holds the page against the notebook, and another
-runs the notebook anew.
+This needs nbclient and ipykernel (the extra dev) and takes a minute. One test compares the page with the notebook, and
+another runs the notebook again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def executed(path: Path) -> Any:
         cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
         for one in cell.outputs:
             if len(one.get("data", ())) > 1:
-                one.data.pop("text/plain", None)  # beside a table or a picture
+                one.data.pop("text/plain", None)  # the table or the picture is enough
     return book
 
 

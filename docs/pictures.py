@@ -28,7 +28,7 @@ PICTURES = {
     ("sim:1xRTX4090+1xRTX3060", 16384): {"devices": "split", "rates": "gain"},
     ("sim:1xRTX3090@1GiB+1xRTX2080Ti@512MiB", 1024): {"line0": "ceiling", "landscape": "landscape", "trials": "search"},
 }
-"""The charts of the report that are pictures of their own, by the devices and the effective batch size of the plan."""
+"""The charts of the report that become pictures, by the devices and the effective batch size of the plan."""
 
 KINDS = {
     "parameters": "parameters",

@@ -15,7 +15,7 @@ def to_device(batch: Any, device: torch.device | str | int) -> Any:
 
     Args:
         batch: A tensor, or lists, tuples, dicts and dataclasses of them. Objects with a `to` method, such as the
-            batches of transformers and PyG, are moved by it. Other values, such as texts, stay as they are.
+            batches of transformers and PyG, are moved by it. Other values, such as texts, are unchanged.
         device: The device. Copies from pinned memory to CUDA devices run asynchronously.
     """
     target = torch.device(device)

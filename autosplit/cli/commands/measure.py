@@ -71,7 +71,7 @@ def _print(found: MeasuredStep, console: Console) -> None:
         ("batch_size", f"{sum(found.split)}"),
         ("accumulation_steps", f"{found.accumulation_steps}"),
         ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
-        ("optimizer step", f"{ms_text(found.step_s)}{spread}, of which {ms_text(found.update_s)} are the update"),
+        ("optimizer step", f"{ms_text(found.step_s)}{spread}, {ms_text(found.update_s)} for the update"),
         *([("GPU rates", rates_text(found.devices, found.rates))] if found.rates else []),
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
