@@ -44,7 +44,9 @@ def dependence_line(checks: Sequence[Check]) -> str:
     causes = [check for check in found if check.subject != "gradient"]
     gradient = [check for check in found if check.subject == "gradient"]
     texts = [_most_text(alike) for alike in (causes, gradient) if alike]
-    return f"changed by splitting: {'; '.join(texts)} (--details)"
+    is_corrected = bool(causes) and all(check.count and not check.split_error for check in causes)
+    hint = "show --code prints a loop that corrects it" if is_corrected else "--details"
+    return f"changed by splitting: {'; '.join(texts)} ({hint})"
 
 
 def _most_text(checks: Sequence[Check]) -> str:

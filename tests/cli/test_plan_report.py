@@ -267,6 +267,15 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     assert "\nnotes\n" not in short(made_plan())
 
 
+def test_a_loss_that_the_printed_loop_corrects_names_the_loop():
+    """The report said only that the loss changed, although the printed code had the right count."""
+    count = "int((batch[1] != -100).sum())"
+    text = short(made_plan(checks=(Check("loss", 0.0, 0.19, depends=True, advice="count", count=count),)))
+    assert "changed by splitting: loss, up to 19% (show --code prints a loop that corrects it)" in " ".join(text.split())
+    both = short(made_plan(checks=(Check("loss", 0.1, 0.19, depends=True, advice="count", count=count),)))
+    assert "up to 19% (--details)" in " ".join(both.split())
+
+
 @pytest.mark.parametrize("lengths", [(75, 145), (145, 75), (75, 220), (220, 75), (75, 75, 75), (75, 75, 75, 75)])
 def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
     """Three notes of any length were allowed. On a busy machine, three notes took 25 lines."""
