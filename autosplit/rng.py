@@ -39,7 +39,7 @@ class ExtremeDraws:
         self.number = LOWEST if self.number == HIGHEST else HIGHEST
 
     def draw(self) -> float | None:
-        """Return the number, or None after too many draws in this step. The caller then draws at random."""
+        """Return the extreme number, or None after `MOST_DRAWS` draws. The caller then draws a random number."""
         self.count += 1
         return self.number if self.count <= MOST_DRAWS else None
 

@@ -45,7 +45,7 @@ def plain_table(*headings: str, figures: Container[str] = ()) -> Table:
 
 
 def add_row(table: Table, *cells: str | Text) -> None:
-    """Add cells as plain text: brackets are no markup, and control characters are escaped.
+    """Add cells as plain text. Brackets are not markup, and control characters are escaped.
 
     Percentages are printed as ``50%``, because rich would break the line between a number and ``%``.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch(Command):
-    """A command that replaces this process. `description` is a text on its plan."""
+    """A command that replaces this process. `description` describes its plan."""
 
     description: str = ""
 

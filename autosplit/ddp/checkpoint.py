@@ -331,7 +331,7 @@ def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) 
 def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
     """Return the whole state of the parts on rank 0 and {} on the others, or the reason of a failure."""
     states, reason = _tried(lambda: {name: state_of(part) for name, part in parts.items()}, {})
-    # Compare the order of the collectives. A rank with other shards would wait forever.
+    # Check that all ranks have the same shards in the same order. Otherwise the collectives would wait forever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
     everyones = told_by_all((reason, shards))
     for other, (text, theirs) in enumerate(everyones):

@@ -209,7 +209,7 @@ def _time_workers(
 
 
 def worker_counts(most: int) -> list[int]:
-    """Return 0, 1 and its doublings up to `most`, with `most` itself as the last."""
+    """Return the worker counts to time: 0, the powers of two below `most`, and `most`."""
     return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), most]
 
 

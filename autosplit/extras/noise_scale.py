@@ -157,7 +157,7 @@ class StepNorms(StepListener):
 
     @contextmanager
     def recorded(self, scaled: Tensor, size: float, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
-        """Record the norm of a micro-batch's mean gradient. The backward inside starts at the scaled loss `scaled`."""
+        """Record the norm of a micro-batch's mean gradient. Run the backward of the loss `scaled` in this context."""
         graph = AddedGradients(scaled)
         if graph.hides:
             raise InputError(

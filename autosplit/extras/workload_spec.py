@@ -56,7 +56,8 @@ def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
 
     scheme, _, name = spec.partition(":")
     if scheme == "hf":  # an absolute path is valid in any folder
-        # The shell expands no ~ after a colon. Path.expanduser raises for unknown users, os.path.expanduser does not.
+        # The shell does not expand ~ after a colon. Use os.path.expanduser, because Path.expanduser raises for unknown
+        # users.
         home = os.path.expanduser(name)  # noqa: PTH111
         spec = f"hf:{Path(home).absolute()}"
     model_by_name(spec, **options)

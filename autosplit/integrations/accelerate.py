@@ -309,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler, so that it steps once per optimizer step. accelerate's steps once per process."""
+        """Prepare a scheduler so that it steps once per optimizer step. accelerate would step it once per process."""
         if self.share is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared = AcceleratedScheduler(

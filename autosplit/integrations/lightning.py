@@ -330,7 +330,7 @@ class Shares(lightning.pytorch.Callback):
         self.on_train_batch_end()
 
     def on_fit_end(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Remove the cuts from the module."""
+        """Stop cutting the module's micro-batches that run out of memory."""
         del trainer
         if self._cut is not None:
             pl_module.autosplit_cuts = None

@@ -162,9 +162,9 @@ class Share:
         return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
-        """Raise an error if the library has other processes or another device than the plan.
+        """Raise an error if the library's number of processes or its device differs from the plan's.
 
-        With another number of processes, each process would train a separate model.
+        With a different number of processes, each process would train a separate model.
 
         Raises:
             PlanError: The numbers of processes differ.

@@ -101,7 +101,7 @@ def weights_of(
 
 def _by_samples(sizes: Sequence[int]) -> list[float]:
     total = sum(sizes)
-    return [size / total if total else 1.0 for size in sizes]  # only one replica runs an empty batch
+    return [size / total if total else 1.0 for size in sizes]  # an empty batch runs on a single replica
 
 
 def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:

@@ -70,19 +70,19 @@ class OptimizerStep:
     DDP job, the weight is multiplied by `num_ranks`, because DDP averages the gradients of the ranks.
 
     Args:
-        sizes: The count of each micro-batch: its samples, or another divisor of its mean loss.
-        num_samples: The count of the whole step, over all ranks. Default: the sum of `sizes`.
+        sizes: The divisor of each micro-batch's mean loss, usually its number of samples.
+        num_samples: The sum of these divisors over the whole step and all ranks. Default: the sum of `sizes`.
         num_ranks: The number of ranks whose gradients are averaged in the step's last backward.
         samples: This rank's samples of each micro-batch, if `sizes` count something else. A rank with 0 samples runs
             samples of another rank.
         splits: See `StepSchedule.splits`.
 
     Attributes:
-        listeners: Follow the step, in this order.
+        listeners: Objects whose methods the step calls for each micro-batch, in the order of this list.
         cuts: Cuts micro-batches that run out of memory in an `attempt`.
         noise_scale: The estimate that was passed to `steps`. It includes this step once the step's loop has ended.
         device: The device to which each micro-batch is moved. None to yield the batches as they are.
-        awaited: The update that should follow the last backward.
+        awaited: Detects whether the optimizer steps after the last backward.
     """
 
     def __init__(

@@ -120,8 +120,8 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     least = plan.region.least_share if plan.region is not None else 1 + normed
     most = sum(caps) if plan.max_batch_size is None else plan.max_batch_size
     region = Region.apart(caps, most, max(1, min(least, *ranks.sizes)))
-    # Without an effective batch size, the ceilings are for steps of one forward. They do not count gradients that wait
-    # for a second forward.
+    # Without an effective batch size, the ceilings are for steps of one forward. They leave no room for gradients that
+    # stay in memory during a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
     # A plan made by hand has no time model. Assume a fixed time per forward with which a step of the requested size is
     # worth up to twice the fewest forwards, see `WITHIN_REACH`.
@@ -132,7 +132,7 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
 
 
 def _lost(plan: PlanRecord, ranks: _Ranks, search: EvenProblem, even: EvenRanks) -> tuple[float, str]:
-    """Return the fraction of the samples/s that even ranks lose to the fastest option of the plan, and a text on it."""
+    """Compare equal batch sizes with the plan's fastest option. Return the lost fraction of samples/s, and a text."""
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
     problem = problem_with(plan, search.problem.fit, ranks.ceilings, None)
     rate = problem.rate(ranks.sizes, ranks.effective_batch_size)

@@ -61,7 +61,10 @@ def explanation_of(plan: PlanRecord) -> Explanation:
 
 
 def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> dict[str, Any]:
-    """Return the bounds, single devices and additional memory: simulated, or predicted for real devices and ranks."""
+    """Return `bounds`, `alone` and `more_memory` of an `Explanation`.
+
+    Use the changed machines that were simulated with the plan. If there are none, predict the changes from the fit.
+    """
     if plan.changes is not None:
         return _gains(plan.changes, base_of(plan), plan.samples_per_s, simulated=True)
     if problem is None or predicted is None or (plan.simulated and plan.region is not None):

@@ -184,16 +184,18 @@ class Explanation:
         samples_per_s: The plan's throughput without data loading. A data loader must be at least as fast.
         loader_samples_per_s: Throughput of the data loader; None if it was not measured.
         predicted_samples_per_s: The model's prediction for the plan; None if the plan has no fit.
-        bounds: Limits and costs of the plan, memory and sizes first, each group by gain. Empty if they are unknown,
-            because the plan has no fit, or nothing else was simulated.
+        bounds: Limits and costs of the plan. The limits by memory and sizes come first, then the costs, each group with
+            the largest gain first. Empty if the plan has no fit, or if it is simulated and no changed machine was
+            simulated.
         even: Prediction for the even split that fits with the fewest forwards; None if the plan is even, the devices
             share a CPU, there is one device, or the even split was measured.
         even_measured: The plan's batch size with an even split, if it was measured.
-        alone: Each kind of device alone, the fastest first; empty if the devices share a CPU.
+        alone: The throughput of each kind of device without the others, the fastest first; empty if the devices share
+            a CPU.
         more_memory: The throughput with 1 GiB more memory; None if memory limits no ceiling, or if there is no fit.
         fit: The model's errors; None if there is no trial to compare with.
-        fastest: ``"balanced"`` or ``"ddp"``; None if there is only one answer, or if the devices share a CPU.
-        ddp_samples_per_s: Throughput of DDP; 0 if it has no answer.
+        fastest: ``"balanced"`` or ``"ddp"``; None if only one of them is possible, or if the devices share a CPU.
+        ddp_samples_per_s: Throughput of DDP; 0 if DDP is not possible.
         ddp_measured: Whether the throughput of DDP was measured, rather than predicted.
         shares_processor: Whether the devices share one CPU. Then no gain over an even split or one device is claimed.
         simulated: Whether measured values were simulated.
@@ -202,8 +204,8 @@ class Explanation:
         fits: Memory that is left for saving, loading and evaluating; None if it was not requested.
         knee: Why the batch is not larger; None if an effective batch size was requested, or if no larger batch is
             faster.
-        attention: The back ends of attention that torch chooses, each with its devices. Empty if that is unknown, or if
-            the model calls no attention.
+        attention: The attention back ends that torch chooses, and for each the devices that use it. Empty if they are
+            unknown, or if the model does not call `scaled_dot_product_attention`.
         effective_batch_size: Samples per optimizer step, for advice on the learning rate.
     """
 

@@ -13,7 +13,7 @@ from autosplit.text import printable
 
 
 class OtherModelWarning(UserWarning):
-    """The model has another number of parameters than the model of the plan."""
+    """The model does not have the same number of parameters as the model of the plan."""
 
 
 def parameters_in(model: Any) -> int | None:
@@ -25,7 +25,7 @@ def parameters_in(model: Any) -> int | None:
 
 
 def refuse_wrapped(model: Any) -> None:
-    """Raise InputError if the model is no module, or is wrapped already.
+    """Raise InputError if the model is not a module, or is already wrapped.
 
     A second wrapper would split each part again.
     """

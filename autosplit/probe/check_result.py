@@ -82,7 +82,7 @@ def changed(checks: Iterable[Check]) -> list[Check]:
 
 
 def error_text(error: float | None) -> str:
-    """Format a relative difference: such as ``2e-16`` or ``not checked``, with percent for large ones."""
+    """Format a relative difference, as ``2e-16`` or, if it is large, in percent. None gives ``not checked``."""
     if error is None:
         return "not checked"
     if error == 0:

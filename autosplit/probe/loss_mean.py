@@ -152,7 +152,7 @@ def _has_lists(tree: Any, size: int) -> bool:
 
 
 class _UnexaminedError(Exception):
-    """The samples are not suited to find the rule. The message has the reason."""
+    """The rule of a loss cannot be found with these samples. The message has the reason."""
 
 
 def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:

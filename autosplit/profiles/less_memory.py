@@ -188,7 +188,7 @@ def _with_ranks(
 
 
 def _of_ranks(plan: Plan, lack: Lack) -> Plan | None:
-    """Return the plan with DDP's answer as its own."""
+    """Return the plan with its DDP settings as the main settings, or None if it has no ranks."""
     ranks = plan.ddp.ranks
     if not ranks:
         return None

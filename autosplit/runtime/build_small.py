@@ -68,7 +68,7 @@ def settings_kept_on_failure() -> Iterator[None]:
 
 
 class _Bound(TorchFunctionMode):
-    """Count the bytes of tensors that torch functions return. `passed` is True after too many, or on another device."""
+    """Raise TooLarge if tensors take more than `most_bytes`, or are not on the CPU. `passed` is then True."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__()

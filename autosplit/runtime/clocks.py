@@ -41,7 +41,7 @@ class Clocks:
         self.busy_s = [0.0] * len(self.specs)
         self._host_s = [0.0] * len(self.specs)
         self._links_s = [0.0] * len(self.specs)  # when each device's link to the first device is free
-        self._arrived_s = [0.0] * len(self.specs)  # when each device has all data sent over the links
+        self._arrived_s = [0.0] * len(self.specs)  # when each device's copies over the links end
         self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
 
     def foresee(self, card: int, works: Iterator[Work]) -> None:

@@ -93,7 +93,7 @@ class CudaFunctions(TorchFunctionMode):
             return func(*args, **(kwargs | {"dtype": torch.float32}))
 
     def again(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with this mode active, from a replacement function."""
+        """Call a function from a replacement, with this mode active. torch disables a mode while its handler runs."""
         with self:
             return func(*args, **kwargs)
 

@@ -72,7 +72,8 @@ def fake_into(
 ) -> None:
     """Put fakes of all tensors into deepcopy's memo, so deepcopy uses them as the copies."""
     tensors = [t for module in models.modules for t in (*module.parameters(), *module.buffers())]
-    # The model may read single numbers in its attributes, so these stay real. An average of its weights is not read.
+    # The model may read the values of one-element tensors in its attributes, so these stay real. Assume
+    # that it does not read larger tensors, such as an average of its weights.
     tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
     state = [(optimizer, [*tensors_of(list(optimizer.state.values()))]) for optimizer in optimizers]
     tensors += [tensor for _, held in state for tensor in held]

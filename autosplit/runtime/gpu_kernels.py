@@ -23,7 +23,10 @@ class GpuKernels:
 
     @classmethod
     def of(cls, capability: str) -> GpuKernels:
-        """Return the kernels of a GPU with a compute capability ("8.9"). GPUs that run the same kernels are equal."""
+        """Return the kernels for a compute capability, such as "8.9".
+
+        Capabilities with the same kernels give equal objects.
+        """
         major, minor = map(int, capability.split("."))
         own = 10 * major + minor
         return cls(max((one for one in _GENERATIONS if one <= own), default=_GENERATIONS[0]))

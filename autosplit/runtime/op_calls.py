@@ -47,7 +47,7 @@ def odd_split(split: Sequence[int]) -> tuple[int, ...]:
 
 
 def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
-    """Return a function that converts a dimension, or a number of bytes, from the odd split to another split."""
+    """Return a function that converts a dimension or a number of bytes to another split. See Note [Odd splits]."""
     pairs = [(b, a) for b, a in ((sum(before), sum(after)), *zip(before, after, strict=True)) if b > 1]
 
     @functools.cache

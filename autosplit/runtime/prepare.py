@@ -263,7 +263,7 @@ def follow(
         if other == described:
             return followed
     own = ExitStack()
-    with own:  # return a borrowed model before the next machine's workload is described
+    with own:  # if this fails, restore the user's model before the next machine is simulated
         followed = _follow(built, devices, own, isolated)
         (shared[0] if followed.tracer.fake else closing).push(own.pop_all())
     if followed.tracer.fake:

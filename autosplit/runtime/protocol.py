@@ -20,8 +20,8 @@ class StepShape:
         arrangement: How the devices share the work. For ``rank`` and ``eval``, exactly one device has samples.
         num_ranks: DDP processes in the job, for ``rank``. With more than one, DDP keeps gradient buckets.
         accumulates: Whether gradients of earlier micro-steps are in memory throughout the step.
-        updates: Whether the optimizer runs and has its state. Without it, the step is that of a replica.
-        compiled: Whether the model that the user compiled runs, on the first device only. Real devices only.
+        updates: Whether the optimizer runs and has state. A replica's step has no update.
+        compiled: Whether the first device runs the model that the user compiled. Only on real devices.
     """
 
     splits: tuple[tuple[int, ...], ...]

@@ -86,7 +86,7 @@ def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any,
 
 
 def _ctc_made(width: int, log_probs: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Return each sample's loss and the table for the backward, as CUDA's own kernel allocates them.
+    """Allocate each sample's loss and the table for the backward, as torch's own CUDA kernel does.
 
     torch uses this kernel unless targets and lengths are int32 (aten/src/ATen/native/cuda/LossCTC.cu).
     """

@@ -122,8 +122,8 @@ def run_placed(
                     for wrapper in models.modules if any(shape.splits[0][1:]) else ():
                         assert isinstance(wrapper, BalancedDataParallel)
                         wrapper.hold_gradients(shape.splits[0], held)
-                # Only one micro-step of an accumulating step may run here. Doubling the total weights its loss
-                # accordingly.
+                # Perhaps only one micro-step of an accumulating step runs here. Double the total, so that its loss gets
+                # less than the whole weight.
                 total = 2 * sum(sizes) if shape.accumulates else None
                 with _buckets(shape, trainee, tracker):
                     if evaluates:

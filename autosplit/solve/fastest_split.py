@@ -14,7 +14,7 @@ from autosplit.solve.split import as_text, even_split, limits_of, require_room, 
 Times = Sequence[Callable[[int], float]]
 """For each device, a function from its number of samples to seconds."""
 
-# For this many open samples per device, a heap is faster than another bisection over all devices.
+# If at most this many samples per device are not assigned yet, a heap is faster than another bisection.
 _HEAP_SAMPLES_PER_DEVICE = 4
 
 

@@ -185,13 +185,13 @@ class Problem:
     def with_capacities(
         self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
     ) -> Problem:
-        """Return the problem for less memory, by the memory models and the sizes that were tried.
+        """Return the problem with lower memory limits. Take ceilings from memory models and the sizes that were tried.
 
         Args:
             capacities_bytes: Bytes that training may use on each device.
-            waiting_bytes: Bytes of the gradients on each device while they wait for another forward, unless the models
+            waiting_bytes: Bytes of gradients that stay on each device during later forwards. 0 if the memory models
                 include them.
-            least_batch: The fewest samples of a device that has any.
+            least_batch: The smallest batch of a device. A device may also have no samples.
         """
         if self.ranks:
             caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]

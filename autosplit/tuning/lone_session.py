@@ -67,7 +67,7 @@ class LoneSession(Session):
 
     @property
     def runtime(self) -> Runtime:
-        """Where steps run."""
+        """The runtime that runs the steps."""
         return self.prober.runtime
 
     @property

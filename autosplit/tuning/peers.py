@@ -23,7 +23,7 @@ from autosplit.errors import AutosplitError, RankFailedError, from_user_code, on
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
 
-if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
+if TYPE_CHECKING:  # a type only, because tuning in one process needs no autosplit.ddp
     from autosplit.ddp.failure import Watch
 
 T = TypeVar("T")
@@ -225,7 +225,7 @@ class Peers:
             raise
 
     def answers(self, run: Callable[[], T]) -> list[T]:
-        """Run something on every rank, as `all_run` does, but stay if it raises."""
+        """Run something on every rank, as `all_run` does. Do not call `part` if it raises, as the ranks continue."""
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         return [one.value for one in told]  # type: ignore[misc]

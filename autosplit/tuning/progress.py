@@ -70,7 +70,7 @@ class Progress:
 
 
 def fraction_of(stage: str, done_share: float = 0.0) -> float:
-    """Return the fraction of a whole tuning that is done, from the fraction of its stage."""
+    """Convert the fraction of a stage that is done to the fraction of the whole tuning."""
     if stage == "done":
         return 1.0
     return _ENDS[stage] - _SHARES[stage] * (1.0 - min(1.0, max(0.0, done_share)))

@@ -76,7 +76,11 @@ class Recalled:
 
 
 def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
-    """Look for a saved plan, and compare it with the devices. `measured`: skip a plan with a predicted DDP answer."""
+    """Look for a saved plan, and compare it with the devices.
+
+    Args:
+        measured: Skip a plan whose DDP settings were predicted.
+    """
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
     found = profiles.found_for(key)

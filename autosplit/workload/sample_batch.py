@@ -109,7 +109,7 @@ def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
 
 
 def _ragged(tree: Any) -> str | None:
-    """Return the kind of a part that holds samples without a batch dimension, or None if there is none."""
+    """Return ``"PackedSequence"`` or ``"nested tensor"`` if the batch contains such samples, or None."""
     if isinstance(tree, PackedSequence):
         return "PackedSequence"
     if isinstance(tree, Tensor):

@@ -294,7 +294,7 @@ class Workload:
 
     @property
     def sample_text(self) -> str:
-        """Return a text about the sample batch for errors. It has the batch dimension, which may be wrong."""
+        """Describe the sample batch for error messages, with `batch_dim`, because a wrong one may cause the error."""
         counted = counted_text(self.sample_batch_size, "sample")
         if self.make_batch is None:
             counted += f" along dimension {self.batch_dim}"

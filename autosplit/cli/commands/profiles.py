@@ -59,7 +59,7 @@ def remove_profiles(
 ) -> int:
     """Remove profiles by the first digits of their keys, or all, and print their paths.
 
-    All keys must be found first.
+    If any key is not found, remove nothing.
     """
     if bool(keys) == everything:
         given = "Keys and --all are both given" if keys else "Neither a key nor --all is given"
