@@ -115,7 +115,7 @@ def measured(runs: int) -> dict[str, Any]:
                 if run:
                     times[name].append(seconds)
     return {
-        "claim": "at most these shares of the time of python -c 'import torch': "
+        "claim": "at most these multiples of the time of python -c 'import torch': "
         + ", ".join(f"{name} {limit}" for name, limit in LIMITS.items()),
         "commands": {name: " ".join(["python", *command[1:]]) for name, command in COMMANDS.items()},
         "shares": {name: shares(times[name], times["import_torch"]) for name in times},

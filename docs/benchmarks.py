@@ -249,8 +249,9 @@ def _kernels() -> list[str]:
     text = (
         "`sim:` traces a step on the CPU and replaces the operators that differ on CUDA. The same steps were traced "
         "with fake `cuda` tensors in a CUDA build of torch, over a CUDA runtime that does nothing. The ratios are "
-        "`sim:` / CUDA. Memory is the activations at the peak, and saved memory is in use when the backward begins, "
-        "both per sample. No GPU took part, so memory inside kernels is not compared. Attention is traced for six "
+        '`sim:` / CUDA. "Peak of activations" is the largest memory of the activations in a step. "Saved for the '
+        'backward" is the memory in use when the backward begins. Both are per sample. No GPU took part, so '
+        "memory inside kernels is not compared. Attention is traced for six "
         "compute capabilities from 7.5 to 12.0."
     )
     names = {"memory": "peak of activations", "saved": "saved for the backward", "time": "compute time"}
@@ -357,7 +358,8 @@ def _noise_scale() -> list[str]:
     text = (
         "Training to a target loss at several effective batch sizes, each with `plan.goodput`'s factor for the "
         "learning rate. "
-        f"With a noise scale of {found['noise_scale']:,.0f}, estimated at {own}, it recommended {recommended}. It took "
+        f"The noise scale, estimated with an effective batch of {own}, was {found['noise_scale']:,.0f}. "
+        f"`plan.goodput` then recommended {recommended}. Training with {recommended} took "
         f"{found['ratio_to_best']:.2f} times as long as the best, {found['best']} (expected: at most 1.10), and "
         f"{found['ratio_to_plan']:.2f} times as long as {own} ({1 / found['predicted_gain']:.2f} predicted)."
     )

@@ -136,7 +136,8 @@ def _library(name: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == name
         why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
         raise WorkloadError(
-            f"{name} {why}, but it builds the model. Install the build for this torch: pip install {name}",
+            f"{name} {why}, but autosplit needs it to build the model. Install the release for this torch version: "
+            f"pip install {name}",
             code="package-missing",
         ) from error
 

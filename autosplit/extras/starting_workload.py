@@ -88,8 +88,8 @@ def write_workload(
         model = getattr(module, name)()
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{place}:{name} is no model: it makes a {type(model).__name__}. Expected a class of torch.nn.Module, or a "
-            "function that returns one. Name it as FILE:NAME.",
+            f"{place}:{name} returned a {type(model).__name__}. Expected a subclass of torch.nn.Module, or a function "
+            "that returns a module. Name the class or function as FILE:NAME.",
             code="init-not-a-model",
         )
     batch = _batch_of_loader(module, model) if shape is None else None
@@ -207,9 +207,9 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
             tried.append(f"{sample.shape}: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}")
     errors = f" ({'; '.join([*dict.fromkeys(tried)][-3:])})" if tried else ""
     raise InputError(
-        f"No guess for the inputs of {type(model).__name__} passes its forward{errors}. Name the shape of one sample, "
-        f"as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, give the file a "
-        "DataLoader, whose first batch is then the sample batch, and a compute_loss(model, batch).",
+        f"autosplit could not guess inputs for the forward of {type(model).__name__}{errors}. Pass the shape of one "
+        f"sample, as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, define a "
+        "DataLoader and a compute_loss(model, batch) in the file. The first batch is then the sample batch.",
         code="init-no-inputs",
     )
 

@@ -124,10 +124,10 @@ class Share:
             shares = short_split(last, self.batch_sizes)
             if 0 in shares:
                 raise InputError(
-                    f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
-                    f"{shares}. A process without samples runs another process's sample, and the model's BatchNorms "
-                    "would count it. Drop a short last step (drop_last), tune for another effective batch size, or "
-                    "train with autosplit.ddp, which does not count it.",
+                    f"An optimizer step of {step.num_samples} samples ends with a micro-batch of {last}, split "
+                    f"{shares}. A process without samples runs a sample of another process, which the model's "
+                    "BatchNorms would count. Drop a short last step (drop_last), tune for another effective batch "
+                    "size, or train with autosplit.ddp, where BatchNorms do not count such samples.",
                     code="batchnorm-process-without-samples",
                 )
 
@@ -174,8 +174,8 @@ class Share:
             raise PlanError(
                 f"{tool} runs {_processes(num_processes)}, but the plan is for {_processes(self.num_processes)}. "
                 "With another number, each process would train a separate model. Start the script with autosplit "
-                f"launch, which sets the number (Lightning: devices={self.num_processes}; accelerate: no "
-                "PartialState before the Accelerator).",
+                f"launch, which sets the number. With Lightning, also pass devices={self.num_processes}. With "
+                "accelerate, create no PartialState before the Accelerator.",
                 code="process-count",
             )
         wanted = self.device

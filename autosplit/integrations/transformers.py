@@ -445,8 +445,8 @@ def _refuse_unfit(args: Any) -> None:
     for name, value in asked.items():
         if value:
             raise InputError(
-                f"{name} is {getattr(args, name)!r}. Expected it to be off, because the plan splits one order of "
-                "all samples and trains with DDP. Leave it out, or train without a plan.",
+                f"{name} is {getattr(args, name)!r}. Expected it to be off, because the plan sets the batch sizes "
+                f"and trains with DDP. Leave {name} out, or train without a plan.",
                 code="trainer-option",
             )
 

@@ -46,7 +46,7 @@ def refuse_compiled(module: nn.Module) -> None:
     # would all run with the weights of device 0.
     for name, part in module.named_modules():
         if is_compiled(part):
-            what = "The module is" if not name else f"Its part {name} is"
+            what = "The module is" if not name else f"The submodule {name} is"
             raise InputError(
                 f"{what} a compiled {type(part).__name__}. Expected an eager module. Wrap the eager module and "
                 "compile the wrapper: torch.compile(BalancedDataParallel(...)).",

@@ -247,10 +247,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if _NORM_NEEDS_TWO not in str(error):
                 raise
             raise WorkloadError(
-                f"A device got 1 sample ({_NORM_NEEDS_TWO} when training, raised by BatchNorm). The batch of "
-                f"{batch_size} is split {sizes}. Expected 0 or at least 2 samples on each device. Choose another "
-                "split, drop the short last batch (drop_last=True), or use a norm that does not depend on the "
-                "batch.",
+                f"The batch of {batch_size} is split {sizes}, and BatchNorm raised an error on a device with 1 sample "
+                f"({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
+                "another split, drop the short last batch (drop_last=True), or use a norm that does not depend on "
+                "the batch.",
                 code="batchnorm-single-sample",
             ) from error
         seen = self._seen[self.module.training]
@@ -431,8 +431,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         placement = active_placement()
         if placement is not None and len(self.devices) > placement.num_devices:
             raise DeviceError(
-                f"The wrapper has {len(self.devices)} devices, and the memory budgets are for "
-                f"{placement.num_devices}. Expected equally many. Use the budgets and the wrapper of one plan.",
+                f"The wrapper has {len(self.devices)} devices, but the memory budgets are for "
+                f"{placement.num_devices}. Expected a budget for each device. Take the budgets and the "
+                "wrapper from one plan.",
                 code="budgets-device-count",
             )
         link = Link(torch.device(self.output_device))

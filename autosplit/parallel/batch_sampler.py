@@ -319,8 +319,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
             raise InputError(
-                f"samples_consumed is {consumed}, but an epoch has {ends[-1]}. Expected samples of the current "
-                "epoch. Subtract the finished epochs and pass their number to set_epoch.",
+                f"samples_consumed is {consumed}, but an epoch has {ends[-1]} samples. Expected the number consumed in "
+                "the current epoch. Subtract the samples of finished epochs, and pass the current epoch to set_epoch.",
                 code="samples-consumed-range",
             )
         finished = bisect.bisect_right(ends, consumed) - 1

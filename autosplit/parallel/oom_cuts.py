@@ -113,9 +113,9 @@ class Cuts:
         self._failures[samples] += 1
         said = f"A micro-batch of {samples} samples ran out of memory and was cut in two"
         if self.count_cut == 1:
-            norms = " Its BatchNorms normalise over each part." if self.least > 1 else ""
+            norms = ", except that BatchNorms normalise over each part" if self.least > 1 else ""
             advice = why or "Tune again with samples as large as these, or with a larger reserve="
-            warnings.warn(f"{said}. The gradient stays the same.{norms} {advice}.", CutWarning, stacklevel=4)
+            warnings.warn(f"{said}. The gradient stays the same{norms}. {advice}.", CutWarning, stacklevel=4)
         else:
             _log.info("%s", said)
         half = (samples + 1) // 2

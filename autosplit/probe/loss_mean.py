@@ -191,7 +191,9 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     if len(usable) < 2:
         raise _UnexaminedError("fewer than two samples have a loss, or labels that are not ignored")
     if any(not math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0 for i in range(number)):
-        raise _UnexaminedError("one sample alone has no finite loss, so the loss divides by something that it lacks")
+        raise _UnexaminedError(
+            "one sample alone has no finite loss, perhaps because the loss divides by a count that is 0 for this sample"
+        )
     errors: dict[Any, float] = dict.fromkeys([SUM, *counts], 0.0)
     for group in _groups(usable, losses, counts):
         with torch.no_grad():

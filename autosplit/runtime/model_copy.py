@@ -178,8 +178,8 @@ def _refuse_meta(models: Models) -> None:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise WorkloadError(
-                    f"Parameter {name} is on the meta device. Expected a model with memory. "
-                    "Plan it for simulated GPUs (--devices sim:...), or build it with .to_empty().",
+                    f"Parameter {name} is on the meta device, so it has no memory. Expected a parameter on a real "
+                    "device. Tune for simulated GPUs (--devices sim:...), or allocate the model with .to_empty().",
                     code="meta-parameter",
                 )
 

@@ -304,8 +304,9 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
     return tuple(
         Note(
             "model-on-device",
-            f"The model is on {device} already and takes {size_text(nbytes)} of it next to the traced copy"
-            f"{', in each of two processes' if twice else ''}. A larger batch fits if you move it there after tuning.",
+            f"The model is already on {device} and takes {size_text(nbytes)}"
+            f"{' in each of two processes' if twice else ''}, in addition to the copy that autosplit traces. A larger "
+            "batch fits if you move the model to the device after tuning.",
         )
         for device, nbytes in held.items()
         if device.type == kind

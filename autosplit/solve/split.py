@@ -63,8 +63,8 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     weights = _wholes("split", split)
     if batch_size and not any(weights):
         raise InputError(
-            f"split is {as_text(weights)}, which gives no device samples of a batch of {batch_size}. Expected at "
-            "least one number above 0. Pass the samples per device.",
+            f"split is {as_text(weights)}, so no device would get any of the batch's {batch_size} samples. Expected at "
+            "least one number above 0. Pass the number of samples for each device.",
             code="split-empty",
         )
     if ceilings is None:

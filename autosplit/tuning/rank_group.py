@@ -194,5 +194,5 @@ def _broken_off_named(place: Place) -> Iterator[None]:
             raise
         raise RankFailedError(
             f"Rank {place.rank} stops: another rank ended without an error message ({one_line(error)}). Expected "
-            f"all {place.world_size} until the end. Check that rank's output, and whether the system killed it."
+            f"all {place.world_size} ranks to finish. Check the other ranks' output, and whether the system killed one."
         ) from error

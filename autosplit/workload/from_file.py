@@ -103,7 +103,8 @@ def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
         return spec, default
     if not name.isidentifier():
         raise InputError(
-            f"{spec!r} has the name {name!r}. {_EXPECTED} Give the name that the workload has in the file.",
+            f"{name!r} in {spec!r} is not a Python name. {_EXPECTED} After the colon, write the workload's name in "
+            "the file.",
             code="workload-name",
         )
     return place, name

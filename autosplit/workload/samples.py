@@ -187,9 +187,9 @@ def batch_size_of(
     if len(found) != 1:
         raise WorkloadError(
             f"The tensors of the batch disagree on the batch size: dimension {dim} of {shapes_text(tree)}. Expected "
-            "one size. Make a batch of a single sample with sample.unsqueeze(0). "
-            "Mark a tensor without samples with autosplit.Whole(tensor). Pass make_batch= if the batch is not cut "
-            "(one device, or DDP).",
+            "one size. If you passed a single sample, add the batch dimension with sample.unsqueeze(0). If a tensor "
+            "has no rows per sample, mark it with autosplit.Whole(tensor). On one device, or with DDP, you can pass "
+            "make_batch= instead.",
             code="batch-sizes-differ",
         )
     size: int = by_rows if by_rows is not None else by_lists[0]

@@ -607,11 +607,11 @@ class TestTraining:
 
     def test_what_is_refused_is_refused_by_all(self, two):
         for rank, told in enumerate(found_by(two, "refusals")):
-            assert told[0].startswith("the model of rank 1 is not that of rank 0; expected the same names, shapes")
-            assert told[1].startswith("mesh has 1 ranks; expected all 2")
+            assert told[0].startswith("The model of rank 1 differs from rank 0's. Expected the same names, shapes")
+            assert told[1].startswith("mesh has 1 ranks. Expected all 2")
             assert len(told) == (3 if rank == 0 else 2)
             assert all(
-                "in checkpoints are those of rank 0 alone, which has 2 samples of 8; convert" in text
+                "in checkpoints are those of rank 0 alone, which has 2 samples of 8. " in text
                 for text in told[2:]
             )
 

@@ -127,7 +127,7 @@ def test_a_file_in_another_folder_finds_the_model(written, tmp_path):
     ("code", "options", "error", "named"),
     [
         (HEAD + BLOCK, {}, "init-no-model", "Block needs width"),
-        (HEAD + "def make():\n    return 3\n", {"name": "make"}, "init-not-a-model", "makes a int"),
+        (HEAD + "def make():\n    return 3\n", {"name": "make"}, "init-not-a-model", "returned a int"),
         (HEAD + CNN, {"shape": (4, 8, 8)}, "init-no-inputs", "(4, 8, 8)"),
         (HEAD + a_class("Odd", "layer = nn.Linear(5, 2)", "self.layer(x, x)"), {}, "init-no-inputs", "--input"),
         (PAIR, {}, "init-output-of-model", "tuple"),

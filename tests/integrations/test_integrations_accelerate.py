@@ -351,7 +351,7 @@ def gathered_of_unlike_lengths() -> None:
     own = torch.zeros(accelerator.process_index + 1, accelerator.process_index + 2)
     with pytest.raises(
         InputError,
-        match=r"have the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\] in the processes; expected .*pad_across_processes",
+        match=r"have the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\] in the processes. Expected .*pad_across_processes",
     ):
         accelerator.gather({"logits": own})
     assert accelerator.gather(accelerator.pad_across_processes(own, dim=1)).shape == (3, 3)

@@ -350,7 +350,7 @@ ONE = linear(1, 1)
         (lambda: splits.split_from_gpu0(4, "2", 2), "gpu0_bsz is '2'"),
         (
             lambda: splits.proportional_split(4, (0, 0)),
-            "split is (0, 0), which gives no device samples of a batch of 4",
+            "split is (0, 0), so no device would get any of the batch's 4 samples",
         ),
         (lambda: splits.proportional_split(4, (2, -1)), "split[1] is -1"),
         (lambda: splits.proportional_split(4, (2, 1.5)), "split[1] is 1.5"),

@@ -524,10 +524,10 @@ class TestTwoRanks:
         ("name", "error", "message"),
         [
             ("other requests", InputError, r"effective_batch_sizes is \(64, 64\) on rank 0 and \(65, 65\) on rank 1"),
-            ("other models", InputError, "the workload's model_.* is .* on rank 0 and .* on rank 1; expected the same"),
-            ("one device", DeviceError, r"there are 1 devices \(cpu:0\) for 2 ranks of this machine; expected one"),
-            ("simulated", DeviceError, "the devices are simulated, and 2 ranks were started"),
-            ("synchronised", WorkloadError, "the model has a SyncBatchNorm, which waits for all ranks in every"),
+            ("other models", InputError, "workload's model_.* is .* on rank 0 and .* on rank 1. Expected the same"),
+            ("one device", DeviceError, r"There are 1 devices \(cpu:0\) for 2 ranks of this machine. Expected one"),
+            ("simulated", DeviceError, "The devices are simulated, but 2 ranks were started"),
+            ("synchronised", WorkloadError, "The model has a SyncBatchNorm, whose forward waits for all ranks"),
             ("over the batch", WorkloadError, "DDP has no answer: loss_scope='batch'"),
         ],
     )
