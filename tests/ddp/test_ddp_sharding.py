@@ -611,8 +611,7 @@ class TestTraining:
             assert told[1].startswith("mesh has 1 ranks. Expected all 2")
             assert len(told) == (3 if rank == 0 else 2)
             assert all(
-                "in checkpoints are those of rank 0 alone, which has 2 samples of 8. " in text
-                for text in told[2:]
+                "in checkpoints are those of rank 0 alone, which has 2 samples of 8. " in text for text in told[2:]
             )
 
 

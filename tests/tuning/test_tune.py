@@ -253,7 +253,7 @@ class TestOneMicroStepAndSeveral:
 
     @pytest.mark.slow
     def test_a_step_of_too_many_is_refused(self):
-        with pytest.raises(InputError, match=r"needs 17123[0-9][0-9] forwards of the largest batch that fits. Expected at most 65536"):
+        with pytest.raises(InputError, match=r"needs 17123[0-9][0-9] forwards of .* Expected at most 65536"):
             quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)
 
 
