@@ -218,7 +218,7 @@ def test_a_tools_page_runs_from_top_to_bottom(tool: str, tmp_path: Path) -> None
         done = run(with_few_trials(saving), tmp_path / "cache", tmp_path)
         assert done.returncode == 0, done.stderr
         if "tune" not in command:
-            assert ("autosplit has no plan" in done.stderr) is (saving == command)
+            assert ("autosplit found no plan" in done.stderr) is (saving == command)
             losses = [float(loss) for loss in re.findall(r"loss\W+(\d+\.\d+)", done.stdout)]
             assert losses[-1] < losses[0], done.stdout
     assert torch.equal(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)))
