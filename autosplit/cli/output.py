@@ -63,7 +63,7 @@ def speaks() -> bool:
 
 def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """Print an error, followed by the user's frames. Return the exit code."""
-    text, *code = message.split("\n    ")  # lines of code keep their own lines
+    text, *code = message.split("\n    ")  # indented lines are code and are not wrapped
     first, *rest = _fitted(f"error: {_harmless(' '.join(text.split()))}")
     rest += [f"    {_harmless(line)}" for line in code]
     lines = [_red(first, "error:"), *rest, *(f"  {_harmless(frame)}" for frame in frames)]

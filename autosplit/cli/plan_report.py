@@ -278,7 +278,7 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _gain_text(plan: Plan) -> str:
-    """Return a text on the gain over the even split of the same batch, if that is meaningful."""
+    """Describe the gain over the even split of the same batch, or give the reason why there is no figure."""
     even = even_split(plan.batch_size, len(plan.split))
     if plan.shares_processor:
         return "not claimed, because these devices share one CPU"
@@ -320,7 +320,7 @@ def ddp_lines(plan: Plan) -> list[str]:
 
 
 def ddp_heading(explanation: Explanation) -> str:
-    """Return the heading of DDP's numbers. If there are two answers, it has the faster one."""
+    """Return the heading of DDP's numbers. If BalancedDataParallel is also possible, add which one is faster."""
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading

@@ -16,8 +16,8 @@ _NAMES = ("SIGTERM", "SIGHUP")
 def stop_like_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGTERM and SIGHUP within the context, and restore the handlers afterwards.
 
-    A signal that is ignored, as SIGHUP under nohup, stays ignored. Nothing changes in other threads than the main one.
-    The same holds for processes of torchrun: it sends SIGTERM to the healthy ranks when another rank has failed.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. Nothing changes outside of the main thread, or in
+    processes of torchrun, because torchrun sends SIGTERM to the healthy ranks when another rank has failed.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]

@@ -3,8 +3,8 @@
 rank 0      collects state dicts -> writes a new file -> reads it back -> replaces the old file
 each rank   maps the file into memory -> compares it with model and optimizer -> all ranks agree -> loads it
 
-Sharded tensors are gathered one by one in rank 0's host memory, so the file is that of a plain model. A sharded
-checkpoint is a folder of torch.distributed.checkpoint, which any number of ranks can load.
+Sharded tensors are gathered one by one in rank 0's host memory, so the file is the same as for an unsharded model.
+A sharded checkpoint is a folder of torch.distributed.checkpoint, which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class CheckpointMethods:
             The values in the file that were not loaded into a part.
 
         Raises:
-            CheckpointError: On any rank the file is missing, damaged, does not fit, or is another checkpoint than rank
-                0's. Nothing was changed on any rank.
+            CheckpointError: On any rank, the file is missing or damaged, does not fit, or differs from rank 0's file.
+                Nothing was changed on any rank.
         """
         rank = self.rank
         _meet(rank, "load_checkpoint")  # rank 0 may have been writing it

@@ -119,7 +119,7 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
 def _loaded(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
+    except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"It contains more than tensors and plain values ({_first_line(error)}). Expected numbers, strings, "

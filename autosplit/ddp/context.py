@@ -306,7 +306,7 @@ class Context(CheckpointMethods):
 
         Warns:
             CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
-            EffectiveBatchWarning: The loaders' batches add up to steps of another size than the plan's.
+            EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
         """
         plan = self.plan
         cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=plan.note)

@@ -147,7 +147,7 @@ class Watch:
                 if found.kind == "left":  # the other ranks would blame this rank if it sent nothing
                     self._tell(Word("left", self._rank, f"rank {found.rank} had left"))
                 raise self._stopped_by(found) from error
-            # sys.exit(0) and a closed generator are no failures.
+            # sys.exit(0) and a closed generator are not failures.
             if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0)):
                 self._tell(Word("left", self._rank, f"{type(error).__name__}, exit code 0"))
             else:
@@ -156,7 +156,7 @@ class Watch:
                 kind: Any = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 self._tell(Word(kind, self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
-                    self._heard.wait(_VERDICT_S)  # the others look for the cause when the group ends
+                    self._heard.wait(_VERDICT_S)  # when this rank ends, the other ranks look for the cause
             raise
         if self._failed is not None:
             raise self._stopped_by(self._failed)

@@ -25,7 +25,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def refuse_meeting(wrapped: DistributedDataParallel) -> None:
-    """Raise InputError if a model needs other synchronisation than an average of its gradients."""
+    """Raise InputError if averaging the gradients cannot replace a model's own synchronisation."""
     found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
     if found is None and private(wrapped, "_comm_hooks"):
         found = "a communication hook"

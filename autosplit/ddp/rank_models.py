@@ -51,7 +51,10 @@ class Ranks(StepListener):
     apart: bool
 
     def draw(self, is_last: bool) -> bool:
-        """Enable or disable the synchronisation of gradients. `apart` disables that of buffers, too."""
+        """Enable or disable the synchronisation of gradients.
+
+        With `apart`, always disable the synchronisation of gradients and buffers.
+        """
         if not self.apart:
             return self.models.synchronise(is_last)
         for wrapped in self.models.wrapped:

@@ -60,7 +60,7 @@ def _is_users(frame: Any) -> bool:
 
 
 def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) -> None:
-    """Raise InputError on all ranks if a rank sends another size than another rank expects."""
+    """Raise InputError on all ranks if a rank sends a size that another rank does not expect."""
     count = dist.get_world_size(group)
     tensor = given["input_tensor" if name == "all_gather_into_tensor" else "tensor"]
     room = given["tensor_list"] if name == "all_gather" else [tensor] * count

@@ -294,7 +294,7 @@ def compare(
         prices: Price per hour of each machine in one currency. The keys are specs, with or without ``sim:``:
             ``{"2xL4": 1.2}``.
         time_limit_s: Time limit for all machines together. Each gets a part of the remaining time.
-        progress: Called with a `Progress` from time to time. The default is that of `tune`.
+        progress: Called with a `Progress` from time to time. Default: as for `tune`.
         options: Any other keyword of `tune`.
 
     Returns:

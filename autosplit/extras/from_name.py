@@ -283,7 +283,7 @@ def _without_kernels(value: Any) -> Any:
 
 
 def _task_of(path: Path, config: Any, architectures: object, asked: str | None) -> tuple[str, str]:
-    """Return the task and the class that builds its model: the requested task, or that of the architecture."""
+    """Return the requested task, or the architecture's task by default, and the class that builds the task's model."""
     from transformers.models.auto import modeling_auto
 
     found = {}

@@ -348,7 +348,7 @@ def _cells(found: Landscape) -> Iterator[Spec]:
 
 
 def _curve_chart(plan: PlanRecord) -> Chart:
-    """Describe throughput by batch size, in place of the landscape, for a plan with one device."""
+    """Describe the chart of throughput by batch size, which replaces `_landscape_chart` for a plan with one device."""
     title = "Throughput by batch_size"
     known = curve_of(plan)
     if not known:

@@ -130,7 +130,9 @@ def _looked_at(
     *,
     is_first: bool,
 ) -> tuple[int, float, float] | str:
-    """Return how many samples of a length fit, their samples/s and those of the plan's batch, or why none was measured.
+    """Return how many samples of a length fit, and two throughputs. If nothing was measured, return the reason.
+
+    The first throughput is for as many samples as fit, and the second is for the plan's batch size.
 
     Args:
         plan: The plan.

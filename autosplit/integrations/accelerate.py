@@ -188,8 +188,8 @@ class Accelerator(accelerate.Accelerator):
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read, is for another number of processes than this job or accelerate has, or
-            several saved plans fit.
+        PlanError: The plan cannot be read, or several saved plans fit. Or the plan's number of processes differs from
+            this job's or accelerate's.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: The accumulation plugin would join an epoch's last optimizer step with the next. In the first
             backward: the loss is not a mean over samples, and there is no `count`. Or the processes run a collective

@@ -5,9 +5,9 @@
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
 It supports one device per process (the DDP strategy, or a single device) and automatic optimization. Each micro-batch's
-loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class weights, or the samples.
-A sum has the weight 1. The divisor is inferred by running the training step on a few samples, unless `count` returns
-it. Without a plan nothing changes.
+loss is weighted by its divisor. This is the number of samples, the number of labels that are not ignored (shifted or
+not), or the sum of these labels' class weights. A loss that is a sum has the weight 1. The divisor is inferred by
+running the training step on a few samples, unless `count` returns it. Without a plan nothing changes.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ class SharesMixin(Mixed):
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read, is for another number of processes than this job or transformers has, or
-            several saved plans fit.
+        PlanError: The plan cannot be read. Or its number of processes differs from this job's or transformers'.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: An argument cannot be combined with a plan. `on_oom` is neither ``"raise"`` nor ``"cut"``, or the
             model does not support ``"cut"`` (SyncBatchNorm, a communication hook).
@@ -294,8 +293,8 @@ class SharesMixin(Mixed):
         if self.share is None or not self.share.wraps or not training:
             return super()._wrap_model(model, training, dataloader)
         if unwrapped:
-            # An earlier evaluation has wrapped the model's forward in autocast. Remove this, because replicas would
-            # all call the wrapped forward of the first.
+            # An earlier evaluation has wrapped the model's forward in autocast. Remove the wrapped forward. Otherwise
+            # all replicas would call it, and it runs the model on the first device.
             if "_original_forward" in vars(model):
                 del model._original_forward, model.forward
             model = self.share.plan.wrap(model)
@@ -407,7 +406,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         share: This process's part of the plan, if it is known already.
 
     Raises:
-        PlanError: The plan is for another number of processes than this job or transformers has.
+        PlanError: The plan's number of processes differs from this job's or transformers'.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: An argument cannot be combined with a plan.
     """

@@ -17,7 +17,7 @@ def gather_uneven(data: Any) -> Any:
         data: A tensor, or a nested tuple, list or dict of tensors. A tensor without dimensions is one row.
 
     Raises:
-        InputError: The tensors differ in other sizes than their number of rows. All processes raise it.
+        InputError: The tensors differ in sizes other than their number of rows. All processes raise it.
     """
     rows = recursively_apply(lambda tensor: tensor if tensor.dim() else tensor[None], data, error_on_other_type=True)
     own: list[list[int]] = []

@@ -54,7 +54,7 @@ class Accumulation:
             yield
         finally:
             # Remove only this step. A reset by token, or to the old value, would fail in two cases. Two interleaved
-            # loops do not end in reverse order. And a generator may be closed in another context than its start.
+            # loops do not end in reverse order. And a generator may start in one context and be closed in another.
             _running.set(tuple(other for other in _running.get() if other is not self))
 
 

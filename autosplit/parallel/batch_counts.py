@@ -95,7 +95,7 @@ def _first_size(part: Any) -> int | None:
     if isinstance(part, torch.Tensor):
         return int(part.size(0)) if part.dim() else None
     if isinstance(part, PackedSequence):
-        return int(part.batch_sizes[0])  # `data` concatenates the time steps of all samples, so its size is no use
+        return int(part.batch_sizes[0])  # `data` has a row for each time step of each sample
     found = (_first_size(item) for _, item in children_of(part) or ())
     return next((size for size in found if size is not None), None)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class EffectiveBatchWarning(UserWarning):
-    """The loader's batches add up to optimizer steps of another size than the plan's effective batch size."""
+    """The size of the loader's optimizer steps differs from the plan's effective batch size."""
 
 
 def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -> Iterator[OptimizerStep]:

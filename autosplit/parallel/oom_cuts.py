@@ -106,7 +106,7 @@ class Cuts:
 
         Args:
             added: Tensors whose gradients contain the whole part already.
-            why: The cause, if other memory than the part's own was too large, and the advice. Empty otherwise.
+            why: The cause and advice, if memory other than the part's own was too large. Empty otherwise.
         """
         samples = self.samples_of(part)
         self.count_cut += 1

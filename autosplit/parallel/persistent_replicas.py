@@ -169,7 +169,7 @@ class KeptReplicas:
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
         self._follow(kept)
         if not self.needed:
-            self._round += 1  # versions do not count changes through `.data` or inside a tracker
+            self._round += 1  # copy again, because versions miss changes through `.data` or in a tracker
         if isinstance(self._copies, GpuCopies):
             for device in devices:
                 self._renew(self._copies, kept, device)
@@ -298,7 +298,7 @@ class KeptReplicas:
         self.settle()
         for master in self._masters.values():
             if master.noted is None:
-                master.drop_gradients()  # from a backward that failed: a complete one would have noted them
+                master.drop_gradients()  # left by a failed backward: a complete backward would have recorded them
 
     def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
         """Copy the parameters whose values on a device are outdated, in as few copies as possible."""

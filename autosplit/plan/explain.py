@@ -216,7 +216,7 @@ def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed]
 
 
 def _kinds_of(plan: PlanRecord) -> list[int]:
-    """Return one device of each kind: device 0, and the first of each kind of the others."""
+    """Return the positions of device 0, and of the first device of each kind among the others."""
     firsts: dict[object, int] = {}
     for index, device in enumerate(plan.devices):
         firsts.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)

@@ -236,7 +236,7 @@ class Explanation:
         return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def comparison(self) -> str:
-        """Return a text on whether DDP or the plan's own split is faster; empty if there is only one."""
+        """Describe how fast DDP is compared with the plan's own split. Return an empty string if `fastest` is None."""
         if self.fastest is None:
             return ""
         ddp, own = self.ddp_samples_per_s, self.samples_per_s
@@ -359,7 +359,7 @@ def _ways_text(ways: tuple[TunedWay, ...]) -> str:
 
 
 def fits_text(fits: Fits) -> str:
-    """Return a text on the memory that is left for saving, loading and evaluating."""
+    """Describe the memory that is left for saving, loading and evaluating."""
     names = {"resume": "loading a checkpoint", "save": "a copy of model and optimizer that is being saved"}
     copies = " and for ".join(names[role] for role in fits.roles if role in names)
     texts = [f"Each step leaves {size_text(fits.copies_bytes)} for {copies}."] if copies else []
@@ -370,7 +370,7 @@ def fits_text(fits: Fits) -> str:
 
 
 def lengths_text(lengths: LengthPlan) -> str:
-    """Return a text on the gain of batches with similar lengths."""
+    """Compare the throughput of batches of similar length with batches of one size."""
     return (
         f"Batches of similar length give {rate_text(lengths.samples_per_s)} with {percent_text(lengths.padding_share)} "
         f"padding. Batches of one size give {rate_text(lengths.fixed_samples_per_s)} with "
@@ -388,7 +388,7 @@ def _limit_text(bound: Bound) -> str:
 
 
 def time_text(bound: Bound) -> str:
-    """Return a text on a time cost and its gain."""
+    """Describe a change that lowers a time cost, and the throughput that it would gain."""
     change = {
         "device": f"{bound.device or 'all devices'} twice as fast",
         "link": "links twice as fast",

@@ -1,4 +1,4 @@
-"""Detect a model of another size than the model of the plan."""
+"""Detect a model whose size differs from the model of the plan."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def refuse_wrapped(model: Any) -> None:
 def warn_of_other_model(
     plan: PlanRecord, model: Any, *, stacklevel: int, hint: Callable[[int], str] = lambda _: ""
 ) -> None:
-    """Warn if a model has another number of parameters than the model of the plan.
+    """Warn if a model does not have as many parameters as the plan's model.
 
     Args:
         stacklevel: Stack level of the warning, counted from the caller.
-        hint: Returns a sentence on a plan for the given number of parameters, or an empty text.
+        hint: Returns advice on finding a plan for this number of parameters, or an empty string.
     """
     name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
     if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):

@@ -139,7 +139,7 @@ class Plan(PlanRecord):
 
             plan.plot().savefig("plan.pdf")
 
-        The figures are those of `autosplit report`. The curve shows the predicted throughput of the fastest split
+        `autosplit report` shows the same figures. The curve shows the predicted throughput of the fastest split
         of each batch. It is left out if the plan has no fit.
 
         Returns:
@@ -222,7 +222,7 @@ class Plan(PlanRecord):
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
-            OtherModelWarning: The model has another size than the model of the plan.
+            OtherModelWarning: The model does not have as many parameters as the plan's model.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
@@ -401,7 +401,7 @@ class Plan(PlanRecord):
 
         Warns:
             CutWarning: A micro-batch was cut for the first time. The warning has the reason and advice.
-            EffectiveBatchWarning: The loader's batches add up to steps of another size than the plan's effective batch.
+            EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
         """
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared

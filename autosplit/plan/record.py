@@ -130,10 +130,10 @@ class DdpOptions:
 
 @dataclass(frozen=True)
 class DdpPlan:
-    """The answer for DistributedDataParallel, solved from the same measurements if there are several ranks.
+    """The settings for DistributedDataParallel, solved from the same measurements if there are several ranks.
 
     Attributes:
-        ranks: One entry for each device; empty if there is no answer, see `reason`.
+        ranks: One entry for each device; empty if DDP is not possible, see `reason`.
         samples_per_s: Throughput of whole optimizer steps, predicted unless `measured`; 0 if there are no ranks.
         reason: Why there are no ranks; None if there are.
         effective_batch_size: Samples per optimizer step; 0 if there are no ranks.
@@ -178,7 +178,7 @@ class PlanRecord:
         sample_batch_size: Samples of the workload's sample batch; None if it is unknown.
         trials: The trials of the search.
         checks: Checks of whether splitting changes the training; empty (with a note) if none were made.
-        ddp: The answer for DistributedDataParallel.
+        ddp: The settings for DistributedDataParallel.
         precision: Precision of the workload.
         batch_dim: The batch dimension.
         loss_reduction: Loss reduction of the workload. Scalar outputs of the replicas are combined by it.
@@ -301,7 +301,7 @@ class PlanRecord:
     def fastest(self) -> Literal["balanced", "ddp"] | None:
         """Whether the plan's own split (``"balanced"``) or `ddp` has more `samples_per_s`, which may be a prediction.
 
-        None if there is only one answer, and for devices that share a CPU, which promise no gain.
+        None if only one of them is possible, and for devices that share a CPU, which promise no gain.
         """
         if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None

@@ -23,7 +23,7 @@ _MOST_OTHER_BOUNDS = 8
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Return a text on the first contradiction in a plan, or None if there is none."""
+    """Describe the first contradiction in a plan. Return None if the plan has no contradiction."""
     return next(_unsound(plan), None)
 
 

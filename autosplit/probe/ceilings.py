@@ -87,7 +87,7 @@ def ceiling_of(
 
 
 def predicted_ceiling(prober: Prober, index: int, role: Role, *, accumulates: bool, start: int) -> int:
-    """Return a ceiling by traces alone, or 0 if not even one sample fits. Without traces, return `start`."""
+    """Predict a ceiling from traces alone, or 0 if not even one sample fits. Without traces, return `start`."""
     if not prober.has_traces:
         return start  # trials will show
     traces = _Traces(prober, index, prober.shapes(index, role, (), accumulates))
@@ -188,12 +188,12 @@ def _made(
 
 @dataclass
 class _Traces:
-    """The memory of one device in one kind of step, by traces.
+    """Predicts the memory of one device in one kind of step from traces.
 
     Attributes:
         prober: Traces the steps.
         index: Position of the device.
-        shape_of: Make the step with n samples on the device.
+        shape_of: Makes the shape of the step with n samples on the device.
         known: Predicted bytes by number of samples.
     """
 

@@ -125,7 +125,7 @@ class QuietCopy:
         self._parameters = [p for p in self.trainee.parameters() if p.requires_grad]
 
     def close(self) -> None:
-        """Restore what was borrowed from the live model, and free the memory that the copy used on a GPU."""
+        """Restore the live model if it was not copied, and free the memory that the copy used on a GPU."""
         self.trainee.restore()
         if (accelerator := accelerator_in_use()) is not None:
             accelerator.empty_cache()

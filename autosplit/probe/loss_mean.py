@@ -94,7 +94,7 @@ class Finding(NamedTuple):
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:
-        """Return a text about the rule."""
+        """Describe the rule in a few words, such as ``"a sum"``."""
         over = str(self.counter) if self.counter is not None else RULES.get(self.rule, "")
         return "a sum" if self.rule == SUM else f"a mean over {over}"
 
@@ -159,10 +159,10 @@ def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, oth
     """Find out whether a loss is a sum, or which units it is a mean over.
 
     Args:
-        loss_of: Return the loss of a batch as a number or a tensor. It must be deterministic. If it raises, the result
+        loss_of: Returns the loss of a batch as a number or a tensor. It must be deterministic. If it raises, the result
             has its error as the reason.
         samples: `Samples`, or a batch of them.
-        otherwise: The rule if the samples do not determine it. If several rules fit, it is preferred.
+        otherwise: The rule to return if the samples do not determine one. It is preferred if several rules fit.
     """
     try:
         samples = samples if isinstance(samples, Samples) else Samples.in_batch(samples)

@@ -62,7 +62,7 @@ def watching_norms(
 
 @torch.no_grad()
 def _cut_error(norm: Any, given: Tensor, sizes: tuple[int, int]) -> float:
-    """Return the error of normalising an input in two parts. A part with one value per channel counts as no error."""
+    """Return the error of normalising an input in two parts. Return 0 if a part has one value per channel."""
     cut = round(given.size(0) * sizes[0] / sum(sizes))
     parts = [part for part in (given[:cut], given[cut:]) if part.numel() > part.size(1)]
     if len(parts) < 2:

@@ -45,7 +45,7 @@ def _fit_by_traces(prober: Prober, share: int, elsewhere: int, *, accumulates: b
     Another moment of the step may become the peak at other sizes, so the peak is only piecewise linear. Fit it near
     the limit, with about the most samples on device 0 and on the other devices.
     """
-    # One sample is not on the line through larger batches. See Note [A batch of one] in affine_traces.
+    # A batch of one does not lie on the line through larger batches. See Note [A batch of one] in affine_traces.
     least = max(prober.least_batch(), 2 if share > 2 else 1)
     share, elsewhere = max(share, least + 1), max(elsewhere, least + 1)
     less = max(least, share - max(1, share // 4))

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Number of real steps, and of those that ran out of memory."""
+    """The number of real steps, and the number of real steps that ran out of memory."""
 
     steps: int = 0
     ooms: int = 0

@@ -51,7 +51,7 @@ class WallSearch:
     """A search for the largest batch of one device.
 
     Attributes:
-        traced: Predict the bytes of n samples by traces; None if there are none.
+        traced: Predicts the bytes of n samples from traces. None if there are no traces.
         capacity_bytes: Bytes that the allocator may reserve.
         least: The smallest batch to try.
         most: The largest batch to try.
@@ -63,7 +63,7 @@ class WallSearch:
         steps: Steps that were run.
         counted: Whether bytes are counted exactly rather than by an allocator. Then a step that failed needed more
             bytes than the capacity.
-        blind: Whether failures have another cause than memory: a kernel's limit, or a process that died.
+        blind: Whether steps fail for a reason other than memory, such as a kernel's limit or a process that died.
     """
 
     traced: Callable[[int], float] | None

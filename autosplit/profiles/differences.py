@@ -85,7 +85,7 @@ def nearest_note(
 def differences(
     plan: Plan, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any]
 ) -> list[str]:
-    """Return a clause for each part of the key in which a plan differs, beginning with the machine."""
+    """Return a clause for each difference between a plan and this machine, workload and request, in this order."""
     told = [*_of_machine(plan.machine, machine), *_of_workload(plan.workload, workload)]
     return [*told, *_of_request(plan, machine, request)]
 

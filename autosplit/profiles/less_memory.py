@@ -60,7 +60,7 @@ def solved_again(plan: Plan, lack: Lack) -> Plan | None:
         return None
     region = problem.region_of(solution.accumulation_steps)
     ceilings, peaks = _all_at_once(region, solution.split), _peaks(plan, before, region, solution.split)
-    if alone and plan.ddp.ranks:  # with one device, DDP's answer is the plan's own
+    if alone and plan.ddp.ranks:  # with one device, DDP's settings are the plan's own
         plan = replace(plan, ddp=_with_ranks(plan.ddp, lack, solution, ceilings, peaks))
     return _remade(plan, lack, solution, ceilings, peaks, region)
 
@@ -135,7 +135,10 @@ def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -
 
 
 def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ceilings that hold at the same time: those of the other devices, if device 0's samples fit, too."""
+    """Return ceilings that hold at the same time.
+
+    If device 0's samples fit next to full replicas, use the replicas' own ceilings. Otherwise return the split.
+    """
     if not region.replica_ceilings:
         return (max(region.primary_ceiling, split[0]),)
     plane = region.primary

@@ -116,7 +116,7 @@ class _SpoiledError(ProfileError):
 
 
 def _put_aside(path: Path) -> str:
-    """Move an invalid profile aside. Return a text on the result."""
+    """Rename an invalid profile. Return a clause with its new name, or with the reason why it can't be renamed."""
     try:
         return f"It was renamed to {moved_aside(path, BAD_SUFFIX).name}"
     except OSError as error:

@@ -314,7 +314,7 @@ def pinned(tensor: Tensor, kind: str) -> Tensor:
 
 
 def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Give equal GPUs the same capacity. Otherwise a display on one GPU would make each be probed separately."""
+    """Give equal GPUs the same capacity. Otherwise each is probed separately if a display uses one of them."""
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(

@@ -226,7 +226,7 @@ class AffineTraces:
         return law
 
     def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
-        """Trace a step of odd size. Store its trace model and those of the variants derived from it."""
+        """Trace a step of odd size. Store the trace models of this step and of the variants derived from it."""
         unit = likes["plain"]
         if len(splits) == 1:
             splits.append(tuple(min(16, samples) for samples in odd))

@@ -29,7 +29,7 @@ FACTORIES = frozenset(
 
 
 class TooLarge(BaseException):  # a signal and no error, so that `except Exception` in user code does not catch it
-    """Raised when a model under construction exceeds its memory limit or uses another device than the CPU."""
+    """Raised when a model under construction exceeds its memory limit or uses a device other than the CPU."""
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
@@ -39,7 +39,7 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
     checked afterwards.
 
     Raises:
-        TooLarge: The tensors are larger, or are on another device than the CPU.
+        TooLarge: The tensors are larger, or are on a device other than the CPU.
     """
     bound = _Bound(most_bytes)
     with settings_kept_on_failure():

@@ -1,6 +1,6 @@
 """List the functions that CUDA's autocast runs in float32, and its differences from the CPU's autocast.
 
-The names are those of torch's source: aten/src/ATen/autocast_mode.h for CUDA, autocast_mode.cpp for the CPU.
+The names are from torch's source: aten/src/ATen/autocast_mode.h for CUDA, autocast_mode.cpp for the CPU.
 tests/runtime/test_cuda_autocast.py compares them with the header that is installed with torch.
 """
 

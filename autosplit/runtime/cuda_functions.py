@@ -1,9 +1,9 @@
 """Run torch's functions on the CPU as CUDA would run them.
 
-CUDA runs other operators than the CPU: its own attention, fused dropout and normalisation, and an autocast with other
-lists. Memory and time of a simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above autograd
-and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces a function only if the CPU has the
-operators too.
+CUDA's operators differ from the CPU's: CUDA has its own attention, fused dropout and normalisation, and other lists
+for autocast. Memory and time of a simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above
+autograd and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces a function only if the CPU
+has the operators too.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _as_lower(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Disable the CPU's autocast, as CUDA's autocast is disabled inside an operator of its lists."""
+    """Disable the CPU's autocast in the block. CUDA's autocast is also disabled while it runs a listed operator."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     try:

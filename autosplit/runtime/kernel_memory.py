@@ -167,7 +167,7 @@ def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels)
     batch, heads, length, width = query.shape
     own_width = value.shape[3]
     tile = _tile(query.dtype, max(width, own_width), kernels, drops=args[9] > 0)
-    # `GradQTempStorage`: a lock, a counter and padding, then the numbers of a tile.
+    # `GradQTempStorage`: 16 bytes for a lock, a counter and padding, then a tile of float32 numbers.
     per_head = -(-length // tile.queries) * -(-width // tile.keys) * (16 + tile.queries * tile.keys * 4)
     if query.dtype is not torch.float32 and not tile.in_registers:
         per_head += tile.keys * (_up(width, tile.queries) + _up(own_width, tile.queries)) * 4
@@ -259,9 +259,10 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """See Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, and sums per index and per ten indices.
+    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu.
 
-    The sizes are from the source and were not measured. Up to 3,072 indices need no block.
+    The blocks are the sorted indices, a row of sums per ten indices, and a row of sums per index. The sizes are from
+    the source and were not measured. Up to 3,072 indices need no block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())

@@ -114,7 +114,7 @@ class _Held(_Place):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A gradient that arrived on a parameter without one.
+    """A gradient that arrived on a parameter that had no gradient.
 
     Attributes:
         at: Number of account entries before the arrival.
@@ -480,7 +480,7 @@ class Tracker(TorchDispatchMode, Placement):
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
-    """Return the device of an op (that of its first placed tensor), and whether only a scalar determines it."""
+    """Return the device of an op by its inputs, and whether only a scalar input determines it."""
     scalar_device = _PROVISIONAL
     for tensor, record in zip(inputs, held, strict=True):
         if record is not None and record.device >= 0:

@@ -200,7 +200,11 @@ def _copied_optimizers(
 
 
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer at a position trains: those of its own model, or of all models."""
+    """Return the parameters that the optimizer at a position trains.
+
+    If there are as many optimizers as models, these are the parameters of its own model. Otherwise they are the
+    parameters of all models.
+    """
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
     return list(unique.values())
@@ -221,7 +225,7 @@ def _optimizer(
             "The model has no trainable parameter. Expected at least one. Check requires_grad.",
             code="no-trainable-parameter",
         )
-    with mode or nullcontext():  # an optimizer that creates state at once makes fakes, with known step counts
+    with mode or nullcontext():  # state that the constructor creates is then fake, with known step counts
         made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(

@@ -63,7 +63,7 @@ class Work:
 
     @classmethod
     def of(cls, device: int, costs: Sequence[OpCost]) -> Work:
-        """Return the work of these kernels."""
+        """Make a `Work` from the costs of its kernels."""
         numbers = np.array([(cost.flops, cost.nbytes, *cost.product) for cost in costs], dtype=np.float64)
         labels = tuple((cost.kind, cost.rate, cost.part) for cost in costs)
         return cls(device, numbers.reshape(-1, 6).T, labels, work_codes(labels))
@@ -219,7 +219,7 @@ def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
 
 def _made_dense(ordering: Sequence[Tensor], *others: Tensor) -> Iterator[OpCost]:
-    """Yield copies of images that are slices or have another memory order than `ordering`. cuDNN accepts neither."""
+    """Yield copies of images that are slices or whose memory order differs from `ordering`. cuDNN accepts neither."""
     wanted = torch.channels_last if any(map(_in_channels, ordering)) else torch.contiguous_format
     for tensor in (*ordering, *others):
         if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=wanted):

@@ -84,7 +84,7 @@ class OpRecorder:
         self._open.setdefault(device, []).append(op)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Close the work of both devices, and record the transfer."""
+        """End the current `Work` of both devices, and record the transfer."""
         # Gradients are reduced when all devices have finished, so all their earlier work is closed first.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self._phases[-1][1].append(Move(source, destination, nbytes, purpose))

@@ -23,11 +23,11 @@ Mixtral was 0.2% off.
 
 
 def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True) -> T | None:
-    """Return a tracer of fake tensors that replays values, or None if its steps differ from real ones.
+    """Return a tracer of fake tensors that replays recorded values, or None if its steps differ from real steps.
 
     Args:
         trace: Makes a `Tracer` that has traced `shape`. Takes the arguments ``fake``, ``like_gpu`` and ``values``.
-        like_gpu: As for `Tracer`. The comparison is between steps of the CPU's own operators.
+        like_gpu: As for `Tracer`. The compared steps always run the CPU's own operators.
     """
     values = SampleValues()
     twice = StepShape(tuple(tuple(2 * samples for samples in split) for split in shape.splits))

@@ -47,7 +47,7 @@ _CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
 
 
 class UnknownValueError(RuntimeError):
-    """The recorded step did not read at this line of code."""
+    """A line of code reads a value or runs an operator, but did not do so in the recorded step."""
 
 
 def calling_module() -> str:

@@ -246,7 +246,7 @@ _Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
 def _settings() -> _Settings:
     try:
         precision = torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
-    except RuntimeError:  # torch's new precision settings refuse the old ones
+    except RuntimeError:  # torch can't read this setting if the program set the new precision settings
         precision = None
     calls: _Settings = [
         (torch.set_num_threads, (torch.get_num_threads(),)),

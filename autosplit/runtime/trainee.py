@@ -42,7 +42,7 @@ class Trainee:
     Attributes:
         fake_mode: The fake mode of the tensors, or None for real tensors.
         device: The device that fake tensors report.
-        restore: Restores the live model if it was borrowed. Does nothing for a copy.
+        restore: Restores the live model if it could not be copied. Does nothing for a copy.
         left: Storages that the last step left on the first device. The next step begins with them.
         grown_bytes: How many bytes more the last step left than it had found.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer

@@ -120,7 +120,7 @@ def _talking_to_optuna() -> Iterator[None]:
 
 @dataclass
 class _Search:
-    """The state of a search; the arguments are those of `search`."""
+    """The state of a search. See `search` for the arguments."""
 
     space: Space
     evaluate: Evaluate

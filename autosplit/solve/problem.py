@@ -40,7 +40,7 @@ Overhead = Literal["copies", "gather", "overhead", "update"]
 
 @dataclass(frozen=True)
 class Solution:
-    """A predicted answer."""
+    """The settings that solve a problem, and their predicted throughput."""
 
     split: tuple[int, ...]
     accumulation_steps: int

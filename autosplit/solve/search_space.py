@@ -44,7 +44,7 @@ class Space:
         return full if self.effective_batch_sizes is None else min(full, self.effective_batch_sizes[1])
 
     def plainness(self, configuration: Configuration) -> tuple[int, bool, int]:
-        """Return a sort key that puts simple configurations first: few micro-steps, equal ones, small ones."""
+        """Return a sort key that prefers few micro-steps, then micro-steps of equal size, then small micro-steps."""
         uneven = self.effective_of(configuration) % configuration.batch_size != 0
         return configuration.accumulation_steps, uneven, 0 if uneven else configuration.batch_size
 

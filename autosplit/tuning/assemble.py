@@ -51,7 +51,7 @@ class Answer:
         peak_bytes: Peak memory of each device.
         ceilings: Ceiling of each device.
         curves: Time curve of each device.
-        ddp: The answer for DistributedDataParallel.
+        ddp: The settings for DistributedDataParallel.
         even_samples_per_s: Throughput of the even split, or None.
         region: The splits that fit; None if no batch is split.
         fit: The fitted time model, or None.
@@ -155,7 +155,7 @@ def solved_ranks(
 ) -> DdpPlan:
     """Solve DDP's batch sizes from each device's ceiling and times as a rank.
 
-    If there is no answer, return the reason.
+    If DDP is not possible, return a `DdpPlan` with the reason.
     """
     why_not = why_no_ranks(request, workload, ranks, least_batch)
     if why_not is not None:
@@ -220,7 +220,7 @@ def _why_unsolved(request: Request, ranks: Sequence[Ceiling], least_batch: int, 
 def measured_ranks(
     ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
 ) -> DdpPlan:
-    """Return DDP's answer from the search: from steps of all ranks together, or of a plain model on one device."""
+    """Return DDP's settings from measured steps of all ranks together, or of a plain model on one device."""
     assert best.samples_per_s is not None
     settings = tuple(
         RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
@@ -261,7 +261,7 @@ def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -
 
 
 def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
-    """Return DDP's answer as the plan's own answer. Its split has the ranks' batch sizes."""
+    """Return DDP's settings as the plan's own settings. The split has the ranks' batch sizes."""
     assert ddp.ranks, ddp
     return Answer(
         split=tuple(rank.batch_size for rank in ddp.ranks),

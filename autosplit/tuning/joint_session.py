@@ -91,7 +91,7 @@ class JointSession(Session):
     # Each rank alone
 
     def _measured_alone(self) -> list[Measured]:
-        """Let every rank measure its own device, all at the same time, as they will train."""
+        """Let every rank measure its own device. All ranks do this at the same time, as in training."""
         count, largest = len(self.request.devices), self.request.largest_batch
         left = [None if self.store is None else self.store.get(f"{rank} rank", largest) for rank in range(count)]
         needed = 0 if self.may_accumulate else -(-self.request.least_effective // count)
@@ -206,7 +206,7 @@ class JointSession(Session):
 def _ceiling(
     worker: Worker, left: list[Ceiling | None], needed: int, accumulates: bool
 ) -> tuple[Ceiling, tuple[TimedSize, ...]]:
-    """Find this rank's ceiling, unless a search that was killed has left it. On a plain CPU, return its times, too."""
+    """Find this rank's ceiling, or reuse it from a search that was killed. On a plain CPU, also return its times."""
     prober, known = worker.prober, left[worker.peers.rank]
     if prober.limited_by_time:
         curve, found = ceiling_by_time(prober, needed, "rank")

@@ -285,7 +285,10 @@ def _copies_s(session: LoneSession, asked: _Configuration) -> float:
 
 
 def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
-    """Yield a real step's seconds without one time cost, from the time of each device's samples alone."""
+    """Yield the predicted seconds of a real step without each of its time costs.
+
+    The predictions use the time that each device takes alone for its samples.
+    """
     labels = [device.label for device in session.request.devices]
     yield "update", None, measured.seconds - measured.update_s
     if session.runtime.shares_processor or len(labels) == 1:

@@ -86,7 +86,7 @@ class MemoryBounds:
         return self._ceiling(0, role, accumulates=role == "rank" and self.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
-        """Find a ceiling. The first size to try follows from the ceiling of another device."""
+        """Find a ceiling. Estimate the first size to try from the ceiling of another device."""
         slope = known.bytes_per_sample
         room_bytes = self.capacities_bytes[index] - known.fixed_bytes - more_bytes
         start = max(1, int(room_bytes / slope)) if slope > 0 else None
@@ -109,7 +109,7 @@ class MemoryBounds:
     # In steps of several micro-steps
 
     def _keep_replicas(self) -> tuple[Ceiling, ...]:
-        """Find the replicas' ceilings in a step of several micro-steps. Their copies and gradients stay in memory."""
+        """Find the replicas' ceilings if a step has several micro-steps. Copies and gradients then stay in memory."""
         if self.kept is None:
             waiting_bytes = bucket_bytes(self.prober.tracer.trainee)
             self.kept = tuple(

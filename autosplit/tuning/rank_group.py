@@ -129,7 +129,7 @@ def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[st
 
 
 def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
-    """Describe the devices of all ranks as one machine. Add the ranks per machine if there are several."""
+    """Describe the devices of all ranks as one machine. If there are several machines, add the ranks of each."""
     kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
     runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
     counts: list[int] = []

@@ -48,7 +48,7 @@ USUAL_SIZES = 8
 
 
 class Session(ABC):
-    """One tuning: the measurements so far, and the plan that they make.
+    """A tuning: its measurements so far, and the plan that is made from them.
 
     Args:
         workers: All workers. They have traced the workload.
@@ -340,7 +340,7 @@ class Session(ABC):
         self.tell(Progress(stage, message, fraction, *self._counted(), max(rates, default=None)))
 
     def _counted(self) -> tuple[int, int]:
-        """Return the number of real steps so far, and of those that ran out of memory."""
+        """Return the number of real steps so far, and the number of real steps that ran out of memory."""
         return self.prober.counts.steps, self.prober.counts.ooms
 
 
@@ -349,7 +349,7 @@ def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Cei
     prober = worker.prober
     if "eval" not in worker.workload.fits:
         return None
-    most = max_batch_size or LARGEST_LOOKED_AT  # the effective batch size is no limit
+    most = max_batch_size or LARGEST_LOOKED_AT  # the effective batch size does not limit evaluation
     return ceiling_of(prober, index, "eval", most=most if prober.tracer.fake else None)
 
 

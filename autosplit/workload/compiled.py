@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class CompiledTimes:
-    """Published times of compiled training steps, divided by those of the same steps in eager mode.
+    """Published times of compiled training steps, divided by the times of the same steps in eager mode.
 
     Attributes:
         pairs: Number of published pairs. Both steps of a pair have the same model, GPU and batch.
@@ -48,9 +48,9 @@ def has_compiled_parts(module: nn.Module) -> bool:
 
 
 def scripted_part(module: nn.Module) -> str | None:
-    """Return a text about the first TorchScript module inside a module, or None if there is none.
+    """Describe the first TorchScript module inside a module. Return None if there is no TorchScript module.
 
-    The tensors of a TorchScript module are in C++. So its copy can't get other tensors, and parameters of a deep copy
+    TorchScript keeps its tensors in C++. So the tensors of a copy can't be replaced, and the parameters of a deep copy
     can't be trained.
     """
     for name, part in module.named_modules():

@@ -300,7 +300,7 @@ def _globals_of(function: Any) -> dict[str, Any]:
 
 
 def named_by(function: Any) -> list[Any]:
-    """Return the objects that a function uses: its defaults, its closure, and its globals if it is the user's."""
+    """Return the objects that a function uses: its defaults, its closure, and the globals of a user's function."""
     own = () if _is_installed(str(function.__module__)) else _globals_of(function).values()
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function), *own]
 

@@ -15,8 +15,9 @@ A batch of 4 samples is split (3, 1) over two devices as follows. A batch dimens
     object that moves itself: `.to(device)`    refused                 refused
 
 A list or tuple of 4 items holds one sample in each item. There is one exception: if the first dimension of all its
-tensors is 4, too, then its tensors are cut, as nn.DataParallel cuts them. A list of dicts, and any list of tensors next
-to a list that is known to hold samples, are no exceptions. Arguments of a call are never cut as a list of samples.
+tensors is 4, too, then its tensors are cut, as nn.DataParallel cuts them. This exception does not apply to a list of
+dicts, or to a list of tensors next to a list that is known to hold samples. Arguments of a call are never cut as a
+list of samples.
 """
 
 from __future__ import annotations
@@ -279,11 +280,10 @@ def _length(part: Any) -> int:
 
 
 def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
-    """Return a text about tensors that are cut although they may hold no samples.
+    """Return advice on tensors that are cut although they may hold no samples, or an empty string.
 
-    Their number of rows may be an accident.
-
-    It may be an accident if another tensor has this size in another dimension: ``(T, E)`` next to ``(n, T)`` if n is T.
+    Such a tensor has as many rows as the batch by accident. This is possible if another tensor has this size in another
+    dimension: ``(T, E)`` next to ``(n, T)`` if n is T.
     """
     layout = Layout(size, dim)
     cut = [(place, leaf) for place, leaf in leaves if layout.is_cut(leaf)]

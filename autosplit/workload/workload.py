@@ -166,7 +166,7 @@ class Workload:
             object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
 
     def _check_pair(self) -> None:
-        """Raise WorkloadError if `loss_fn` is given and the sample batch is no pair of inputs and targets."""
+        """Raise WorkloadError if `loss_fn` is given and the sample batch is not a pair of inputs and targets."""
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             pair = "such a pair, ((a, b), targets) if the model takes two inputs"
@@ -417,9 +417,9 @@ class Workload:
             raise
 
     def _refuse_unlike_arguments(self) -> None:
-        """Raise WorkloadError if the model takes another number of inputs than the batch has.
+        """Raise WorkloadError if the model's forward cannot take all parts of the batch as its inputs.
 
-        Usually it includes the targets.
+        Usually the batch then includes the targets.
         """
         if not isinstance(self.model, nn.Module) or not isinstance(self.sample_batch, (tuple, list)):
             return
