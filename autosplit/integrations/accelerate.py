@@ -188,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read, or several saved plans fit. Or the plan's number of processes differs from
+        PlanError: The plan cannot be read. Or its number of processes differs from
             this job's or accelerate's.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: The accumulation plugin would join an epoch's last optimizer step with the next. In the first

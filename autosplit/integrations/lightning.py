@@ -180,7 +180,7 @@ class Shares(lightning.pytorch.Callback):
         noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read, is for another number of processes, or several saved plans fit.
+        PlanError: The plan cannot be read, or is for a different number of processes.
         DeviceError: The plan is for simulated GPUs.
 
     Warns:
