@@ -82,7 +82,7 @@ class ComparedMachine:
 
     @property
     def headroom_device(self) -> str | None:
-        """The device with that smallest free memory, as ``"sim:0"``."""
+        """The device with the smallest free memory, as ``"sim:0"``, or None without a plan."""
         return None if self.plan is None else min(self.plan.devices, key=_headroom).label
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class AskedMachine:
-    """A machine to compare. Its `name` is the given text, or the devices' labels if the spec was no text."""
+    """A machine to compare. Its `name` is the spec, or the devices' labels if the spec is not a text."""
 
     name: str
     spec: Any
@@ -298,7 +298,7 @@ def compare(
         options: Any other keyword of `tune`.
 
     Returns:
-        The sorted machines. A machine that the workload does not fit has the reason.
+        The sorted machines. If the workload does not fit a machine, the machine's `misfit` has the reason.
 
     Raises:
         InputError: An argument is invalid. See also `tune`.

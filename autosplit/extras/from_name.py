@@ -71,7 +71,7 @@ def workload_from_name(
     """Build a workload from a model's name, with random weights and a batch that includes labels.
 
     Nothing is downloaded, and code that a configuration names does not run. For ``sim:`` devices pass `tune` a function
-    that calls this one, so that a large model is built without its memory::
+    that calls this one, so that a large model is built without allocating its memory::
 
         autosplit.tune(lambda: autosplit.workload_from_name("hf:llama/config.json"), devices="sim:8xA100-80GB")
 
@@ -431,7 +431,7 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
         with warnings.catch_warnings():  # GoogLeNet warns about its future weight initialisation
             warnings.simplefilter("ignore", FutureWarning)
             model = models.get_model(name, weights=None)
-        # The weights' image size may differ from a model without weights. Such a model has its own `image_size`.
+        # Prefer the model's `image_size`, because its pretrained weights may be for images of another size.
         own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
         return _classifier(f"torchvision:{name}", own, image_size, model, 3)
 

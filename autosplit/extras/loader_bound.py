@@ -32,7 +32,7 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
         loader: The DataLoader (each rank's own), or what `measure_loader` returned for it.
 
     Raises:
-        InputError: The speed of the loader cannot be measured, or the job and the plan differ in their ranks.
+        InputError: The speed of the loader cannot be measured, or the job does not have as many ranks as the plan.
         RankFailedError: The measurement failed on another rank.
     """
 

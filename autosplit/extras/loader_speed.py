@@ -31,7 +31,7 @@ GAIN = 1.05
 """Required speed-up of settings that use more resources. Smaller differences are within the noise of runs."""
 
 MOST_FRUITLESS = 2
-"""Doublings of the workers without a gain that end the search. A first worker often gains nothing over none."""
+"""The search ends after this many doublings of the workers without a gain. One worker is often no faster than none."""
 
 PREFETCH_FACTORS = (2, 4, 8)
 """Values of `prefetch_factor` to try: torch's default first, larger values while they gain."""
@@ -46,13 +46,13 @@ WINDOW_S, MOST_BATCHES = 1.0, 64
 """Seconds and most batches of the first pass. Every setting loads only these batches, repeatedly."""
 
 COLD = 1.25
-"""Speed-up of a second pass that shows cached data. The first pass then read from disk."""
+"""If a second pass is faster by this factor, it read cached data, and the first pass read from disk."""
 
 COLD_S = 0.1
 """Least duration of a first pass for this check. Data in memory takes a few ms, including the start."""
 
 MEMORY_SHARE = 0.9
-"""Fraction of a process's part of the free host memory that workers may use."""
+"""Workers may use this fraction of the free host memory, divided by the number of processes."""
 
 Timer = Callable[[LoaderSettings], TimedLoader]
 

@@ -27,9 +27,9 @@ from autosplit.parallel.step_listener import StepListener, Sums
 WINDOW = 1000
 """Most optimizer steps in the estimate. The noise scale grows while the loss falls, so the latest steps count.
 
-With fewer steps, the latest half is used. Numerator and denominator are averaged separately, so the large gradients of
-the first steps would dominate an average over the whole run. For a classifier, the estimate is 365 after 20 steps and
-about 1,700 from 80 steps on.
+The estimate uses the latest half of all steps, up to this number. Numerator and denominator are averaged separately, so
+the large gradients of the first steps would dominate an average over the whole run. For a classifier, the estimate is
+365 after 20 steps and about 1,700 from 80 steps on.
 """
 
 Z_95 = 1.96

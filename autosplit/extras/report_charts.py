@@ -1,6 +1,6 @@
 """Describe the charts of a plan's page in Vega-Lite, as dictionaries that Vega draws in the browser.
 
-Colours are CSS variables of the page. No information is in colour alone: marks also differ in shape or hatching.
+Colours are CSS variables of the page. Marks also differ in shape or hatching, for readers who can't see the colours.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _chart(name: str, title: str, text: str, height: int | Spec, *layers: Spec) 
 
 
 def _visible(value: Any) -> Any:
-    """Replace the invisible characters in all texts of a chart: names of devices are the user's."""
+    """Replace the invisible characters in all texts of a chart, because device names may come from the user."""
     if isinstance(value, dict):
         return {name: _visible(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -109,7 +109,6 @@ def _digest(text: str) -> str:
 
 
 def _values(plan: Plan) -> dict[str, object]:
-    """Return the template's values by name."""
     explanation = plan.explain()
     charts = charts_of(plan, explanation)
     model = plan.workload.get("model")

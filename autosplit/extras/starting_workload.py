@@ -32,7 +32,7 @@ BATCH_SIZE = 8
 """Samples of the sample batch in the file."""
 
 _FIRST_LAYERS = 4
-"""Layers with parameters whose candidates are tried. A model may register a later layer first."""
+"""Number of layers from which inputs are guessed. The first registered layer is not always the first one to run."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def write_workload(
     """Write a file with a workload for the model that a spec names.
 
     Args:
-        spec: ``FILE[:NAME]`` or ``package.module[:NAME]``. NAME is a class of models, or a function that makes one.
+        spec: ``FILE[:NAME]`` or ``package.module[:NAME]``. NAME is a model class, or a function that returns a model.
             Default: the last class of the file that needs no arguments.
         shape: Shape of one sample's inputs. Default: guessed from the first layers of the model.
         output: The file to write. Default: ``workload.py`` next to FILE.
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: The file has no such model, the file to write exists, or no candidate passes the model's forward.
+        InputError: The file has no such model, the file to write exists, or the model's forward accepts no candidate.
     """
     place, name = split_spec(spec, "")
     is_file = place.endswith(".py")
@@ -114,7 +114,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Python expressions for the sample batch, its loss, and the names that the user's file gives them."""
+    """Python expressions for the sample batch, its loss, and the names to import from the user's file."""
 
     inputs: str
     targets: str | None
@@ -149,7 +149,7 @@ def _guessed_batch(model: nn.Module, shape: tuple[int, ...] | None, place: str) 
 
 
 def _model_in(module: ModuleType, place: str) -> str:
-    """Return the name of the last class of models in a module that can be made without arguments."""
+    """Return the name of the module's last model class that can be made without arguments."""
     own = {
         name: value
         for name, value in vars(module).items()

@@ -26,7 +26,7 @@ STEP_DOWN = 0.05
 """Fraction by which the batch shrinks after a step that ran out of memory."""
 
 MOST_FOLLOWED = 3
-"""Most searches for the largest batch. Each repeats if the traced step differs from its prediction."""
+"""Most searches for the largest batch. The search is repeated if the traced step differs from its prediction."""
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
@@ -55,8 +55,6 @@ def with_lengths(
         plan: The plan for the longest samples.
         lengths: The length of each sample. Lengths that the plan's profile contains already are not measured again.
         variant: The variant of the plan.
-        request: The request.
-        workers: All workers.
         tell: Called with the progress.
     """
     least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
@@ -135,8 +133,6 @@ def _looked_at(
     The first throughput is for as many samples as fit, and the second is for the plan's batch size.
 
     Args:
-        plan: The plan.
-        workers: All workers.
         full: For each rank, the peaks of the plan's steps at the longest length.
         least: Batch size that is known to fit: the result of the next longer length.
         most: Upper bound of the batch size.

@@ -38,7 +38,7 @@ def check_installed(module: str, what: str, package: str | None = None) -> None:
 
 
 def side_by_side(height: float, *draws: Callable[[Any], None]) -> Figure:
-    """Draw axes next to each other as one figure, without pyplot, its windows and its state. Sizes are in inches."""
+    """Draw several axes side by side in one figure, without pyplot. `height` is in inches."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

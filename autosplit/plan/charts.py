@@ -24,7 +24,7 @@ GRID = 33
 """Points along each side of the landscape."""
 
 MOST_LABEL = 34
-"""Most characters of a name next to its figures on a phone."""
+"""Most characters of a device name, so that the name fits next to its numbers on a phone."""
 
 MEMORY_PARTS = (
     ("parameters_bytes", "parameters", "c1"),
@@ -59,7 +59,7 @@ def short(name: str) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """Return the unit of an axis that ends at this size: name and bytes."""
+    """Return the name and the bytes of the unit for an axis that ends at `nbytes`."""
     return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20) if nbytes >= 2**20 else ("KiB", 2**10)
 
 
@@ -69,7 +69,7 @@ def known_parts(device: PlanDevice) -> MemoryParts | None:
 
 
 def segments(device: PlanDevice) -> list[tuple[str, int]]:
-    """Return the parts of a device's memory that are not empty, in order: label and bytes."""
+    """Return the label and the bytes of each part of a device's memory, in order. Empty parts are left out."""
     parts = known_parts(device)
     used = [("in use", device.peak_bytes)]
     if parts is not None:
@@ -80,7 +80,7 @@ def segments(device: PlanDevice) -> list[tuple[str, int]]:
 
 
 def line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
-    """Return fixed bytes, bytes per sample, and whether these include the plan's samples on other devices."""
+    """Return fixed bytes, bytes per sample, and whether the fixed bytes include the plan's samples on other devices."""
     line = device.ceiling
     if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
         return line.fixed_bytes, line.bytes_per_sample, False

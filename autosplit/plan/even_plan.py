@@ -1,4 +1,4 @@
-"""Find a plan for a tool that gives all ranks one batch size, and list the plan's properties that the tool lacks.
+"""Convert a plan for a tool that gives all ranks one batch size, and note what the tool can't do as planned.
 
 If the plan's ranks have different batch sizes, the nearest even plan is solved with the plan's ceilings and fit.
 """
@@ -123,8 +123,8 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     # Without an effective batch size, the ceilings are for steps of one forward. They leave no room for gradients that
     # stay in memory during a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
-    # A plan made by hand has no time model. Assume a fixed time per forward with which a step of the requested size is
-    # worth up to twice the fewest forwards, see `WITHIN_REACH`.
+    # A plan made by hand has no time model. Assume a fixed time per forward: that of a third of the smallest ceiling.
+    # Then steps of up to twice the fewest forwards reach `WITHIN_REACH` of the best throughput, so they are considered.
     curve = TimeCurve(tuple((samples, samples + min(caps) / 3) for samples in (1, 2)))
     fit = plan.fit or Fit(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
     problem = Problem(fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)
@@ -185,7 +185,7 @@ def _even_text(even: EvenRanks) -> str:
 
 
 def _faster_notes(plan: PlanRecord, search: EvenProblem, even: EvenRanks, tool: Tool) -> list[str]:
-    """Return a note on slow devices, without which the tool would be faster."""
+    """Return a note if the tool would be faster without the slowest devices."""
     kept, better = search.without_slow() or ((), even)
     gain = (better.samples_per_s or 0.0) / (even.samples_per_s or 1.0)
     if gain <= 1 + BINDING_SHARE:

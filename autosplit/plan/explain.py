@@ -34,10 +34,10 @@ from autosplit.solve.trial import KNEE_SHARE
 GIB = 2**30
 
 FASTER = 2.0
-"""Speed of a faster device, and size of a larger step, relative to the plan's, in the gains of an explanation."""
+"""Factor by which an explanation makes a device faster, or an optimizer step larger."""
 
 MOST_CURVES = 200_000
-"""Most forwards of a plan, times its devices, for predicting the time of a step. More would take seconds."""
+"""Largest product of a step's forwards and the plan's devices for which a step is predicted. More takes seconds."""
 
 MOST_KINDS = 8
 """Most kinds of devices whose gains are computed separately."""
@@ -72,11 +72,11 @@ def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None)
     base = max(problem.best(), predicted)
 
     def rate(relaxed: Relaxed) -> float:
-        # More memory does not change a ceiling that a kernel or the time limits.
+        # More memory does not raise a ceiling that is limited by a kernel or by time.
         is_same = relaxed.what == "one_gib_more" and relaxed.problem is problem
         return 0.0 if is_same else relaxed.problem.best()
 
-    # Measurements of whole steps show the total cost between devices, but not its parts.
+    # Measured steps show only the total overhead of several devices, not its parts.
     costs: tuple[Cost, ...] = ("copies" if plan.region is None else "overhead", "update")
     changes = tuple(changes_of(relaxations(plan, problem, costs), base, rate))
     gains = _gains(changes, base, predicted, simulated=False)
@@ -164,11 +164,9 @@ Cost = Literal["link", "copies", "gather", "overhead", "update"]
 
 
 def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> Iterator[Relaxed]:
-    """Yield the problem without each bound of the plan, with 1 GiB more memory, and for each kind of device alone.
+    """Yield variants of the problem: without one of the bounds, with 1 GiB more memory, and with one device alone.
 
     Args:
-        plan: The plan.
-        problem: Its problem.
         costs: The costs between devices that can be changed separately.
     """
     labels = [device.label for device in plan.devices]

@@ -249,8 +249,8 @@ class Explanation:
     def reasons(self) -> tuple[str, ...]:
         """Return sentences on the plan's bounds: one for each limit of the batch, and one for the largest time costs.
 
-        The result is empty if the bounds are unknown. Times come first if at most the requested effective batch size
-        limits the batch. If the data loader is slower than the devices, it is the only reason.
+        The result is empty if the bounds are unknown. If neither memory nor `max_batch_size` limits the batch, the time
+        costs come first. If the data loader is slower than the devices, it is the only reason.
         """
         if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
             return (self._loader_text(),)

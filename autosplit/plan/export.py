@@ -92,7 +92,7 @@ class _Start:
         return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {rendezvous} {SCRIPT}"
 
     def remark(self) -> list[str]:
-        """Return an explanation of the placeholders in that line."""
+        """Return an explanation of the placeholders in the command line of `by_torchrun`."""
         if not self.several:
             return []
         listed = ", ".join(map(str, self.machines))

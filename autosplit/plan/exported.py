@@ -64,7 +64,7 @@ class Export:
 
 
 def write(path: Path, text: str, called: str = "") -> None:
-    """Write a file for sharing. Raise InputError if that fails, with `called` as its name."""
+    """Write a file that all users can read. Raise InputError if that fails. The message calls the file `called`."""
     try:
         replace_file(path, text, mode=READ_BY_ALL)
     except (OSError, ValueError) as error:  # a name with a null character raises ValueError

@@ -144,7 +144,7 @@ def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any,
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
-    """Predict the samples/s of effective batch sizes up to `most`: parts of a forward, and multiples of a forward."""
+    """Predict the samples/s of effective batch sizes up to `most`: one smaller forward, or several full forwards."""
     problem = required_problem(plan)
     sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
     if plan.accumulates and compared_split(plan, plan.split, 2).fits:

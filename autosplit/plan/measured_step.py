@@ -92,7 +92,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
     Raises:
         InputError: The split is not a whole number of 0 or more for each device, or all of them are 0.
     """
-    given = split if isinstance(split, Iterable) else [split]  # an array has an `__index__`, too
+    given = split if isinstance(split, Iterable) else [split]  # numpy arrays have `__index__`, so test for Iterable
     advice = f"as many, or name other devices than {listed(labels, 4)}"
     shares = tuple(limits_of("split", given, len(labels), advice))
     if not any(shares):
@@ -109,14 +109,12 @@ def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[
 def faster_devices(
     labels: Sequence[str], step_s: float, seconds: Callable[[Sequence[int]], float]
 ) -> Iterator[Without]:
-    """Yield the step with each device twice as fast.
+    """Yield the seconds of the step with each device twice as fast.
 
     If none of them gains anything, also yield all devices twice as fast.
 
     Args:
-        labels: Labels of the devices.
-        step_s: Seconds of the step.
-        seconds: Return the seconds of the step if the devices at these positions are twice as fast.
+        seconds: Function that returns the seconds of the step if the devices at these positions are twice as fast.
     """
     found = [seconds([index]) for index in range(len(labels))]
     if len(labels) > 1 and step_s <= min(found) * (1 + BINDING_SHARE):

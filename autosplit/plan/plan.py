@@ -104,7 +104,7 @@ class Plan(PlanRecord):
             Numbers; `str()` returns them as text.
 
         Raises:
-            InputError: The split has not one number for each device, or too few samples on a device to train.
+            InputError: The split does not have one number for each device, or a device gets too few samples to train.
             PlanError: The plan has no fit.
         """
         from autosplit.plan.split_comparison import compared_split
@@ -177,7 +177,7 @@ class Plan(PlanRecord):
 
         return export(self, to, path=path)
 
-    # Down to the wrappers
+    # Training with the plan
 
     def devices_here(self) -> tuple[torch.device, ...]:
         """Return the plan's devices in this process: GPUs with the same UUIDs, or on another machine the same names.
@@ -206,7 +206,7 @@ class Plan(PlanRecord):
         return tuple(torch.device(kind, index) for index in indices)
 
     def wrap(self, model: nn.Module) -> BalancedDataParallel:
-        """Wrap a model so that each forward is split as the plan has it.
+        """Wrap a model so that each forward is split according to the plan.
 
         Args:
             model: The model. It is moved to the first device. Layers that the plan checkpoints are checkpointed from
@@ -385,9 +385,9 @@ class Plan(PlanRecord):
                 the number of labels that are not padding, or a tensor with the sum of the labels' class weights. A
                 batch with a count of 0 contributes nothing.
             on_oom: ``"cut"``: if a micro-batch runs out of memory within ``with step.attempt():``, run it again in two
-                parts, see `OptimizerStep.attempt`. After three such micro-batches, all of their size are cut before
-                they run, as long as the loader lives, and the plan's file gets a note. Values other than tensors are
-                passed to both parts unchanged.
+                parts, see `OptimizerStep.attempt`. After three such micro-batches, all later micro-batches of that size
+                from this loader are cut before they run, and the plan's file gets a note. Values other than tensors
+                are passed to both parts unchanged.
             noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from one norm of each
                 micro-batch's gradient. Pass the same object in every epoch, and then to `goodput`. Replicas are copied
                 again for each micro-batch, because kept replicas add up gradients.
@@ -419,7 +419,8 @@ class Plan(PlanRecord):
             noise_scale=noise_scale,
             device=device,
         )
-        # A count has other units. And `steps` compares the sizes itself if the sampler is the plan's.
+        # Do not compare the sizes of steps that `count` measures in other units. With a ScheduledBatchSampler, `steps`
+        # compares the sizes itself.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
         return compared(made, self.effective_batch_size, stacklevel=1)

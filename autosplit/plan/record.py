@@ -301,7 +301,7 @@ class PlanRecord:
     def fastest(self) -> Literal["balanced", "ddp"] | None:
         """Whether the plan's own split (``"balanced"``) or `ddp` has more `samples_per_s`, which may be a prediction.
 
-        None if only one of them is possible, and for devices that share a CPU, which promise no gain.
+        None if only one of them is possible, or if the devices share a CPU, so that splitting brings no gain.
         """
         if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None
@@ -318,7 +318,7 @@ class PlanRecord:
         return self.__dict__.get("_path")
 
     def kept_at(self, path: Path | None) -> Self:
-        """Return the plan with another `path`. `dataclasses.replace` drops the path, because it makes another plan."""
+        """Return the plan with another `path`. Call this after `dataclasses.replace`, which drops the path."""
         kept = replace(self)
         object.__setattr__(kept, "_path", path)
         return kept

@@ -74,7 +74,7 @@ def refuse_several_processes() -> None:
 
 
 def refuse_simulated(plan: PlanRecord, what: str) -> None:
-    """Raise DeviceError if a plan is for simulated GPUs. The message has the purpose `what`."""
+    """Raise DeviceError if a plan is for simulated GPUs. `what` is a verb phrase for the message: "wrap a model"."""
     if plan.simulated:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
@@ -144,7 +144,7 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
 def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     """Raise PlanError if the number of processes differs from the plan's ranks.
 
-    Several machines may have different ones.
+    On several machines, the numbers of processes may differ.
     """
     given = options.get(_COUNT, "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":

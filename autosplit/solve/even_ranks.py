@@ -17,7 +17,7 @@ MOST_FORWARDS = 20_000
 """Most forwards of an optimizer step to try, in the search for exactly the requested samples per step."""
 
 MOST_RANKS = 64
-"""With more ranks, no ranks are left out, because trying subsets would take seconds."""
+"""Most ranks for which subsets of the ranks are tried. With more ranks, this would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class EvenProblem:
         """Return the settings nearest to the requested step, or None if a rank can't hold its batch.
 
         Only settings with at least `WITHIN_REACH` of the best predicted throughput count. Among them, prefer a step of
-        acceptable size, then the smallest distance from the requested size, then the fastest, then the fewest forwards.
+        allowed size, then the smallest distance from the requested size, then the fastest, then the fewest forwards.
         """
         found = self._candidates()
         enough = WITHIN_REACH * max((even.samples_per_s or 0.0 for even in found), default=0.0)
         return min((even for even in found if (even.samples_per_s or 0.0) >= enough), key=self._order, default=None)
 
     def exact(self) -> EvenRanks | None:
-        """Return the fastest settings with exactly the requested samples per step, however slow, or None."""
+        """Return the fastest settings with exactly the requested samples per step, or None. They may be slow."""
         found = [even for even in self._candidates() if even.effective_batch_size == self.effective_batch_size]
         return min(found, key=self._order, default=None)
 
     def without_slow(self) -> tuple[tuple[int, ...], EvenRanks] | None:
-        """Return the ranks of a faster subset, with its settings, or None if no subset is faster.
+        """Return the fastest subset of the ranks with its settings, or None if no subset is faster than all ranks.
 
         With one batch size for all, the slowest rank determines the speed of each rank.
         """

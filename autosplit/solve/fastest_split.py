@@ -93,7 +93,7 @@ def _fastest_shares(batch_size: int, times: Times, floors: Sequence[int], caps: 
 def _bracket(
     batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]
 ) -> tuple[list[int], list[int], bool]:
-    """Bisect the finish time until few samples are open.
+    """Bisect the finish time until few samples are left to assign.
 
     Returns:
         A split with at most `batch_size` samples, a split with at least as many, and whether all samples between the

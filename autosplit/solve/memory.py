@@ -153,7 +153,7 @@ class MemoryParts:
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the parts of another peak, or None if it is smaller than the parts that are there throughout.
+        """Return the parts of another peak, or None if that peak is smaller than the parts other than activations.
 
         Args:
             measured: Whether the peak is from a real step. Then the difference is memory that was not traced. Otherwise
@@ -285,9 +285,9 @@ def largest_fitting(
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits. The peak must grow with n, and `least` must fit.
 
-    Double from `start` until a size does not fit. Then try the size at which a line between the largest size that fits
-    and the smallest that does not reaches the capacity. Every third try bisects instead, because the peak may not be
-    linear. No size is tried twice.
+    Double from `start` until a size does not fit. Then draw a line from the largest size that fits to the smallest size
+    that does not fit, and try the size at which the line reaches the capacity. Every third try bisects instead, because
+    the peak may not be linear. No size is tried twice.
     """
     low, high = least, most + 1  # low fits, high does not
     known: dict[int, float] = {}

@@ -40,10 +40,10 @@ _CEILINGS = "ceilings"
 """User attribute of a study: the ceilings of a search that has not ended, by key."""
 
 MOST_REPEATS = 3
-"""Most trials to ask for in addition to each trial that runs. A sampler may suggest a configuration several times."""
+"""Most repeated suggestions per requested trial. A sampler may suggest the same configuration several times."""
 
 STARTUP_TRIALS = 4
-"""Trials that TPE draws at random before it models them. The study begins with the trials of the cost model."""
+"""Trials before TPE stops drawing at random. The trials of the cost model count, and the study begins with them."""
 
 _WHY = "why"
 """User attribute of a trial: the reason for it."""
@@ -75,7 +75,7 @@ def search(
         deadline_s: `time.monotonic()` after which no trial begins. One trial is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed continues from
             its trials in this study. Trials from before `CeilingStore.end` only guide the sampler, because their times
-            were measured at another moment. Trials that a user enqueued there are made first.
+            may be out of date. Trials that a user enqueued there are made first.
         on_trouble: Called with the reason if the storage fails during the search, which continues without it.
 
     Raises:
@@ -173,7 +173,7 @@ class _Search:
             asked.set_user_attr(_WHY, why)
             configuration = _suggested(asked, self.space)
             if not self.space.holds(configuration):
-                # No batch makes the effective batch in so many micro-steps, or a user enqueued a trial that can't fit.
+                # No batch size gives the effective batch in this many micro-steps, or a user enqueued an invalid trial.
                 _set_fits(asked, fits=False)
                 asked.set_user_attr("failure", "not in the search space; see the bounds of its parameters")
                 study.tell(asked, state=_state("PRUNED"))
@@ -220,7 +220,6 @@ def _state(name: str) -> Any:
 
 
 def _tell(study: Any, asked: Any, trial: Trial) -> None:
-    """Tell the study the result of a trial."""
     asked.set_user_attr("split", list(trial.split))
     asked.set_user_attr("error_share", trial.error_share)
     asked.set_user_attr("peak_bytes", list(trial.peak_bytes))
@@ -270,7 +269,7 @@ class CeilingStore:
             self._study.set_user_attr(_CEILINGS, self._kept)
 
     def end(self) -> None:
-        """Mark the search as ended. A later search must not resume it, because its times belong to another moment."""
+        """Mark the search as ended. A later search must not resume it, because its times may be out of date."""
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_ENDED, len(self._study.get_trials(deepcopy=False)))
             self._study.set_user_attr(_CEILINGS, {})
@@ -295,7 +294,7 @@ def _imported() -> None:
     """Import Optuna in a new thread, to release the memory of its callers.
 
     During the import, Optuna stores the error of a missing database driver. The error keeps the calling frames and all
-    their variables alive. Those would be the copies of the process's first tuning.
+    their variables alive. These frames would hold the model copies of the process's first tuning.
     """
     if "optuna" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")

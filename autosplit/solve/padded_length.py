@@ -1,4 +1,4 @@
-"""Plan batches of samples with different lengths: find the batch size for each padded length, and cut an epoch.
+"""Plan batches of samples with different lengths: the batch size for each length, and the batches of an epoch.
 
 All samples of a batch are padded to its longest sample. So a batch needs the memory of its longest sample, times its
 number of samples. The memory of a sample is measured at a few lengths, relative to the longest. Between two measured
@@ -35,7 +35,7 @@ With 128, an epoch takes 7% to 11% longer. With 2,048, it takes up to 2% less ti
 
 SHORTER = 0.7
 FULL_ENOUGH = 0.25
-"""A batch that is 25% full ends if the next sample is shorter than 0.7 times its longest sample.
+"""A batch that is at least 25% full ends if the next sample is shorter than 0.7 times the batch's longest sample.
 
 In optimizer steps of one to four full batches this gains 20% to 130%, in steps of 64 up to 3% (benchmarks/lengths.py).
 """
@@ -89,7 +89,7 @@ class LengthPlan:
 
     @property
     def is_sound(self) -> bool:
-        """Whether lengths fall and shorter samples need no more memory, which this class assumes."""
+        """Whether the points have falling lengths, and shorter samples need no more memory than longer samples."""
         return self.points[0].times == 1 and all(
             a.length > b.length and a.times <= b.times for a, b in itertools.pairwise(self.points)
         )
@@ -251,7 +251,7 @@ def foretold(
 
     Args:
         points: See `LengthPlan`.
-        lengths: Length of each sample. Of more than 100,000 samples, as many are drawn at random.
+        lengths: Length of each sample. If there are more than 100,000 samples, 100,000 are drawn at random.
         split: Samples per device of the plan's own batch.
         effective_batch_size: Samples per optimizer step, or None.
     """

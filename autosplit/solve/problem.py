@@ -23,10 +23,10 @@ NO_LIMIT_BYTES = 2**60
 """More memory than any step needs: 1 EiB."""
 
 MOST_WORK = 20_000
-"""Most work for a solution: how many numbers of forwards are tried, times the largest. More would take seconds."""
+"""Limit for solving: how many values of `accumulation_steps` are tried, times the largest. More would take seconds."""
 
 MOST_COMBINED = 256
-"""Most numbers of forwards, times the square of the devices, for a solution. More would take many seconds."""
+"""Limit for solving: how many values of `accumulation_steps` are tried, times the square of the number of devices."""
 
 MOST_FORWARDS = 1024
 """Most forwards of an optimizer step. If memory is so short that a step needs more, measure again instead."""
@@ -151,7 +151,7 @@ class Problem:
     def even(self, effective_batch_size: int) -> Solution | None:
         """Return the fastest even split with the fewest forwards, or None if none fits.
 
-        The forwards are either full, except for the last, or of equal size.
+        Either all forwards except the last have the largest size that fits, or all have about the same size.
 
         Args:
             effective_batch_size: Samples of the step. If the problem has no effective batch size, one forward of any
@@ -180,7 +180,7 @@ class Problem:
         """Return the splits that fit in an optimizer step of this many forwards."""
         return self.region if steps == 1 or self.accumulating is None else self.accumulating
 
-    # Tightened
+    # With less memory
 
     def with_capacities(
         self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
@@ -216,7 +216,7 @@ class Problem:
             replica_ceilings=tuple(others),
         )
 
-    # Relaxed
+    # With a relaxed bound
 
     def with_memory(self, index: int, more_bytes: int) -> Problem:
         """Return the problem with more memory on one device. Its ceiling grows by ``more_bytes / bytes_per_sample``.

@@ -27,7 +27,7 @@ LEAST_GAIN = 0.001
 BESIDE_SHARE = 0.005
 """Step, as a fraction of the samples on device 0, for trials next to the best one.
 
-Steps of one sample would never end.
+With steps of one sample, the search would take far too many trials.
 """
 
 KNEE_STEP = 0.1
@@ -36,8 +36,8 @@ KNEE_STEP = 0.1
 LEAST_MODEL_ERROR = 0.01
 """Least assumed error of the model, as a fraction. A smaller error of a few fitted trials is chance.
 
-If the model is no less accurate than this, no sampler is used. The sampler drew batches of one or two samples, each of
-which needs a new trace.
+If the error of the model is at most this, no sampler is used. A sampler also draws batches of one or two samples, each
+of which needs a new trace.
 """
 
 FITTED = 3
@@ -115,8 +115,8 @@ class Proposer:
             knee = self._knee(solver, trials, candidates, best)
             if knee is not None:
                 return knee
-        # Scale the prediction by the model's error at the fastest trial. This error says nothing about another set of
-        # devices, so those predictions stay unscaled.
+        # Scale the predictions by the model's error at the fastest trial. The error may differ for another set of
+        # devices, so predictions for other sets stay unscaled.
         scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
 
         def alike(c: Configuration) -> bool:
@@ -133,8 +133,8 @@ class Proposer:
         """Return an untried batch size below the best one that may reach `KNEE_SHARE` of the top throughput.
 
         Such a batch size would be the answer. Batch sizes that trials have shown to be too slow are skipped. Return the
-        smallest one with a high enough prediction, or else the middle one within reach of it. So the smallest is found
-        even if the model is inaccurate.
+        smallest batch size whose prediction is high enough. If there is none, return the middle one of those with at
+        least `WITHIN_REACH` of the needed throughput. So the answer is found even if the model is inaccurate.
         """
         rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
         enough = KNEE_SHARE * max(rates.values())
@@ -148,8 +148,8 @@ class Proposer:
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
         """Return the best trial with slightly more or fewer samples on device 0, or None if both were tried.
 
-        The model's error is about the same for all three. A step of one sample would make no difference if device 0 has
-        many.
+        The model's error is about the same for the best trial and both neighbours. If device 0 has many samples, moving
+        only one of them would make no difference.
         """
         least = best.gpu0_bsz * BESIDE_SHARE
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
@@ -171,10 +171,10 @@ def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials with throughputs and errors that use what all trials together show.
+    """Return the trials with less noisy throughputs, by averaging each measurement with the model's prediction.
 
-    Average each measured throughput with the model's prediction, weighted by 1 / variance. The variance of the model is
-    its squared error beyond the noise of the trials. Failed and exact trials stay unchanged.
+    The weights are 1 / variance. The variance of the model is its squared error beyond the noise of the trials. Failed
+    and exact trials stay unchanged.
     """
     ran = [trial for trial in trials if trial.samples_per_s is not None]
     if len(ran) < 2:
@@ -194,10 +194,10 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
-    """Return whether a failed trial used no more of the device that ran out of memory than this configuration would.
+    """Return whether this configuration can't fit: a trial with no more samples on a device failed there.
 
-    Device 0 gathers the whole batch, so its batch size counts, too. If the device that failed is unknown, compare all
-    devices.
+    Device 0 gathers the whole batch, so for device 0 the batch sizes are compared, too. If the device that failed is
+    unknown, compare all devices.
     """
     split: tuple[int, ...] | None = None
     for trial in trials:

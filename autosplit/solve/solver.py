@@ -15,7 +15,8 @@ with a ceiling of 8, and device 3 is a T4 with a ceiling of 4:
 
 These are 6 teams instead of 2 ** 3. Seven identical devices have 8 teams instead of 128. The fastest split of each team
 is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. If there are more than `MOST_TEAMS`
-teams, devices are only left out in the order of their cost per sample, which gives one team more than devices.
+teams, devices are left out only in the order of their cost per sample: none, the most expensive device, the two most
+expensive devices, and so on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autosplit.solve.step_time import StepTime
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE, Trial, configuration_of
 
 MOST_STEPS = 64
-"""Most numbers of accumulation steps to try, from the fewest upwards.
+"""Most values of `accumulation_steps` to try, from the fewest upwards.
 
 Each further step costs a copy and only saves memory.
 """
@@ -59,7 +60,7 @@ _Answer = TypeVar("_Answer")
 WITHIN_REACH = 0.8
 """Least predicted samples/s, as a fraction of the best prediction, for a trial of another kind of configuration.
 
-The model is seldom wrong by more.
+The error of the model is seldom larger than 20%.
 """
 
 FIRST_WITHIN_REACH = 0.9
@@ -180,7 +181,7 @@ class Solver:
         return own_s / most + time.gather_s_per_sample[other + 1]
 
     def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the last of identical devices the most samples.
+        """Among identical devices, give the last device the most samples.
 
         It is gathered last, and computes while the others are gathered.
         """
@@ -344,7 +345,7 @@ class Solver:
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
-        """Return the configuration with the fewest devices within reach of the best.
+        """Return a configuration with other devices: the fewest that reach `WITHIN_REACH` of the best prediction.
 
         Its trial measures the cost of adding a device.
         """
@@ -366,7 +367,7 @@ class Solver:
     def _without_first(self, best: Configuration) -> list[Configuration]:
         """Return the fastest configuration in which device 0 has no samples and only gathers.
 
-        The time that device 0 loses by computing and gathering at once does not show in its own compute times.
+        If device 0 computes and gathers at the same time, both take longer. Its own compute times do not show this.
         """
         if self.step_time.adds_up or not self._unfitted.host_s or not best.gpu0_bsz:
             return []

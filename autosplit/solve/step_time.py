@@ -1,7 +1,7 @@
 """Model the time of a step: a curve for each device, the cost of transfers and waits, and a fit to measured steps.
 
-A BalancedDataParallel step has k micro-steps. Its replicas are kept from the first to the last. Device i gets ``n_i``
-samples per micro-step. The sums and maxima are over the devices that get samples::
+A BalancedDataParallel step has k micro-steps and keeps its replicas during all of them. Device i gets ``n_i`` samples
+per micro-step. The sums and maxima are over the devices that get samples::
 
     slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
 
@@ -154,8 +154,8 @@ class StepTime:
         """Return the critical path of a step in four parts: copies, gathers, time that contention scales, other time.
 
         The host runs ahead of the devices. A micro-step ends at the later of two moments: one whole micro-step after
-        the previous one, or one backward after the host
-        has started all forwards. Among equal micro-steps, either the first or the last waits for the host.
+        the previous one, or one backward after the host has started all forwards. Among equal micro-steps, either the
+        first or the last waits for the host.
         """
         copies_s, started_s = self._counted_copying_s(counted), 0.0
         path = copies_s / 2, 0.0, 0.0, 0.0
@@ -189,8 +189,8 @@ class StepTime:
         """Fit the copies and the gather of one device to steps that it runs together with device 0 only.
 
         Args:
-            measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. Two pairs
-                have different samples on the device, the larger number last.
+            measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. The
+                second pair has more samples on the device.
             further: A split, and the seconds that a second micro-step with this split adds. It is an upper bound for
                 the gather. In a small first micro-step, the host's work may hide the copies, so that the slope between
                 two first micro-steps is too large.
@@ -209,7 +209,7 @@ class StepTime:
         return self.with_costs_of(index, bare.copies_of(many, many_s), slope)
 
     def copies_of(self, split: Sequence[int], seconds: float) -> float:
-        """Return the copies of a step of one micro-step that took this many seconds without the optimizer."""
+        """Return the seconds of copies in a step of one micro-step, from its seconds without the optimizer."""
         free = replace(self, copies_s=(0.0,) * len(self.curves), update_s=0.0)
         by_devices = replace(free, host_s=0.0).seconds([split])
         return max(0.0, min(seconds - by_devices, 2 * (seconds - free.seconds([split]))))
@@ -271,8 +271,9 @@ class StepTime:
     def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
         """Fit the host's time to steps of one and of two micro-steps on several devices, both without the optimizer.
 
-        The host's turns are the time of the second micro-step if that is longer than the devices' time. Otherwise the
-        devices hide the turns. Then the turns are at most the time of the first micro-step without its backward.
+        The host's turns are the time in which it starts the forwards of all devices, one after another. If the second
+        micro-step takes longer than the devices compute, the turns take as long as this micro-step. Otherwise the
+        devices hide the turns, which take at most as long as the first micro-step without its backward.
         """
         _, busy_s, _, replicas = self._amounts(split)
         turns_s, first_s = twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s
@@ -378,7 +379,7 @@ class Fit:
 
         Args:
             counted: Number of forwards with each split over the ranks. The last entry is the split of the last forward.
-            least_batch: Samples that a rank runs in a forward that has none for it.
+            least_batch: Samples that a rank runs in a forward in which it has no samples.
         """
         busy_s = [0.0] * len(self.step_time.curves)
         forward_s = busy_s

@@ -72,7 +72,7 @@ def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
 
 
 def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
-    told = [size for size in timed if size.error_s < size.seconds]  # the other times are smaller than their noise
+    told = [size for size in timed if size.error_s < size.seconds]  # leave out times that are smaller than their error
     if len(told) < 3 or not any(size.error_s for size in timed):
         return timed
     line = _line(told)
@@ -91,7 +91,7 @@ def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
 
 
 def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
-    """Fit fixed seconds, at least 0, and seconds per sample by least squares of relative errors; None if time falls."""
+    """Fit fixed seconds (0 or more) and seconds per sample by relative least squares. None if the time falls."""
     # Each size t(n) gives the row ``fixed / t + per_sample * n / t = 1``.
     rows = [(1 / size.seconds, size.samples / size.seconds) for size in timed]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))

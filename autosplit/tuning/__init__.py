@@ -1,5 +1,5 @@
-"""`tune` and `measure`: measure, search and assemble the plan, in one process or on all ranks of a job.
+"""Define `tune` and `measure`: measure, search and assemble the plan, in one process or on all ranks of a job.
 
-May import the root, devices, solve, workload, runtime, probe, plan, profiles and ddp. Begin with `tune` (it
-composes) and `session` (it measures and searches).
+Modules of this package may import the package root, `devices`, `solve`, `workload`, `runtime`, `probe`, `plan`,
+`profiles` and `ddp`. Begin with `tune` (the order of the steps) and `session` (measuring and searching).
 """

@@ -1,4 +1,4 @@
-"""A tuning by all ranks of a job: each rank measures its own device, and all ranks run the trials together.
+"""Tune on all ranks of a job: each rank measures its own device, and all ranks run the trials together.
 
 each rank   ceiling, times | dry pass, all agree, timed step | ...
 rank 0                     | searches, proposes a step       | the plan
@@ -53,7 +53,7 @@ class Measured:
 
 
 class JointSession(Session):
-    """A tuning by all ranks of a job, as rank 0 sees it."""
+    """Tunes on all ranks of a job. Only rank 0 has a session."""
 
     ranks: tuple[Measured, ...] = ()
 

@@ -30,7 +30,7 @@ _MEANT = {
 
 
 def refuse_unknown(call: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise ArgumentError for the first of some keywords that a function does not have."""
+    """Raise ArgumentError for the first of these unknown keywords of a function, and suggest what to use instead."""
     for name in given:
         known = [one for one in inspect.signature(call).parameters if one != "unknown"]
         close = difflib.get_close_matches(name, known, 1)

@@ -56,12 +56,15 @@ _BUCKET_BYTES = 25 * 2**20
 """Size of a DDP bucket (torch 2.13, ``bucket_cap_mb``)."""
 
 _BUCKET_START_S = 1.1e-4
-"""Time of a 32 MiB message beyond its bytes at the rate of long messages: 0.17 ms on 8 A100, 0.09 ms on 8 H200, 0.11 ms
-on 8 B200 (github.com/stas00/ml-engineering, network/README.md)."""
+"""Fixed time of a message: its whole time, minus the time of its bytes at the rate of long messages.
+
+For 32 MiB it is 0.17 ms on 8 A100, 0.09 ms on 8 H200, and 0.11 ms on 8 B200 (github.com/stas00/ml-engineering,
+network/README.md).
+"""
 
 
 class LoneSession(Session):
-    """A tuning in one process; see `Session`."""
+    """Tunes in one process. See `Session`."""
 
     memory: MemoryBounds
 
@@ -156,7 +159,7 @@ class LoneSession(Session):
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
     def compiled_note(self, samples: int) -> Note:
-        """Return a note on compiled steps: the result of one, or published results for simulated GPUs."""
+        """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
         if self.runtime.simulated:
             times = compiled_times_note(self.workload.modules)
             return Note(
@@ -233,7 +236,7 @@ class LoneSession(Session):
         return fitted
 
     def _with_host(self, fitted: StepTime) -> StepTime:
-        """Fit the host's time per device from a step and one more micro-step. The devices take turns on the host."""
+        """Fit the host's time for starting a device to steps of one and of two micro-steps."""
         if not self.may_accumulate:
             return fitted
         least = self.prober.least_batch()
@@ -391,7 +394,6 @@ class LoneSession(Session):
         )
 
     def _memory_of(self, best: Trial) -> tuple[MemoryParts | None, ...]:
-        """Return the parts of each device's peak memory."""
         if not best.peak_bytes:
             return ()
         splits = self.solver.splits_of(configuration_of(best), best.split)

@@ -201,7 +201,7 @@ class _Found:
 
 
 def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) -> _Configuration:
-    """Return the checked configuration. Raise if no step can be made of it."""
+    """Check the configuration and return it. Raise an error if no step can have it."""
     devices = job.request.devices
     if split is None:
         split = even_split(workload.sample_batch_size, len(devices))

@@ -26,7 +26,6 @@ class MemoryBounds:
     """Finds ceilings, and the splits that fit.
 
     Args:
-        request: The request.
         worker: The worker whose devices are measured.
         store: Keeps ceilings, so that a search that was killed can resume.
 
@@ -54,7 +53,7 @@ class MemoryBounds:
     # Each device alone
 
     def of_roles(self) -> tuple[Ceiling, ...]:
-        """Find all ceilings of one micro-step, and return those as DDP ranks."""
+        """Find each device's ceilings in a step of one micro-step. Return the ceilings as DDP ranks."""
         devices, accumulates = self.request.devices, self.accumulates
         self.primary = primary = self._alone("primary")
         if len(devices) == 1:
@@ -142,7 +141,7 @@ class MemoryBounds:
         """Return the splits that fit, in one micro-step and in several."""
         sizes, least = self.request.effective_batch_sizes, self.request.least_effective
         alone, why_single = self._measured_primary.batch_size, self.why_single
-        # A batch above the sum of the lone ceilings does not fit one micro-step, so do not trace it.
+        # A batch above the sum of the devices' own ceilings does not fit one micro-step, so do not trace it.
         reach = alone + sum(ceiling.batch_size for ceiling in self.replicas)
         single = self._region() if reach >= least or not self._waits else None
         several = None
@@ -224,7 +223,7 @@ class MemoryBounds:
             if kind not in found:
                 found[kind] = predicted_ceiling(self.prober, index, "replica", accumulates=True, start=ceiling)
             kept.append(min(ceiling, found[kind]))
-        others = min(sum(kept), max(1, -(-self._most_effective // 2) - primary))  # two micro-steps, about evenly
+        others = min(sum(kept), max(1, -(-self._most_effective // 2) - primary))  # about half a step
         fit = self._plane(primary, others, accumulates=True)
         return replace(region, primary=fit, primary_ceiling=primary, replica_ceilings=tuple(kept))
 

@@ -210,11 +210,11 @@ class Peers:
         return not isinstance(error, AutosplitError) and has_waited(error)
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
-        """Run something on every rank, and return each rank's result. If it raises on any rank, all ranks leave.
+        """Call a function on every rank, and return each rank's result. If it raises on any rank, all ranks leave.
 
         Raises:
-            Exception: It raised on this rank.
-            RankFailedError: It raised on another rank.
+            Exception: The function raised on this rank.
+            RankFailedError: The function raised on another rank.
         """
         if self.world_size == 1:
             return [run()]
@@ -225,13 +225,13 @@ class Peers:
             raise
 
     def answers(self, run: Callable[[], T]) -> list[T]:
-        """Run something on every rank, as `all_run` does. Do not call `part` if it raises, as the ranks continue."""
+        """Call a function on every rank, as `all_run` does. If it raises, the ranks do not leave, but can continue."""
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         return [one.value for one in told]  # type: ignore[misc]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something that may run out of memory on every rank.
+        """Call a function on every rank, and expect that it may run out of memory.
 
         Return each rank's result, or the first out-of-memory failure, which is the same on all ranks. Other failures
         raise, as in `answers`.

@@ -27,7 +27,7 @@ from autosplit.tuning.worker import Job, refuse_differing, torch_device
 
 
 def own_part(devices: Any) -> Any:
-    """Return this rank's part of its machine's device spec, so it does not initialise the GPUs of other ranks.
+    """Return this rank's device from its machine's spec, so that the rank does not initialise other ranks' GPUs.
 
     A spec that cannot be divided is returned unchanged. `joined` then raises on all ranks.
     """

@@ -44,9 +44,9 @@ WARMUPS = 3
 """DDP rebuilds its buckets before its second step, so the third step is the first typical one."""
 
 LEAST_TIMEOUT_S = 15.0
-"""Least timeout of a collective. It is `TIMEOUT_STEPS` dry passes if these take longer.
+"""Least timeout of a collective. The timeout is longer if `TIMEOUT_STEPS` dry passes take longer.
 
-After it, gloo raises an error. Other backends kill the process.
+After the timeout, gloo raises an error. Other backends kill the process.
 """
 
 TIMEOUT_STEPS = 10
@@ -277,11 +277,10 @@ class RankSteps:
     # Out of memory
 
     def _try(self, run: Callable[[], Any], *, together: bool = False) -> Any:
-        """Run something on every rank. If a rank runs out of memory, all ranks free their copies and start again.
+        """Call a function on every rank. If a rank runs out of memory, all ranks free their copies.
 
         Args:
-            run: The function to run.
-            together: Whether the ranks wait for each other in it.
+            together: Whether the ranks wait for each other in the function.
         """
         result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
         if isinstance(result, Failure):

@@ -1,4 +1,4 @@
-"""Find a saved plan. One step confirms it, or it is solved again, if the machine has changed a little."""
+"""Find a saved plan. If the machine has changed a little, confirm the plan by one step, or solve it again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_LOOKED_AT = 200
 """Most profiles, newest first, that are compared to find the most similar one."""
 
 JOB_SLICE_S = 0.5
-"""While rank 0 waits for another process, it sends the other ranks a message this often."""
+"""Seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
 
 STEP_BUDGET_S = 1.0
 """Seconds for repeating the step of a plan that was solved again, to measure its throughput."""
@@ -64,7 +64,7 @@ class Recalled:
         return self.plan is not None and self.short is None and not self.differing
 
     def told(self, *said: Note) -> Plan:
-        """Return the plan with its notes."""
+        """Return the plan with these notes, and with `notes` after them."""
         assert self.plan is not None
         return self.plan.with_notes(*said, *self.notes)
 
@@ -121,7 +121,7 @@ def nothing_run(found: Recalled, request: Request) -> Note:
 
 
 def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> Turn:
-    """Return the turn to tune. It waits for another process that tunes the same workload, and then calls `tell`."""
+    """Return this process's turn to tune. If another process tunes the same workload, the turn calls `tell`."""
     limit_s = wait_limit_s(request.deadline.remaining_s)
     try:
         return Turn(profiles.turn_path(key.digest), limit_s=limit_s, tell=tell)
@@ -154,7 +154,7 @@ def kept(
     """Save a plan as a profile on each machine. Return it with the notes of this run, which are not saved.
 
     Args:
-        said: Notes on the cache. If saving fails, its note replaces them.
+        said: Notes on the cache. If the profile was unreadable, the note of a failed save replaces them.
         always: The other notes of this run.
     """
     failed: tuple[Note, ...] = ()
@@ -175,7 +175,7 @@ def kept(
 
 
 def with_facts(plan: Plan, request: Request) -> Plan:
-    """Return a plan with the facts of the present devices, on which a step has confirmed it."""
+    """Return a plan with the UUIDs and drivers of the present devices, after a step has confirmed the plan."""
     devices = tuple(
         replace(planned, uuid=device.uuid, driver=device.driver)
         for planned, device in zip(plan.devices, request.devices, strict=True)
@@ -187,7 +187,7 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
     """Run one step of a saved plan. If memory is short, solve the plan again first.
 
     Returns:
-        The plan, or None with the reason, as notes of the result of the search for a saved plan.
+        The plan, and `found`. If the plan can't be used, it is None, and the notes of `found` have the reason.
     """
     plan = found.plan
     assert plan is not None
@@ -215,7 +215,7 @@ def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
 def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
     """Run a step of a plan. Return the plan, or the error if memory ran out.
 
-    If it `measures` and can, the plan gets the throughput and peaks of that step.
+    If `measures` is true, the plan gets the throughput and the peaks of that step, unless only parts of the step ran.
     """
     try:
         return _ran(worker, plan, measures=measures)
@@ -273,7 +273,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
 
 
 def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
-    """Return a smaller plan for as long as less memory is free. The saved plan is not changed."""
+    """Return a temporary plan for the smaller free memory. The saved plan is not changed."""
     text = f"{found.short}, so a smaller plan was computed from its measurements, confirmed by one step, and not saved"
     if again.region is None:
         text += "; its samples/s are predicted"

@@ -26,7 +26,7 @@ MOST_NEW = 2
 """Most new splits to simulate on a changed machine. Each may need new traces."""
 
 _FREE = {"copies": frozenset(("parameter", "buffer", "gradient")), "gather": frozenset(("output", "scalar"))}
-"""Purposes whose transfers take no time, by the property that changes."""
+"""For each property that changes, the kinds of transfers that then take no time."""
 
 _MORE_BYTES = {"memory": NO_LIMIT_BYTES, "one_gib_more": GIB}
 
@@ -44,9 +44,9 @@ _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
 def simulated_changes(
     plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
-    """Simulate machines without the plan's bounds, one at a time, and each kind of device alone.
+    """Simulate machines that each lack one of the plan's bounds, and each kind of device alone.
 
-    Return None if the plan has no splits or no fit, or if the time was not enough for all machines.
+    Return None if the plan has no splits or no fit, or if the time limit ended before all machines were simulated.
     """
     problem = problem_of(plan)
     if problem is None or plan.region is None:
@@ -76,7 +76,7 @@ def simulated_changes(
 
 
 def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[Without]:
-    """Simulate one step with its split on machines that lack one time cost each."""
+    """Simulate one step on machines that each lack one time cost. The split stays the same."""
     measured = runtime.measure(shape)
     labels = [device.label for device in runtime.devices]
 
@@ -111,8 +111,6 @@ def _best_rate(relaxed: Relaxed, machine: SimulatedRuntime, trials: Sequence[Tri
     """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was.
 
     Args:
-        relaxed: The problem of the machine.
-        machine: The machine.
         trials: The plan's trials that are also steps of this problem.
     """
     solver = relaxed.problem.solver()

@@ -1,4 +1,4 @@
-"""One tuning, as its driver sees it: check gradients, measure, search, and make the plan."""
+"""Run the steps of a tuning: check gradients, measure, search, and make the plan."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from autosplit.tuning.worker import Worker, Workers
 _log = logging.getLogger(__name__)
 
 POINT_BUDGET_S = 0.5
-"""Seconds after which a measured size is not repeated again."""
+"""Seconds after which the measurement of a size is not repeated."""
 
 TRIAL_BUDGET_S = 1.0
-"""Seconds after which a trial is not repeated again."""
+"""Seconds after which the measurement of a trial is not repeated."""
 
 MOST_FORWARDS = 2**16
 """Most forwards of one optimizer step. A larger effective batch is probably the size of a dataset."""
@@ -85,7 +85,7 @@ class Session(ABC):
     def plan(self) -> Plan:
         """Measure, search, and make the plan.
 
-        If Ctrl-C comes, return the best plan so far, which is not `complete`. Without a successful trial, raise
+        On Ctrl-C, return the best plan so far, which is not `complete`. If no trial has succeeded, raise
         KeyboardInterrupt.
         """
         self._begin()

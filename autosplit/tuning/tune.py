@@ -139,8 +139,8 @@ def tune(
             trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. Each rank
             measures its device at the same time, rank 0 searches, all ranks run the trials together, and every rank
             gets the same plan.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`. For several, as in
-            ``("none", "bf16")``, each is tuned, and the plan has the fastest. bf16 is left out if a device has no
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`. If several are given,
+            as in ``("none", "bf16")``, each is tuned, and the plan has the fastest. bf16 is left out if a device has no
             native support.
         effective_batch_size: Samples per optimizer step, which is kept exactly; or a range such as ``(256, 1024)`` or
             ``"256:1024"``. The fastest size is chosen. Default: one forward per step, with the smallest batch that has
@@ -163,9 +163,9 @@ def tune(
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
             another driver, one step confirms a stored plan. If less memory is free than the plan needs, it is solved
-            again from its fits. If another process tunes the same workload, wait for its plan for up to 30 minutes, and
-            then tune here. With a time limit, wait for up to twice that time, but at least a minute. ``"off"`` never
-            waits.
+            again from its fits. If another process tunes the same workload, `tune` waits up to 30 minutes for that
+            plan, and then tunes itself. With a time limit, it waits up to twice that time, but at least a minute.
+            ``"off"`` never waits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
         lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
@@ -189,7 +189,7 @@ def tune(
         DoesNotFitError: Not even the smallest batch fits.
         UserCodeError: The workload's own code raised on its sample batch.
         RankFailedError: In a job, another rank raised.
-        TuningInterrupted: Ctrl-C. It has the best plan so far.
+        TuningInterrupted: Ctrl-C was pressed. The exception has the best plan so far.
 
     Warns:
         ChangedTrainingWarning: The check found that splitting the batch changes the training, see `Plan.checks`.
@@ -349,7 +349,7 @@ def _fastest_of(
 ) -> tuple[Plan, Variant]:
     """Tune each variant, and return the plan of the fastest.
 
-    The time is divided by the variants and `more` other tasks.
+    The variants and `more` other tasks share the time limit.
     """
     tuning.workers.ask(Worker.prepare, variants)
     names = _names_of(variants, tuning.checkpointings)

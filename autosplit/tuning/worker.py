@@ -36,7 +36,7 @@ from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
 from autosplit.workload.workload import Workload
 
-if TYPE_CHECKING:  # a torch without torch.distributed tunes in one process
+if TYPE_CHECKING:  # types only, so that tuning in one process needs no torch.distributed
     from autosplit.ddp.rendezvous import Place
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime
     from autosplit.tuning.rank_steps import RankSteps
@@ -186,8 +186,8 @@ class Worker(AbstractContextManager["Worker"]):
         runtime = runtime_for(job.devices, job.capacities_bytes, self.followed, self._probing)
         ranks = world_size if job.several else 0
         self.prober = Prober(runtime, self.followed.tracer, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
-        # The session refers to the prober. Without this, the cycle outlives the tuning with the traced copy: torch
-        # holds a part of it where the garbage collector does not look.
+        # The session and the prober refer to each other. Break this cycle, or the traced copy stays in memory after the
+        # tuning: torch holds a part of the cycle where the garbage collector can't see it.
         self._closing.callback(setattr, self.prober, "report", str)
         return self.followed.notes, runtime.capacities_bytes
 
@@ -246,13 +246,13 @@ class Workers:
     def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call a function with every worker at the same time, and return the answers in the order of the ranks.
 
-        In a job of several ranks, the function can be imported, and the arguments and answers are picklable.
+        In a job of several ranks, the function must be importable, and its arguments and answers must be picklable.
 
         Raises:
             Exception: Rank 0 raised it.
             RankFailedError: Another rank raised.
             DoesNotFitError: The workload does not fit on a rank's device.
-            KeyboardInterrupt: Ctrl-C came on any rank.
+            KeyboardInterrupt: Ctrl-C was pressed on any rank.
         """
         if not self.job.several:
             return [function(self.own, *args)]
@@ -326,7 +326,7 @@ def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
     try:
         value = run(workers)
     except (Exception, KeyboardInterrupt) as error:
-        # Ctrl-C between two messages, or a lost rank: the other ranks are not waiting for a message.
+        # After Ctrl-C between two messages, or the loss of a rank, the other ranks do not wait for a last message.
         if worker.job.several and not peers.is_cut_off(error):
             _leave(peers, workers.end_for(error))
         raise
@@ -358,7 +358,7 @@ def _serve(worker: Worker) -> Any:
         function, args = order
         try:
             peers.answers(partial(function, worker, *args))
-        except Exception as error:  # noqa: BLE001  # rank 0 knows, and ends the tuning or goes on
+        except Exception as error:  # noqa: BLE001  # rank 0 gets the failure, and ends the tuning or continues
             raised[peers.orders] = error
 
 
