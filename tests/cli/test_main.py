@@ -830,7 +830,7 @@ def test_ctrl_c_ends_both_processes(script, command):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)  # a process that hangs takes 500 s
     assert (process.returncode, out) == (4, "")
-    assert err.startswith("error: interrupted")
+    assert err.startswith("error: Interrupted")
     assert err.count("\n") == 1
 
 

@@ -212,7 +212,7 @@ def alone_in_each() -> None:
     """Objects made before the Accelerator fix the number of processes, so each process trained a separate model."""
     shared.forget_accelerate()
     accelerate.PartialState()
-    with pytest.raises(PlanError, match="accelerate runs 1 process, and the plan is for 2 processes; expected"):
+    with pytest.raises(PlanError, match="accelerate runs 1 process, but the plan is for 2 processes"):
         Accelerator(plan=shared.shares_plan((7, 1), 20))
     shared.forget_accelerate()
 

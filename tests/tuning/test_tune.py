@@ -1215,7 +1215,7 @@ class TestErrors:
         with pytest.raises(TuningInterrupted):
             quick(small(), SIM, progress=stop, **options)
         resumed, again = quick(small(), SIM, **options), quick(small(), SIM, **options)
-        said = f"2 of {len(resumed.trials)} trials come from the storage of an interrupted search"
+        said = f"2 of {len(resumed.trials)} trials come from the storage of an interrupted search."
         assert said in map(str, resumed.notes)
         assert resumed.trials == again.trials
         assert "trials-from-storage" not in kinds(again.notes), "it had come to its end"
@@ -1239,7 +1239,7 @@ class TestErrors:
             patched.setattr(lone_session.LoneSession, "_evaluate", lambda *_: pytest.fail("run again"))
             resumed = quick(small(), SIM, **options)
         count = len(resumed.trials)
-        assert f"{count} of {count} trials come from the storage of an interrupted search" in map(str, resumed.notes)
+        assert f"{count} of {count} trials come from the storage of an interrupted search." in map(str, resumed.notes)
         again = quick(small(), SIM, **options)
         assert again.trials == resumed.trials
         assert "trials-from-storage" not in kinds(again.notes), "it had come to its end"
