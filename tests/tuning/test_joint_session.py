@@ -528,7 +528,7 @@ class TestTwoRanks:
             ("one device", DeviceError, r"There are 1 devices \(cpu:0\) for 2 ranks of this machine. Expected one"),
             ("simulated", DeviceError, "The devices are simulated, but 2 ranks were started"),
             ("synchronised", WorkloadError, "The model has a SyncBatchNorm, whose forward waits for all ranks"),
-            ("over the batch", WorkloadError, "DDP has no answer: loss_scope='batch'"),
+            ("over the batch", WorkloadError, "DDP can't train this workload: loss_scope='batch'"),
         ],
     )
     def test_what_can_not_be_tuned_is_refused_by_all(

@@ -347,7 +347,7 @@ def test_one_of_eight_searches_and_all_have_its_plan(tmp_path):
     assert "waiting" not in heard.pop(searcher)
     others = [text for text in heard.values() if text]
     assert all(text.count("waiting: ") == 1 for text in others)
-    assert any(f"waiting: process {searcher} has been tuning the same workload since " in text for text in others)
+    assert any(f"waiting: Process {searcher} has been tuning the same workload since " in text for text in others)
     assert sum(plan.notes[0].kind == "from-profile" for plan in plans) == COUNT - 1
 
 
@@ -373,7 +373,7 @@ def test_ctrl_c_while_waiting_is_exit_code_4_and_the_holder_goes_on(scenarios):
     found = found_in("interrupted_while_waiting", scenarios)
     assert (found["waiter"], found["holder"]) == (4, 0)
     notice, *rest = found["said"].splitlines()
-    assert notice.startswith(f"process {found['holder_pid']} has been tuning the same workload since ")
+    assert notice.startswith(f"Process {found['holder_pid']} has been tuning the same workload since ")
     assert notice.endswith(". --profile off does not wait.")
     assert rest == ["error: Interrupted before any plan was found. Run the command again."]
 
@@ -389,7 +389,7 @@ def test_threads_of_one_process_share_a_search(scenarios):
 def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
     assert found["auto"] == "from-profile"  # a valid plan needs no wait
-    assert found["refresh"].startswith(f"process {found['holder']} has been tuning the same workload since ")
+    assert found["refresh"].startswith(f"Process {found['holder']} has been tuning the same workload since ")
     assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too")
     assert found["replaced"]
 
