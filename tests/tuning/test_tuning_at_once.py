@@ -390,7 +390,7 @@ def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
     assert found["auto"] == "from-profile"  # a valid plan needs no wait
     assert found["refresh"].startswith(f"Process {found['holder']} has been tuning the same workload since ")
-    assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too")
+    assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too.")
     assert found["replaced"]
 
 
