@@ -143,7 +143,7 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 def _device_of_batches(plan: Plan, of: str) -> str:
     """Return the expression for the device to which `steps` moves batches. Empty if the wrapper moves the inputs.
 
-    With several devices, the first one would have to hold the inputs of all.
+    With several devices, the first device would need memory for the inputs of all.
     """
     if of == "ctx":
         return "ctx.device"

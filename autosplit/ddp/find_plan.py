@@ -62,8 +62,8 @@ def tell_of_newest(text: str, path: Path, count: int) -> None:
     with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(
             printable(
-                f"autosplit uses the newest of {count} saved plans for this machine: {key} ({text}). To use another "
-                "one, start with autosplit launch --plan KEY. autosplit profiles lists the keys."
+                f"autosplit uses the newest of {count} saved plans for this machine: {key} ({text}). Choose "
+                "another plan with autosplit launch --plan KEY. autosplit profiles lists the keys."
             )
             + "\n"
         )

@@ -98,9 +98,8 @@ def write_workload(
     folder = Path(place).resolve().parent if is_file else Path.cwd()
     added = () if folder == path.resolve().parent else ("import sys", "", f"sys.path.insert(0, {str(folder)!r})", "")
     replace_file(path, "\n".join([*_lines(source, name, batch, added), ""]), mode=READ_BY_ALL)
-    return StartingWorkload(
-        str(path), name, batch.inputs, batch.targets, None if batch.loss is None else batch.loss.name
-    )
+    loss = None if batch.loss is None else batch.loss.name
+    return StartingWorkload(str(path), name, batch.inputs, batch.targets, loss, is_guess=not batch.names)
 
 
 @dataclass(frozen=True)

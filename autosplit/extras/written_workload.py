@@ -16,6 +16,7 @@ class StartingWorkload:
         targets: Python expression for its targets. None if the model returns its loss, or if `inputs` is a whole batch
             of the file's DataLoader.
         loss_fn: Python expression for the loss. None if the model returns its loss.
+        is_guess: Whether the sample batch is guessed. False if it is the first batch of the file's DataLoader.
     """
 
     path: str
@@ -23,3 +24,4 @@ class StartingWorkload:
     inputs: str
     targets: str | None
     loss_fn: str | None
+    is_guess: bool

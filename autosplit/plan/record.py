@@ -455,14 +455,16 @@ class PlanRecord:
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
-                f"{source} is not a plan ({printable(error, longest=300)}). Pass a file that Plan.save "
-                "wrote, or tune again.",
+                f"{source} is not a plan ({printable(error, longest=300)}). Expected a file that "
+                "Plan.save wrote. Pass such a file, or tune again.",
                 code="plan-not-a-plan",
             ) from None
         unsound = unsound_part(plan)
         if unsound is not None:
             raise PlanError(
-                f"{source} is not a valid plan: {printable(unsound, longest=300)}. Tune again.", code="plan-unsound"
+                f"{source} is not a valid plan: {printable(unsound, longest=300)}. Expected a file that Plan.save "
+                "wrote. Tune again.",
+                code="plan-unsound",
             )
         return plan
 

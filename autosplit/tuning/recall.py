@@ -159,10 +159,11 @@ def kept(
     """
     failed: tuple[Note, ...] = ()
     path = None
-    if any(note.kind == NOT_FINITE for note in plan.notes):
+    is_saved = workers.job.request.profile != "off"
+    if is_saved and any(note.kind == NOT_FINITE for note in plan.notes):
         # A saved plan would repeat this warning after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
-    elif workers.job.request.profile != "off":
+    elif is_saved:
         plan = plan.with_explanation()
         answers = workers.ask(Worker.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))

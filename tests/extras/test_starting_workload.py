@@ -107,6 +107,7 @@ def test_the_batch_is_that_of_the_files_loader(written, code, loss):
     """The guess for images was 224 x 224 although the file had a loader of small ones."""
     found = written(HEAD + MLP + code)
     assert (found.inputs, found.targets, found.loss_fn) == ("next(iter(train_loader))", None, loss)
+    assert not found.is_guess
     workload = load_workload(found.path)()
     assert workload.sample_batch_size == 4
     assert workload.loss(workload.model, workload.sample_batch).isfinite()

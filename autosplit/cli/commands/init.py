@@ -24,13 +24,12 @@ def init(
     if manner.as_json:
         print_json(written)
         return 0
-    is_guess = not written.inputs.startswith("next(")
-    rows = {"model": f"{written.model}()", "inputs" if is_guess else "batch": written.inputs}
+    rows = {"model": f"{written.model}()", "inputs" if written.is_guess else "batch": written.inputs}
     rows |= {} if written.targets is None else {"targets": written.targets}
     rows["loss"] = written.loss_fn or "the model returns it"
     command = f"python -m autosplit tune {shlex.quote(written.path)}"
     lines = [f"wrote {written.path}", "", *(f"{name:<9}{text}" for name, text in rows.items()), ""]
     guess = ["next  replace the guessed sample batch by a batch of your data, then run", f"      {command}"]
-    lines += guess if is_guess else [f"next  {command}"]
+    lines += guess if written.is_guess else [f"next  {command}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
