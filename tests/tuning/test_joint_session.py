@@ -643,7 +643,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     [
         ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; fix it"),
         ("os.kill(os.getpid(), 9)", 1, "error: Rank 1 "),  # printed by torchrun or rank 0, whichever notices first
-        ("os._exit(0)", 1, "error: Rank "),
+        ("os._exit(0)", 1, "error: rank "),
     ],
 )
 def test_what_happens_to_a_rank_is_said_once_with_its_exit_code(
