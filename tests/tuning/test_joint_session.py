@@ -642,7 +642,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     ("spring", "code", "said"),
     [
         ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; fix it"),
-        ("os.kill(os.getpid(), 9)", 1, "error: Rank 1 "),  # printed by torchrun or rank 0, whichever notices first
+        ("os.kill(os.getpid(), 9)", 1, "error: rank 1 "),  # printed by torchrun or rank 0, whichever notices first
         ("os._exit(0)", 1, "error: rank "),
     ],
 )
