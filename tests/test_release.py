@@ -48,7 +48,8 @@ def test_the_sdist_makes_a_wheel_that_holds_the_package_alone(tmp_path):
     name = f"autosplit-{PROJECT['version']}"
     with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as sdist:
         packed = {member.removeprefix(f"{name}/") for member in sdist.getnames()}
-        sdist.extractall(tmp_path, filter="data")
+        # tarfile has filters since Python 3.10.12 and 3.11.4.
+        sdist.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     folders = (".ci", ".github", "autosplit", "benchmarks", "docs", "examples", "tests")
     files = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
     files |= {f"constraints{which}.txt" for which in ("", "-colab", "-lowest")} | {"mkdocs.yml", "pyproject.toml"}

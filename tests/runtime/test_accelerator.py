@@ -423,7 +423,8 @@ class TestOneDevice:
     def test_a_model_that_is_there_already_is_said_with_its_bytes(self):
         workload = Workload(nn.Linear(1024, 1024).to(f"{KIND}:0"), torch.randn(4, 1024))
         found = find_ceiling(workload, f"{KIND}:0", max_batch_size=8)
-        assert any("already and takes 4.004 MiB" in str(note) for note in found.notes), found.notes
+        said = f"The model is already on {KIND}:0 and takes 4.004 MiB"
+        assert any(said in str(note) for note in found.notes), found.notes
         with pytest.raises(DoesNotFitError, match=r"takes 4198400 of"):
             find_ceiling(workload, f"{KIND}:0", reserve=room(f"{KIND}:0", 8 * MIB))
 
