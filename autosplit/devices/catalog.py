@@ -139,6 +139,16 @@ class GpuSpec:
         return self.sustained.get(rate if rate in self.peak_flops else "float32", 1.0)
 
     @property
+    def host_bytes_per_s(self) -> float:
+        """Rate of copies from pinned host memory: 80% of PCI Express x16 of the GPU's generation.
+
+        Volta and Turing have PCI Express 3.0, Ampere and Ada 4.0, Hopper and later 5.0. Copies of 64 MiB to an H100
+        took 1.3 ms (``benchmarks/results/gpu/h100.json``: a step without and with the copy).
+        """
+        major = int(self.compute_capability.split(".")[0])
+        return 12.6e9 * (1 if major < 8 else 2 if major < 9 else 4)
+
+    @property
     def rates(self) -> str:
         """Source of the rates: ``"published"``, or the device that they were measured on."""
         return self.source if self.source.startswith("measured ") else "published"

@@ -10,9 +10,6 @@ from autosplit.devices.transfer import HOST
 from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.op_cost import Load, Work, loads_of
 
-_HOST_BYTES_PER_S = 12.6e9
-"""Rate of copies from the host: 80% of the line rate of PCI Express 3.0 x16, assumed for all GPUs."""
-
 _TOGETHER = ("parameter", "gradient")
 """Purposes of NCCL's broadcast and reduce. They use as many rings as there are links, for any number of devices."""
 
@@ -80,7 +77,8 @@ class Clocks:
         if purpose in _TOGETHER and len(ends) == 2:
             self._move_beside(source, destination, nbytes, is_free=is_free)
             return
-        link = min(self.specs[device].link_bytes_per_s for device in ends) if len(ends) > 1 else _HOST_BYTES_PER_S
+        own, other = self.specs[ends[0]], self.specs[ends[-1]]
+        link = min(own.link_bytes_per_s, other.link_bytes_per_s) if len(ends) > 1 else own.host_bytes_per_s
         for device in ends:
             self._wait(device)
         takes_s = 0.0 if is_free else max(self.specs[device].launch_s for device in ends) + nbytes / link

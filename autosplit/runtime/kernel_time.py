@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -87,6 +87,10 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         group_exponent: With fewer channels per group, the rate falls with this power of their number.
         long_row: Slowdown of softmax for rows that do not fit in a warp's registers, because it reads them again. The
             median of five GPUs' kernels at github.com/sitar-lab/NeuSight.
+        pooled_element_s: Time of one element of a pooling kernel on one multiprocessor. The kernels compute indices in
+            64 bits, so their time does not fall with the bytes of the data type. The fitted bytes of the RTX 3090 give
+            1.9e-9, and a step in float32 on an H100 gives 1.7e-9 (``benchmarks/results/gpu/h100.json``).
+        pooled_channels: The same for images in channels-last order, as a fraction.
         fitted: The data that the rates were fitted to.
     """
 
@@ -99,6 +103,8 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group_channels: float
     group_exponent: float
     long_row: float
+    pooled_element_s: float
+    pooled_channels: float
     host: HostRates
     fitted: str = ""
 
@@ -144,6 +150,8 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     by_channel = _masks()[3][codes[0]]  # these kernels use one thread block per channel
     memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
     memory_s[_masks()[4][codes[0]] & (numbers[2] > _WARP_ROW)] *= rates.long_row
+    pooled_s = rates.pooled_element_s / (spec.multiprocessors or 1) * np.array([0.0, 1.0, rates.pooled_channels])
+    memory_s = np.maximum(memory_s, numbers[2] * pooled_s[_masks()[5][codes[0]]])
     seconds = np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
     limited = arithmetic_s > memory_s
     if spec.memory_power < 1.0 and limited.any():
@@ -153,8 +161,11 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
 
 
 @functools.cache
-def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
-    """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel) and softmax."""
+def _masks() -> tuple[npt.NDArray[Any], ...]:
+    """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel), softmax and pooling.
+
+    The last mask holds 1 for pooling of contiguous images, 2 for pooling in channels-last order, and 0 for other kinds.
+    """
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
     tiled = ("matmul", "batched", *dense, *(f"{kind}_weight" for kind in dense))
@@ -164,6 +175,9 @@ def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
         np.array([kind.startswith("convolution") for kind in kinds]),
         np.array([kind in ("batch_norm", "batch_norm_backward") for kind in kinds]),
         np.array([kind == "softmax" for kind in kinds]),
+        np.array(
+            [("pooling", "pooling_channels").index(kind) + 1 if kind.startswith("pooling") else 0 for kind in kinds]
+        ),
     )
 
 

@@ -30,7 +30,8 @@ class OpCost:
         flops: Floating-point operations if torch has a formula for the op. 0 for kernels that only move memory.
         rate: The GPU peak that limits the kernel: a dtype's name, or ``"tf32"``.
         product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 if there is no
-            product. For an optimizer's kernel the first is the number of tensors, for softmax the length of a row.
+            product. For an optimizer's kernel the first is the number of tensors, for softmax the length of a row, for
+            pooling the number of elements.
         part: The part of the step that started the op. Only the first kernel of an op has one, because other kernels
             cost the host nothing.
     """
@@ -142,6 +143,18 @@ _ATTENTION_BACKWARD = aten_ops(
     "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
 )
 
+_CAUSAL_AT = {
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+}
+"""Position of the argument ``is_causal`` (ATen/native/native_functions.yaml)."""
+
 _GROUPED = aten_ops("_grouped_mm")
 
 _KINDS = {
@@ -183,8 +196,13 @@ def is_free(func: Any) -> bool:
 
 
 def running_part() -> Part:
-    """Return whether autograd ("backward") or the model ("forward") starts ops now."""
-    return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+    """Return whether autograd ("backward") or the model ("forward") starts ops now.
+
+    Checkpointing runs the model's code again inside of the backward, with gradients enabled. The host needs as much
+    time for these ops as in the forward.
+    """
+    is_model = torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled()
+    return "forward" if is_model else "backward"
 
 
 def op_cost(
@@ -250,14 +268,24 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
     kind = _KIND_OF.get(packet, "elementwise")
     if kind == "copy" and len({tensor.stride() for tensor in tensors}) == 1:
         kind = "elementwise"  # all strides are equal, so no element moves
-    if kind == "softmax":
-        row = written[0].shape[next(arg for arg in args if isinstance(arg, int))]
-        return OpCost(flops, nbytes, rate, kind, (row, 0, 0, 0))
+    elif kind == "copy" and all(_has_long_rows(tensor) for tensor in tensors):
+        kind = "row_copy"
     if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
         kind += "_channels"
-    if kind in ("batch_norm", "batch_norm_backward"):  # contiguous channels: a block of threads for each channel
-        return OpCost(flops, nbytes, rate, kind, (args[kind == "batch_norm_backward"].shape[1], 0, 0, 0))
-    return OpCost(flops, nbytes, rate, kind)
+    return OpCost(flops, nbytes, rate, kind, (_extent(kind, args, tensors), 0, 0, 0))
+
+
+def _extent(kind: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> int:
+    """Return the size that the time of some kernels depends on, and 0 for other kernels.
+
+    For softmax it is the length of a row, for pooling the number of elements. BatchNorm of contiguous images has a
+    block of threads for each channel, so it is the number of channels.
+    """
+    if kind == "softmax":
+        return int(tensors[-1].shape[next(arg for arg in args if isinstance(arg, int))])
+    if kind in ("batch_norm", "batch_norm_backward"):
+        return int(args[kind == "batch_norm_backward"].shape[1])
+    return max(tensor.numel() for tensor in tensors) if kind.startswith("pooling") else 0
 
 
 def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
@@ -342,14 +370,20 @@ def _layout(*tensors: Tensor) -> Iterator[OpCost]:
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
     if packet in _ATTENTION:
-        return _attention_flops(*args[:3])
+        return _attention_flops(*args[:3]) // (2 if _is_causal(packet, args, kwargs) else 1)
     if packet in _ATTENTION_BACKWARD:
-        return _attention_flops(*args[1:4], backward=True)
+        return _attention_flops(*args[1:4], backward=True) // (2 if _is_causal(packet, args, kwargs) else 1)
     if packet in _GROUPED:
         # Each row is multiplied by the matrix of one group. torch 2.13 has no formula for this operator.
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _is_causal(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether fused attention skips the blocks above the diagonal, which is half of its arithmetic."""
+    at = _CAUSAL_AT[packet.__name__]
+    return bool(args[at] if len(args) > at else kwargs.get("is_causal", False))
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False) -> int:
@@ -363,6 +397,11 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
     if backward:
         return 2 * scores * (3 * query.shape[3] + 2 * value.shape[3])
     return 2 * scores * (query.shape[3] + value.shape[3])
+
+
+def _has_long_rows(tensor: Tensor) -> bool:
+    """Return whether the last dimension is contiguous and fills a transaction of 128 bytes of the GPU's memory."""
+    return tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] * tensor.element_size() >= 128
 
 
 def _rate(tensors: Sequence[Tensor]) -> str:

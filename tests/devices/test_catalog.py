@@ -54,6 +54,11 @@ def test_the_catalogue_has_the_cards_it_must_have():
     assert set(wanted.split()) <= set(CARD_NAMES)
 
 
+@pytest.mark.parametrize(("name", "gb_per_s"), [("V100-16GB", 12.6), ("A100-80GB", 25.2), ("H100-80GB", 50.4)])
+def test_copies_from_the_host_have_the_rate_of_the_gpus_pci_express(name, gb_per_s):
+    assert find_card(name).host_bytes_per_s == pytest.approx(gb_per_s * 1e9)
+
+
 def test_names_stay_apart_when_normalised():
     assert len({catalog._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
     # A digit and an x at the beginning would look like a count.
