@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -178,3 +180,12 @@ def _run_rank(rank: int, world_size: int, port: int, module: str, table: str, fo
         path.with_suffix(".part").replace(path)
         if _has_failed(found[name]):
             break  # end the others, which would wait forever or lose step
+
+
+def free_port() -> int:
+    """Return a port that rank 0 can listen at. Linux gives the connections of other tests ports from 32768 on."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with closing(socket.socket()) as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port

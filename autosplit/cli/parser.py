@@ -182,8 +182,8 @@ COMMANDS: Mapping[str, Command] = {
         {
             "Plan": o.PLAN,
             "Output": {
-                "--to transformers|accelerate|lightning|torchrun|env|json": "The tool. The first three train with one "
-                "batch size on all ranks, so autosplit computes the nearest even plan for them.",
+                "--to TOOL": "transformers, accelerate or lightning: the nearest plan with one batch size for all "
+                "ranks. torchrun, slurm, trainjob (Kubernetes) or skypilot: start a job. env or json: the numbers.",
                 o.OUTPUT_FILE: "Save the settings to a file.",
                 "--force": "Replace an existing file.",
             },

@@ -11,12 +11,20 @@ import os
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
+from autosplit.plan.export_jobs import (
+    IMAGE,
+    machines_of,
+    sbatch_file,
+    skypilot_task,
+    trainjob_manifests,
+    yaml_text,
+)
 from autosplit.plan.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
@@ -279,11 +287,56 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
     return Path(UNSAVED), [f'The plan is not saved. plan.save("{UNSAVED}") writes the file named here.']
 
 
+def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
+    """Return a batch script. Its first line has to be the interpreter, so the notes follow it."""
+    machines = machines_of(plan, _Start.of(plan).machines)
+    file, notes = _file_of(plan, path)
+    notes += [
+        f"{SCRIPT} is a placeholder for your script. Add --time, --partition and --cpus-per-task for your cluster.",
+        "The plan's file has to be on a disk that all nodes see.",
+    ]
+    if machines[0].gpu is not None:
+        notes.append(
+            "Names of GPUs differ between clusters. Ask for the GPUs in the comments with --constraint, or with "
+            "--gpus-per-node=TYPE:COUNT."
+        )
+    first, *lines = sbatch_file(machines, file.absolute(), SCRIPT).split("\n")
+    text = "\n".join([first, *_comment_lines(notes), *lines])
+    return Export("slurm", {"machines": [asdict(group) for group in machines]}, text, notes=tuple(notes))
+
+
+def _to_trainjob(plan: PlanRecord, _path: object) -> Export:
+    machines = machines_of(plan, _Start.of(plan).machines)
+    manifests = trainjob_manifests(machines, shareable(plan).to_dict(), plan.devices[0].kind, SCRIPT)
+    notes = [f"{IMAGE} and {SCRIPT} are placeholders for your container image and the script in it."]
+    if machines[0].gpu is not None:
+        notes.append("nodeSelector has the label that NVIDIA's GPU feature discovery gives to nodes. Check it there.")
+    if len(machines) > 1:
+        notes.append(
+            "TrainJob has the same resources for all nodes, so machines of several kinds have a TrainingRuntime of "
+            "their own. It was checked against the schema only."
+        )
+    text = "\n".join([*_comment_lines(notes), "\n---\n".join(map(yaml_text, manifests))])
+    return Export("trainjob", {"manifests": manifests}, text, notes=tuple(notes))
+
+
+def _to_skypilot(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
+    file, notes = _file_of(plan, path)
+    task = skypilot_task(machines_of(plan, _Start.of(plan).machines), file.absolute(), SCRIPT)
+    notes.append(f"{SCRIPT} is a placeholder for your script in the working directory.")
+    if "resources" in task:
+        notes.append("Check the GPU's name with sky show-gpus.")
+    return Export("skypilot", task, "\n".join([*_comment_lines(notes), yaml_text(task)]), notes=tuple(notes))
+
+
 _MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Export]] = {
     "transformers": _to_transformers,
     "accelerate": _to_accelerate,
     "lightning": _to_lightning,
     "torchrun": _to_torchrun,
+    "slurm": _to_slurm,
+    "trainjob": _to_trainjob,
+    "skypilot": _to_skypilot,
     "env": _to_env,
     "json": _to_json,
 }

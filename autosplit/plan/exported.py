@@ -21,11 +21,13 @@ class Export:
         to: The format, one of `FORMATS`.
         settings: For `transformers`, `accelerate` and `lightning`: keyword arguments by class name, and the command
             line that starts the script under ``"command"``. For `torchrun`: ``"command"``, a list, and ``"variables"``.
-            For `env`: the variables. For `json`: the plan.
+            For `slurm`: ``"machines"``. For `trainjob`: ``"manifests"``. For `skypilot`: the task. For `env`: the
+            variables. For `json`: the plan.
         text: The text to paste: Python, a command line, ``export`` lines, or JSON.
         exact: Whether the tool trains as the plan does. Otherwise the settings are the nearest even plan.
         notes: Sentences about settings that the tool can't express, and other remarks.
-        even: The settings of every rank; None for `torchrun`, `env` and `json`, which have the plan's numbers.
+        even: The settings of every rank. None for formats other than `transformers`, `accelerate` and `lightning`,
+            which have the plan's numbers.
         lost_share: Predicted fraction of the plan's samples/s that is lost (0.25 for a quarter); None if it is unknown.
     """
 

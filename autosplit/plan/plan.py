@@ -162,16 +162,17 @@ class Plan(PlanRecord):
         computed, and its notes list what is lost.
 
         Args:
-            to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"env"`` or ``"json"``.
-            path: Path of the plan's file for ``"torchrun"`` and ``"env"``. Default: the plan's `path`.
+            to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"slurm"``, ``"trainjob"``,
+                ``"skypilot"``, ``"env"`` or ``"json"``.
+            path: Path of the plan's file for formats that name it. Default: the plan's `path`.
 
         Returns:
             An export with `settings`, `text`, `exact` and `notes`. Its `str()` is the text to paste.
 
         Raises:
             InputError: The format is unknown.
-            PlanError: The tool runs DDP, and the plan has no ranks.
-            DeviceError: ``"torchrun"`` was requested for simulated GPUs.
+            PlanError: The tool runs DDP, and the plan has no ranks. Or the tool can't start the plan's machines.
+            DeviceError: A format that starts a job was requested for simulated GPUs.
         """
         from autosplit.plan.export import export
 

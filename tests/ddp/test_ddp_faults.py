@@ -22,7 +22,7 @@ import pytest
 import torch
 from ddp_jobs import loader_of, make_model, make_plan, mean_loss
 from marks import slow
-from ranks import starting
+from ranks import free_port, starting
 from torch import distributed as dist
 
 import autosplit
@@ -259,15 +259,6 @@ def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[s
     sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     scenario(victim, ERRORS[how])
-
-
-def free_port() -> int:
-    """Return a port that rank 0 can listen at. Linux gives the connections of other tests ports from 32768 on."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with closing(socket.socket()) as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
 
 
 def job(

@@ -203,15 +203,20 @@ def test_ranks_whose_ceilings_have_nothing_in_common():
 # ------------------------------------------------------------------------------------------------------------- notes
 
 
-@pytest.mark.parametrize("to", [one for one in FORMATS if one != "torchrun"])
+STARTERS = ("torchrun", "slurm", "trainjob", "skypilot")
+"""Formats that start a job."""
+
+
+@pytest.mark.parametrize("to", [one for one in FORMATS if one not in STARTERS])
 def test_a_simulated_plan_says_so(to):
     found = even_plan("sim").export(to)
     assert found.notes[0].startswith("The plan is for simulated GPUs (card 0, card 1).")
 
 
-def test_torchrun_starts_nothing_for_simulated_cards():
+@pytest.mark.parametrize("to", STARTERS)
+def test_no_job_starts_for_simulated_gpus(to):
     with raises(DeviceError, "plan-simulated"):
-        even_plan("sim").export("torchrun")
+        even_plan("sim").export(to)
 
 
 def test_an_interrupted_search_is_named():
@@ -411,7 +416,9 @@ def test_an_unknown_format_lists_those_that_there_are(to):
 @pytest.fixture
 def plan_file(tmp_path: Path) -> str:
     path = tmp_path / "plan.json"
-    uneven_plan().save(path)
+    plan = uneven_plan()
+    # Cluster managers ask for GPUs of one kind on each machine.
+    replace(plan, devices=tuple(replace(device, name="NVIDIA A10G") for device in plan.devices)).save(path)
     return str(path)
 
 
@@ -465,7 +472,7 @@ def test_the_newest_profile_is_the_default(capsys):
     [
         (
             ["export", "PLAN"],
-            "--to is missing. Choose one of transformers, accelerate, lightning, torchrun, env, json",
+            f"--to is missing. Choose one of {', '.join(FORMATS)}",
         ),
         (["export", "PLAN", "--to", "jax"], "--to 'jax' is not an export format. Choose one of transformers"),
         (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder, not a file"),

@@ -168,7 +168,10 @@ class TestExport:
         assert ran.code == 0
         assert "AUTOSPLIT_PROFILE" in ran.out
 
-    @pytest.mark.parametrize("to", ["transformers", "accelerate", "lightning", "torchrun", "env", "json"])
+    @pytest.mark.parametrize(
+        "to",
+        ["transformers", "accelerate", "lightning", "torchrun", "slurm", "trainjob", "skypilot", "env", "json"],
+    )
     def test_answers_in_json(self, run, to):
         ran = run("export", "plan.json", "--to", to, "--json")
         assert ran.code == 0
