@@ -230,13 +230,32 @@ def _compiled() -> list[str]:
         memory = f"{min(shares):.2f} to {max(shares):.2f} ({len(shares)} pairs)" if shares else ""
         middle = f"{statistics.median(times):.2f}"
         rows.append((kind, precision, len(own), f"{min(times):.2f} to {max(times):.2f}", middle, memory))
+    steps = _read("published_compiled")
+    share = f"{steps['fused share']:.0%}"
     text = (
-        "`sim:` does not simulate `torch.compile`. These are published pairs of an eager and a compiled step with the "
-        "same model, GPU and batch, in `benchmarks/compiled.csv`. The numbers are compiled / eager.\n"
+        f"For compiled transformers, `sim:` assumes that all kernels but products take {share} of their eager time. "
+        "This fraction is fitted to the steps that the table marks. The ratios are predicted / measured. The predicted "
+        "memory is that of an eager step, which is more than a compiled step needs."
+    )
+    predicted = [
+        (
+            one["model"],
+            one["gpu"],
+            one["torch"],
+            "yes" if one["fitted"] else "no",
+            *(f"{one[name]:.2f}" if name in one else "" for name in ("compiled ratio", "eager ratio", "memory ratio")),
+        )
+        for one in steps["steps"]
+    ]
+    columns = ("model", "GPU", "torch", "fitted", "time", "time of an eager step", "memory")
+    pairs_text = (
+        "These are published pairs of an eager and a compiled step with the same model, GPU and batch, in "
+        "`benchmarks/compiled.csv`. The numbers are compiled / eager.\n"
     )
     return [
-        "## Compiled models\n",
-        text,
+        *_opened("Compiled models", text, "published_compiled", steps),
+        *_table(columns, predicted),
+        pairs_text,
         *_table(("models", "precision", "pairs", "time", "median", "memory"), rows),
     ]
 

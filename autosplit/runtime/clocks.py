@@ -27,11 +27,13 @@ class Clocks:
 
     Attributes:
         free: Purposes of copies that take no time.
+        fused_share: See `kernel_time.kernel_seconds`.
     """
 
     specs: Sequence[GpuSpec]
     free: frozenset[str] = frozenset()
     replicas: int = 1
+    fused_share: float = 1.0
 
     def __post_init__(self) -> None:
         self.now_s = [0.0] * len(self.specs)
@@ -47,7 +49,7 @@ class Clocks:
         first = next(works, None)
         if first is not None and first not in loads:
             new = [first, *(work for work in works if work not in loads)]
-            loads.update(zip(new, loads_of(new, self.specs[card], self.replicas), strict=True))
+            loads.update(zip(new, self._loads_of(new, card), strict=True))
 
     def work(self, device: int, work: Work) -> None:
         """Run an op on a GPU after its data has arrived and the host has started it."""
@@ -64,11 +66,14 @@ class Clocks:
         If the GPU was waiting for the host, subtract the longer of kernel time and launch time. Otherwise subtract
         kernel time.
         """
-        load = loads_of([work], self.specs[device], self.replicas)[0]
+        load = self._loads_of([work], device)[0]
         is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
         self.now_s[device] -= max(load.busy_s, load.host_s) if is_behind else load.busy_s
         self.busy_s[device] -= load.busy_s
         self._host_s[device] -= load.host_s
+
+    def _loads_of(self, works: Sequence[Work], card: int) -> list[Load]:
+        return loads_of(works, self.specs[card], self.replicas, self.fused_share)
 
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Send bytes over a link. Broadcasts and reduces overlap with compute. Other copies wait for both devices."""

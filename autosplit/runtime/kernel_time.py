@@ -130,8 +130,15 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
     return np.array(found, dtype=np.int64).reshape(-1, 3).T
 
 
-def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None) -> Numbers:
-    """Return the time of each kernel on a GPU. The kernels together are one step, which shares a power limit."""
+def kernel_seconds(
+    numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None, *, fused_share: float = 1.0
+) -> Numbers:
+    """Return the time of each kernel on a GPU. The kernels together are one step, which shares a power limit.
+
+    Args:
+        fused_share: Fraction of their eager time that kernels without products take in a compiled model. See
+            `autosplit.workload.compiled.FUSED_SHARE`.
+    """
     rates = rates or kernel_rates()
     reached = np.array([kind.reached for kind in rates.kinds.values()])[codes[0]]
     passes = np.array([kind.passes for kind in rates.kinds.values()])[codes[0]]
@@ -157,14 +164,21 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     if spec.memory_power < 1.0 and limited.any():
         spared = (1.0 - spec.memory_power) * seconds[~limited].sum() / seconds[limited].sum()
         seconds[limited] *= np.maximum(sustained[limited], 1.0 - spared)
-    return seconds
+    return seconds * _fusion(codes, fused_share)
+
+
+def _fusion(codes: Codes, fused_share: float) -> Numbers:
+    """Return `fused_share` for the kernels that a compiler fuses, and 1 for products, attention and the optimizer."""
+    fused = ~_masks()[6][codes[0]] & (codes[2] != _PARTS.index("update"))
+    return np.where(fused, fused_share, 1.0)
 
 
 @functools.cache
 def _masks() -> tuple[npt.NDArray[Any], ...]:
     """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel), softmax and pooling.
 
-    The last mask holds 1 for pooling of contiguous images, 2 for pooling in channels-last order, and 0 for other kinds.
+    The sixth holds 1 for pooling of contiguous images, 2 for pooling in channels-last order, and 0 for other kinds. The
+    last is the mask of kinds that torch.compile does not fuse with others.
     """
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
@@ -175,9 +189,9 @@ def _masks() -> tuple[npt.NDArray[Any], ...]:
         np.array([kind.startswith("convolution") for kind in kinds]),
         np.array([kind in ("batch_norm", "batch_norm_backward") for kind in kinds]),
         np.array([kind == "softmax" for kind in kinds]),
-        np.array(
-            [("pooling", "pooling_channels").index(kind) + 1 if kind.startswith("pooling") else 0 for kind in kinds]
-        ),
+        np.array([{"pooling": 1, "pooling_channels": 2}.get(kind, 0) for kind in kinds]),
+        np.array([kind in (*tiled, "packed", "optimizer") for kind in kinds])
+        | np.array([kind.startswith(("attention", "grouped", "depthwise")) for kind in kinds]),
     )
 
 
@@ -200,14 +214,16 @@ def host_seconds(
     *,
     replicas: int = 1,
     rates: KernelRates | None = None,
+    fused_share: float = 1.0,
 ) -> Numbers:
     """Return the time that the host takes to start each kernel.
 
     Args:
         replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each
             backward has its own thread and does not need the interpreter.
+        fused_share: See `kernel_seconds`. Fewer kernels also take less of the host's time.
     """
     host = (rates or kernel_rates()).host
     times = np.array([host.forward * replicas, host.backward, host.update, 0.0])[codes[2]]
     tensors = np.where(codes[2] == _PARTS.index("update"), numbers[2], 0.0)
-    return np.asarray(spec.launch_s * (times + host.tensor * tensors))
+    return np.asarray(spec.launch_s * (times + host.tensor * tensors)) * _fusion(codes, fused_share)

@@ -97,13 +97,18 @@ class Load:
     end_s: float
 
 
-def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1) -> list[Load]:
-    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small ones."""
+def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1, fused_share: float = 1.0) -> list[Load]:
+    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small ones.
+
+    Args:
+        fused_share: See `kernel_time.kernel_seconds`.
+    """
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
-    kernels_s = np.append(0.0, np.cumsum(kernel_seconds(numbers, codes, spec)))
-    started_s = np.append(0.0, np.cumsum(host_seconds(numbers, codes, spec, replicas=replicas)))
+    kernels_s = np.append(0.0, np.cumsum(kernel_seconds(numbers, codes, spec, fused_share=fused_share)))
+    starts_s = host_seconds(numbers, codes, spec, replicas=replicas, fused_share=fused_share)
+    started_s = np.append(0.0, np.cumsum(starts_s))
     # After a kernel that the host starts late, all later kernels still have to run.
     done_s = started_s[1:] - kernels_s[:-1]
     return [

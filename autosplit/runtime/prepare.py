@@ -34,6 +34,7 @@ from autosplit.runtime.simulated import SimulatedRuntime, Traces
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
+from autosplit.workload.compiled import fused_share_of
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, precision_name
 
@@ -363,7 +364,8 @@ def runtime_for(
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated
     if devices[0].kind == "sim":
-        return SimulatedRuntime(devices, capacities_bytes, followed.traces)
+        fused_share = fused_share_of(followed.workload.modules)
+        return SimulatedRuntime(devices, capacities_bytes, followed.traces, fused_share=fused_share)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
 
 

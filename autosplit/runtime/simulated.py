@@ -65,11 +65,13 @@ class SimulatedRuntime:
         tracer: Traces,
         *,
         free: frozenset[str] = frozenset(),
+        fused_share: float = 1.0,
     ) -> None:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.tracer = tracer
         self.free = free
+        self.fused_share = fused_share
         self._specs = [device.spec for device in devices if device.spec is not None]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ class SimulatedRuntime:
         if peaks:
             self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
-        clocks = Clocks(self._specs, self.free, replicas)
+        clocks = Clocks(self._specs, self.free, replicas, self.fused_share)
         source.play(clocks, shape.splits[0], "first")
         if len(shape.splits) > 1:
             self._begin_gradients(clocks, shape)

@@ -161,10 +161,7 @@ class LoneSession(Session):
     def compiled_note(self, samples: int) -> Note:
         """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
         if self.runtime.simulated:
-            times = compiled_times_note(self.workload.modules)
-            return Note(
-                "compiled", f"torch.compile is not simulated, so memory and time are those of eager steps. {times}"
-            )
+            return Note("compiled", compiled_times_note(self.workload.modules))
         said = "The model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:

@@ -104,7 +104,8 @@ def _machine(runtime: SimulatedRuntime, what: Changed, indices: Collection[int])
             replace(device, spec=_SPECS[what](device.spec)) if index in indices and device.spec is not None else device
             for index, device in enumerate(devices)
         )
-    return SimulatedRuntime(devices, capacities, runtime.tracer, free=_FREE.get(what, frozenset()))
+    free = _FREE.get(what, frozenset())
+    return SimulatedRuntime(devices, capacities, runtime.tracer, free=free, fused_share=runtime.fused_share)
 
 
 def _best_rate(relaxed: Relaxed, machine: SimulatedRuntime, trials: Sequence[Trial]) -> float:
