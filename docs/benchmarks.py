@@ -89,6 +89,7 @@ def _gpu() -> list[str]:
         "before the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
     )
     stages = {stage["name"]: stage["findings"] for stage in found["stages"]}
+    later = _read("gpu/predictions")["settings"]
     ceilings = [
         (
             one["name"].removeprefix("ceiling of "),
@@ -105,6 +106,7 @@ def _gpu() -> list[str]:
             one["name"].removeprefix("step of "),
             f"{1e3 * one['measured_s']:.1f}",
             *(f"{one[name]:.2f}" for name in ("measured/loop", "time predicted/measured")),
+            f"{later[one['name'].removeprefix('step of ')]['step_s'] / one['measured_s']:.2f}",
             f"{one['memory predicted/measured'][1]:.2f}",
         )
         for one in stages["steps"]
@@ -113,7 +115,17 @@ def _gpu() -> list[str]:
     return [
         *_opened("On a GPU", text, "gpu", found),
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps", "seconds"), ceilings),
-        *_table(("step", "measured, ms", "relative to a plain loop", "time predicted", "memory predicted"), steps),
+        *_table(
+            (
+                "step",
+                "measured, ms",
+                "relative to a plain loop",
+                "time predicted",
+                "time predicted by later code",
+                "memory predicted",
+            ),
+            steps,
+        ),
         _PREDICTED,
         f"Stages that exceeded their time budget: {', '.join(unfinished) or 'none'}.\n",
         "All findings are in `benchmarks/results/gpu/h100.json`; `h100_first.json` is a run before the first fixes.\n",
@@ -255,6 +267,7 @@ def _compiled() -> list[str]:
     return [
         *_opened("Compiled models", text, "published_compiled", steps),
         *_table(columns, predicted),
+        f"Not compared: {'; '.join(f'{name} ({why})' for name, why in steps['not compared'].items())}.\n",
         pairs_text,
         *_table(("models", "precision", "pairs", "time", "median", "memory"), rows),
     ]
