@@ -3,8 +3,8 @@
 `bitsandbytes.nn.Linear4bit` quantises in CUDA kernels, which fake tensors cannot run. `Nf4Linear` holds the same bytes
 and makes the same temporary tensors with one op per kernel. Train with bitsandbytes, and plan with this class.
 
-The layout is that of bitsandbytes 0.50.2 (`functional.quantize_4bit`, `autograd._functions.MatMul4Bit`) and of the paper
-(Dettmers et al., QLoRA, arXiv:2305.14314):
+The layout is that of bitsandbytes 0.50.2 (`functional.quantize_4bit`, `autograd._functions.MatMul4Bit`) and of the
+paper (Dettmers et al., QLoRA, arXiv:2305.14314):
 
 - Two weights share a byte. Each block of 64 weights has a scale, the largest absolute value of the block.
 - Double quantisation stores the scales, minus their mean, in 8 bits, with a float32 scale for each 256 of them.
