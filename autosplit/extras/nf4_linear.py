@@ -150,9 +150,9 @@ def quantize_linear(model: nn.Module, *, double: bool = True, compute_dtype: tor
         compute_dtype: As for `Nf4Linear`.
     """
     *inner, _last = model.named_children()
-    for _, child in inner:
-        for part in [*child.modules()]:
-            for name, layer in [*part.named_children()]:
-                if type(layer) is nn.Linear:
-                    setattr(part, name, Nf4Linear(layer, double=double, compute_dtype=compute_dtype))
+    found = [(model, name, child) for name, child in inner]
+    found += [(part, *named) for _, child in inner for part in child.modules() for named in part.named_children()]
+    for parent, name, layer in found:
+        if type(layer) is nn.Linear:
+            setattr(parent, name, Nf4Linear(layer, double=double, compute_dtype=compute_dtype))
     return model
