@@ -102,7 +102,7 @@ class Nf4Linear(nn.Linear):
         nearest = torch.bucketize(blocks / scales.clamp(min=1e-30)[:, None], between).to(torch.uint8).flatten()
         nearest = nearest[: len(weight) + len(weight) % 2].view(-1, 2)
         self.weight = nn.Parameter(nearest[:, :1] * 16 + nearest[:, 1:], requires_grad=False)
-        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)  # type: ignore[assignment]
+        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
         mean, steps = None, None
         if double:
             mean = scales.mean()
@@ -134,7 +134,7 @@ class Nf4Linear(nn.Linear):
                 "model that you train: load it with transformers' BitsAndBytesConfig.",
                 code="planning-only",
             )
-        product: Tensor = _Product.apply(x.to(self.compute_dtype), self)
+        product: Tensor = _Product.apply(x.to(self.compute_dtype), self)  # type: ignore[no-untyped-call]
         return product.to(x.dtype)
 
 

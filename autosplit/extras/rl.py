@@ -23,7 +23,7 @@ class TokenBudgets:
     Attributes:
         tokens_per_sample: Tokens of a sample of the workload's batch, with padding.
         train: The ceiling of a training step.
-        log_prob: The ceiling of the pass without gradients, next to the gradients and the optimizer state.
+        log_prob: The ceiling of the pass without gradients, next to the optimizer state.
     """
 
     tokens_per_sample: int
@@ -74,7 +74,7 @@ def token_budgets(
         workload: The training step, with sequences of the greatest length.
         compute_log_probs: ``compute_log_probs(model, batch) -> Tensor``. It runs in evaluation mode without gradients.
         device: One device, as in `find_ceiling`.
-        tokens_per_sample: Tokens of a sample. Default: the elements per sample of the first integer tensor of the batch.
+        tokens_per_sample: Tokens of a sample. Default: the elements per sample of the batch's first integer tensor.
         **options: Other arguments of `find_ceiling`, such as `reserve` and `max_batch_size`.
 
     Raises:

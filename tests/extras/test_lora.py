@@ -73,9 +73,8 @@ def test_the_ceiling_is_exact_to_the_sample(tiny):
     found = find_ceiling(workload, "cpu:12MiB", exact=True)
     assert found.confirmed
     assert found.limited_by == "memory"
-    fixed_bytes = sum(p.nbytes for p in workload.model.parameters()) + 3 * sum(
-        p.nbytes for p in trained(workload.model)
-    )
+    model = workload.model
+    fixed_bytes = sum(p.nbytes for p in model.parameters()) + 3 * sum(p.nbytes for p in trained(model))
     assert 1.0 < found.fixed_bytes / fixed_bytes < 1.3
 
 
@@ -83,9 +82,8 @@ def test_quantised_weights_take_the_bytes_of_nf4(tiny):
     peaks = {}
     for settings in ("r=8,targets=all-linear", "r=8,targets=all-linear,quantize=nf4"):
         workload = workload_from_name(tiny, lora=settings, optimizer="adamw_8bit", seq_len=2)
-        peaks[settings[-4:]] = (
-            Tracer(workload, fake=True, like_gpu=True).trace(StepShape(((1,),))).parts[0].parameters_bytes
-        )
+        trace = Tracer(workload, fake=True, like_gpu=True).trace(StepShape(((1,),)))
+        peaks[settings[-4:]] = trace.parts[0].parameters_bytes
     inner = 2 * (4 * 64 * 64 + 3 * 64 * 128)
     saved_bytes = inner * (4 - 0.5 - 1 / 64)
     # Each layer has four small tensors more: the steps, the mean, the code, and the rounding of the scales.
