@@ -47,7 +47,7 @@ class TokenBudgets:
 
     @property
     def log_prob_max_tokens_per_gpu(self) -> int:
-        """Tokens per micro-batch of the log-probabilities. verl's ``log_prob_max_token_len_per_gpu``."""
+        """Tokens per micro-batch of the log-probabilities. slime's ``--log-probs-max-tokens-per-gpu``."""
         return self.log_prob.batch_size * self.tokens_per_sample
 
     @property
