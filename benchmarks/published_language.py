@@ -5,7 +5,9 @@
 The table is `published_language.csv`. Each row names its source. Rows that need torch.compile, FlexAttention or FSDP
 are listed and not compared, because simulated steps are eager and each device holds the whole model. Models have random
 weights. A ratio is predicted / published. "allocated" memory is torch.cuda.max_memory_allocated. "reserved" memory
-includes the gaps of the allocator, so the prediction should be smaller. Nothing is fitted to these rows.
+includes the gaps of the allocator, so the prediction should be smaller. "VRAM" is all memory of the process, so the
+prediction includes the CUDA context, and lacks only the gaps. "exceeded" is the memory of a GPU that was not enough.
+Nothing is fitted to these rows.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -26,6 +30,7 @@ from torch.nn import functional as F
 
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
+from autosplit.extras.nf4_linear import quantize_linear
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.protocol import StepShape
@@ -93,6 +98,7 @@ class Row:
     accumulation: int
     size: int
     lora: int
+    recipe: str
     step_s: float
     peak_gb: float
     memory: str
@@ -115,6 +121,8 @@ def workload(row: Row) -> Workload:
     def model() -> nn.Module:
         build = transformers.AutoModelForCausalLM.from_config
         built: nn.Module = build(CONFIGS[row.model], attn_implementation=row.attention)
+        if row.recipe:
+            return _adapted_by_peft(built.to(torch.bfloat16), row)
         if row.lora:
             _add_lora(built, row.lora)
         return built.to(torch.bfloat16) if row.precision == "bf16" else built
@@ -125,6 +133,10 @@ def workload(row: Row) -> Workload:
         "precision": "bf16" if row.precision == "bf16 autocast" else "none",
     }
     built = built_without_memory(model, fake_mode())
+    if row.recipe:
+        return Workload(
+            built, {"input_ids": tokens, "labels": tokens}, compute_loss=RECIPES[row.recipe].loss, **options
+        )
     if row.source.removeprefix("github:").startswith(OWN_LOSS):
         return Workload(built, ({"input_ids": tokens}, tokens), loss_fn=_next_token_loss, **options)
     return Workload(built, {"input_ids": tokens, "labels": tokens}, **options)
@@ -137,8 +149,66 @@ def _add_lora(model: Any, rank: int) -> None:
         attention.q_proj, attention.v_proj = Lora(attention.q_proj, rank), Lora(attention.v_proj, rank)
 
 
+def _adapted_by_peft(model: Any, row: Row) -> nn.Module:
+    """Add peft's adapters to a model whose layers are checkpointed and, for QLoRA, quantised."""
+    recipe = RECIPES[row.recipe]
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if recipe.quantized:
+        quantize_linear(model)
+    config = peft.LoraConfig(r=row.lora, lora_dropout=recipe.dropout, target_modules=list(recipe.targets))
+    # The Trainer of transformers casts under autocast, so its adapters are float32. fsdp_qlora casts all to bfloat16.
+    adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype="autocast" in row.precision)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and "autocast" not in row.precision:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted
+
+
+def _loss_of_2024(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss as Llama of transformers 4.38 computes it, with a copy of all logits but the last ones."""
+    logits = model(input_ids=batch["input_ids"]).logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    return F.cross_entropy(shifted.flatten(0, 1), batch["labels"][..., 1:].flatten())
+
+
+def _loss_with_outputs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the same loss. The loop of fsdp_qlora keeps the logits until the next micro-batch."""
+    logits = model(input_ids=batch["input_ids"]).logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    loss = F.cross_entropy(shifted.flatten(0, 1), batch["labels"][..., 1:].flatten())
+    loss.outputs = logits  # type: ignore[attr-defined]
+    return loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a source's script does, except for the columns of the table."""
+
+    quantized: bool
+    dropout: float
+    targets: tuple[str, ...]
+    loss: Callable[[Any, dict[str, Tensor]], Tensor]
+
+
+_INNER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+RECIPES = {
+    # LLaMA-Factory's defaults: double quantisation, checkpointed layers, adapters on every linear layer of a block.
+    "qlora trainer": Recipe(True, 0.0, (*_INNER, "o_proj"), _loss_of_2024),
+    # The defaults of fsdp_qlora's train.py.
+    "qlora loop": Recipe(True, 0.1, _INNER, _loss_with_outputs),
+    "lora loop": Recipe(False, 0.1, _INNER, _loss_with_outputs),
+}
+
+
 def _next_token_loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def _adapters(row: Row) -> str:
+    kind = "QLoRA" if row.recipe.startswith("qlora") else "LoRA"
+    tokens = f", {row.size} tokens" if row.recipe else ""
+    return f", {kind} of rank {row.lora}{tokens}" if row.lora else ""
 
 
 def compare(row: Row) -> dict[str, Any]:
@@ -151,14 +221,15 @@ def compare(row: Row) -> dict[str, Any]:
     report: dict[str, Any] = {
         "model": row.model,
         "card": row.card,
-        "precision": row.precision + (f", LoRA of rank {row.lora}" if row.lora else ""),
+        "precision": row.precision + _adapters(row),
         "attention": ", ".join(attention_of(tracer, devices)[0]) or row.attention,
     }
     if row.step_s:
         report |= {"published s": row.step_s, "predicted s": round(found.seconds, 4)}
         report["time ratio"] = round(found.seconds / row.step_s, 3)
     if row.peak_gb:
-        predicted_gb = found.peak_bytes[0] / 1e9
+        context_bytes = find_card(row.simulated).context_bytes if row.memory in {"VRAM", "exceeded"} else 0
+        predicted_gb = (found.peak_bytes[0] + context_bytes) / 1e9
         report |= {f"published GB {row.memory}": row.peak_gb, "predicted GB": round(predicted_gb, 2)}
         report["memory ratio"] = round(predicted_gb / row.peak_gb, 3)
     return {**report, "source": row.source}

@@ -100,7 +100,7 @@ MOST_MODULES = 144
 MOST_LINES = 27_600
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
-TOOLS = ("accelerate", "lightning", "transformers")
+TOOLS = ("accelerate", "lightning", "peft", "transformers")
 """Only its own integration, and code that builds a model by its name, import each tool. All tools are optional."""
 
 HEAVY = ("torch", "optuna", "pynvml", "rich")
@@ -254,6 +254,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.transformers": {"accelerate", "transformers"},  # its tools
         "integrations.transformers_workload": {"transformers"},
         "extras.from_name": {"transformers"},
+        "extras.lora": {"peft"},
     }
 
 

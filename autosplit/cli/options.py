@@ -120,10 +120,14 @@ WORKLOAD = {
     "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",
     "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: that "
     "of its architecture.",
+    "--lora SETTINGS": "For hf:PATH: train adapters only, as in r=16,alpha=32,targets=all-linear. With quantize=nf4, "
+    "the frozen weights are in 4 bits (QLoRA).",
+    "--optimizer NAME": "For a named model: adamw_torch, adamw_8bit, paged_adamw_8bit or paged_adamw_32bit. Default: "
+    "adamw_torch.",
 }
 """The options of every command that runs a workload."""
 
-MODEL_OPTIONS = ("seq_len", "image_size", "task")
+MODEL_OPTIONS = ("seq_len", "image_size", "task", "lora", "optimizer")
 """The keywords that `commands` gets as one argument, `model_options`."""
 
 PRECISION = {

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line, shown
+from autosplit.extras.lora import Lora, peft_library
+from autosplit.extras.low_bit_adamw import named_optimizer
 from autosplit.workload.workload import Workload
 
 SAMPLES = 4
@@ -66,6 +68,8 @@ def workload_from_name(
     seq_len: int | None = None,
     image_size: int | None = None,
     task: str | None = None,
+    lora: str | None = None,
+    optimizer: Any = torch.optim.AdamW,
     **options: Any,
 ) -> Workload:
     """Build a workload from a model's name, with random weights and a batch that includes labels.
@@ -82,20 +86,30 @@ def workload_from_name(
         image_size: Height and width in pixels. Default: the model's own size.
         task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq"``, ``"classification"`` or ``"token-classification"``.
             Default: the task of the configuration's first architecture.
-        **options: Other arguments of `Workload`. The default optimizer is AdamW.
+        lora: For ``hf:PATH``: settings of LoRA, such as ``"r=16,alpha=32,targets=all-linear"``. peft adds the adapters,
+            and all other weights are frozen. With ``quantize=nf4`` they are stored as bitsandbytes stores them (QLoRA).
+        optimizer: As in `Workload`, or a name of transformers' option `optim`: ``"adamw_torch"``, ``"adamw_8bit"``,
+            ``"paged_adamw_8bit"`` or ``"paged_adamw_32bit"``. Default: AdamW.
+        **options: Other arguments of `Workload`.
 
     Raises:
         InputError: No such model exists. Or its configuration is not supported (unknown type, custom code, quantised
             weights). Or the sequence or the image is too large for the model.
         WorkloadError: The library that defines the model is not installed.
     """
-    parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task)()
-    given = {"optimizer": torch.optim.AdamW, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
+    parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task, lora=lora)()
+    made = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+    given = {"optimizer": made, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
     return Workload(parts.model, parts.sample_batch, **given)
 
 
 def model_by_name(
-    spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
+    spec: str,
+    *,
+    seq_len: int | None = None,
+    image_size: int | None = None,
+    task: str | None = None,
+    lora: str | None = None,
 ) -> Callable[[], ModelParts]:
     """Return the function that builds the model and its batch. See `workload_from_name`."""
     scheme, _, name = str(spec).partition(":")
@@ -108,8 +122,10 @@ def model_by_name(
     if task is not None and task not in TASKS:
         raise InputError(f"task is {shown(task)}. Expected one of {', '.join(TASKS)}.", code="task")
     if scheme == "hf":
-        return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task)
-    _refuse_options(spec, "an image classifier, which has only the option image_size", seq_len=seq_len, task=task)
+        adapters = None if lora is None else Lora.of(lora)
+        return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task, lora=adapters)
+    only = "an image classifier, which has only the option image_size"
+    _refuse_options(spec, only, seq_len=seq_len, task=task, lora=lora)
     if scheme == "timm":
         return _of_timm(name, image_size)
     if scheme == "torchvision":
@@ -180,7 +196,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _of_transformers(
-    path: Path, *, seq_len: int | None, image_size: int | None, task: str | None
+    path: Path, *, seq_len: int | None, image_size: int | None, task: str | None, lora: Lora | None
 ) -> Callable[[], ModelParts]:
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -190,6 +206,8 @@ def _of_transformers(
             f"{path} can't be read: {one_line(error)}. Expected a config.json.", code="config-unreadable"
         ) from None
     _library("transformers")
+    if lora is not None:
+        peft_library()  # report a missing package before a model is built
     config = _config(path, values)
     task, auto_class = _task_of(path, config, values.get("architectures"), task)
     if auto_class == "AutoModelForImageClassification":
@@ -199,7 +217,8 @@ def _of_transformers(
         _refuse_options(str(path), "a text model", image_size=image_size)
         _check_seq_len(path, seq_len, _positions(config))
         batch = partial(_token_batch, path, task, seq_len)
-    return partial(_build_of_transformers, path, config, auto_class, batch)
+    adapt = None if lora is None else partial(lora.added_to, task=task)
+    return partial(_build_of_transformers, path, config, auto_class, batch, adapt)
 
 
 def _config_values(path: Path) -> dict[str, Any]:
@@ -239,7 +258,8 @@ def _config_values(path: Path) -> dict[str, Any]:
     if values.get("quantization_config"):
         raise InputError(
             f"{path} has quantised weights ({_quantization(values['quantization_config'])}), so autosplit can "
-            "predict neither memory nor time. Expected floating-point weights. Remove quantization_config.",
+            "predict neither memory nor time. Expected floating-point weights. Remove quantization_config. For weights "
+            "in bitsandbytes' NF4, add --lora r=16,quantize=nf4.",
             code="config-quantized",
         )
     return values
@@ -316,7 +336,11 @@ def _task_of(path: Path, config: Any, architectures: object, asked: str | None) 
 
 
 def _build_of_transformers(
-    path: Path, config: Any, auto_class: str, batch: Callable[[nn.Module], tuple[Any, tuple[str, ...]]]
+    path: Path,
+    config: Any,
+    auto_class: str,
+    batch: Callable[[nn.Module], tuple[Any, tuple[str, ...]]],
+    adapt: Callable[[nn.Module], tuple[nn.Module, str]] | None,
 ) -> ModelParts:
     import transformers
 
@@ -334,6 +358,9 @@ def _build_of_transformers(
     with _offline(), _told_as_input(f"No model can be built from {path}", "Correct the configuration"):
         model = getattr(transformers, auto_class).from_config(config, dtype=dtype)
         sample_batch, more = batch(model)
+    if adapt is not None:
+        model, adapters = adapt(model)
+        more = (*more, adapters)
     return ModelParts(model, sample_batch, None, (*assumed, *more))
 
 

@@ -53,6 +53,7 @@ def built_workload(spec: str, **options: Any) -> Workload:
 def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
     """Check a model's name, and return the function that builds its workload."""
     from autosplit.extras.from_name import model_by_name, workload_from_name
+    from autosplit.extras.low_bit_adamw import named_optimizer
 
     scheme, _, name = spec.partition(":")
     if scheme == "hf":  # an absolute path is valid in any folder
@@ -60,5 +61,8 @@ def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
         # users.
         home = os.path.expanduser(name)  # noqa: PTH111
         spec = f"hf:{Path(home).absolute()}"
-    model_by_name(spec, **options)
+    checked = dict(options)
+    if "optimizer" in checked:
+        named_optimizer(checked.pop("optimizer"))
+    model_by_name(spec, **checked)
     return partial(workload_from_name, spec, **options)

@@ -67,7 +67,7 @@ def test_several_gpus_are_predicted(bench, monkeypatch):
 
 
 def test_each_step_of_a_language_model_is_compared_or_says_what_it_needs(monkeypatch):
-    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     bench = loaded("published_language", monkeypatch)
     rows = bench.rows()
     compared = [row for row in rows if not row.needs]
@@ -75,3 +75,4 @@ def test_each_step_of_a_language_model_is_compared_or_says_what_it_needs(monkeyp
     assert all(row.source.startswith("github:") for row in rows)
     assert all(row.model in bench.CONFIGS for row in compared)
     assert all(row.step_s or row.peak_gb for row in compared)
+    assert {row.recipe for row in compared} == {"", *bench.RECIPES}
