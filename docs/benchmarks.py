@@ -218,8 +218,9 @@ def _language() -> list[str]:
     text = (
         "Predictions for `sim:` compared with published eager steps of language models in bfloat16 on one GPU. "
         "Nothing is fitted to them. A ratio is predicted / published. Reserved memory includes the gaps of the "
-        "allocator. VRAM is all memory of the process, and its predictions include the CUDA context. Exceeded is the "
-        "memory of a GPU on which the step failed, so a ratio above 1 is right."
+        "allocator. VRAM is all memory of the process. Their predictions include the share for gaps and the CUDA "
+        "context that a plan for the GPU counts. Exceeded is the memory of a GPU on which the step failed, so a ratio "
+        "above 1 is right."
     )
     rows = []
     for one in found["compared"]:
