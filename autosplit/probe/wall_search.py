@@ -174,6 +174,17 @@ class WallSearch:
             return full
         return careful // 2 if careful > 4 * low else careful if careful > low else (low + full + 1) // 2
 
+    def predicted(self, capacity_bytes: int) -> int:
+        """Predict the largest size that fits into more bytes than the search could use, from the steps that ran."""
+        low, high = self.found, self.failed or self.most + 1
+        if not low:
+            return 0
+        blur = self.reserved[low] / self.allocated[low]
+        start = min(low + 1, high - 1)
+        return largest_fitting(
+            lambda n: self.corrected(n) * blur, capacity_bytes, least=low, most=high - 1, start=start
+        )
+
     def corrected(self, n: int) -> float:
         """Predict the bytes of n samples: the trace, plus the difference of the nearest real steps to their traces."""
         traced = self.traced or (lambda _n: 0.0)
