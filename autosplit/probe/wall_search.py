@@ -45,6 +45,9 @@ MOST_BLURRED_STEPS = 24
 
 MOST_FAILURES = 6
 
+UNUSED_BYTES = 40 * 2**20
+"""Memory that a larger step may reserve and not use: the rest of a segment of 20 MiB (torch's allocator), twice."""
+
 
 @dataclass
 class WallSearch:
@@ -180,9 +183,9 @@ class WallSearch:
         if not low:
             return 0
         blur = self.reserved[low] / self.allocated[low]
-        start = min(low + 1, high - 1)
+        unused_bytes = 0 if self._is_sharp else UNUSED_BYTES
         return largest_fitting(
-            lambda n: self.corrected(n) * blur, capacity_bytes, least=low, most=high - 1, start=start
+            lambda n: self.corrected(n) * blur + unused_bytes, capacity_bytes, least=low, most=high - 1, start=low + 1
         )
 
     def corrected(self, n: int) -> float:

@@ -321,8 +321,8 @@ def _notes_on(devices: Sequence[Device]) -> tuple[Note, ...]:
     integrated = ", ".join(device.label for device in devices if device.integrated)
     text = (
         f"{integrated} uses the host's memory, and a host without free memory stops responding. So training gets "
-        f"{float(HOST_SHARE):.0%} of the memory that is available now. Ceilings are predicted from steps that fill at "
-        f"most {FILLED_SHARE:.0%} of that."
+        f"{float(HOST_SHARE):.0%} of the memory that is available now. Ceilings are predicted from steps that fill "
+        f"about {FILLED_SHARE:.0%} of that."
     )
     return (
         *([Note(UNMEASURED_RATES, rates)] if rates else []),

@@ -90,6 +90,11 @@ class TestUnmeasuredRates:
         assert find_card("TITAN-Xp").sustained_on
 
 
+def test_the_page_lists_every_gpu():
+    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert [name for name in CARD_NAMES if f"`{name}`" not in page] == []
+
+
 def test_names_stay_apart_when_normalised():
     assert len({catalog._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
     # A digit and an x at the beginning would look like a count.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from autosplit.devices.catalog import GPUS_VARIABLE, find_card
 from autosplit.devices.examination import Copy, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.shared_result import SharedResult
-from autosplit.devices.spec import list_devices
+from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.extras import collective_check, doctor, measured_rates
 from autosplit.extras.doctor import examine
@@ -125,6 +126,17 @@ class TestCards:
         assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
         assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
         assert find_card("Intel(R) Graphics [0x64a0]").memory_bytes == 140 * GIB
+
+    def test_the_command_of_the_error_makes_sim_know_the_gpu(self, tmp_path, monkeypatch):
+        new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(new))
+        monkeypatch.chdir(tmp_path)
+        with raises(DeviceError, "gpu-name-unknown") as caught:
+            parse_devices("sim:2xRTX 6090")
+        command = re.search("`python -m autosplit (doctor .*?)`", str(caught.value))[1]
+        assert main(command.split()) == 0
+        monkeypatch.setenv(GPUS_VARIABLE, "gpus.toml")
+        assert [device.spec.rates[:8] for device in parse_devices("sim:2xRTX 6090")] == ["measured"] * 2
 
     def test_a_machine_without_cards_has_none_to_keep(self):
         with raises(DeviceError, "no-accelerator"):
