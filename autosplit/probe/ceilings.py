@@ -31,6 +31,11 @@ KNEE_GAIN = 0.03
 LONGEST_STEP_S = 2.0
 """Longest step on a plain CPU. After a longer step, no larger batch is tried."""
 
+MOST_GROWTH = 1.5
+"""Largest growth of the batch from one step to the next, on a GPU that uses the host's memory. With 2, a step of 75% of
+the capacity ran out of memory on an emulated device, because the allocator reserved more than the steps before showed.
+"""
+
 DOUBLING_BUDGET_S = 0.5
 """Seconds after which a batch on a plain CPU is not repeated again."""
 
@@ -248,6 +253,8 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         return search, limit
     n = search.next() if most >= least else None
     while n is not None:
+        if careful and search.found:
+            n = min(n, max(search.found + 1, int(MOST_GROWTH * search.found)))
         before, shape = prober.counts.steps, traces.shape_of(n)
         try:
             with named_steps(shape):

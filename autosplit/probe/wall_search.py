@@ -183,9 +183,9 @@ class WallSearch:
         if not low:
             return 0
         blur = self.reserved[low] / self.allocated[low]
-        unused_bytes = 0 if self._is_sharp else UNUSED_BYTES
+        usable_bytes = AGREE * capacity_bytes - (0 if self._is_sharp else UNUSED_BYTES)
         return largest_fitting(
-            lambda n: self.corrected(n) * blur + unused_bytes, capacity_bytes, least=low, most=high - 1, start=low + 1
+            lambda n: self.corrected(n) * blur, usable_bytes, least=low, most=high - 1, start=low + 1
         )
 
     def corrected(self, n: int) -> float:

