@@ -151,7 +151,9 @@ def _mps(mps: Any) -> Any:
         synchronize=lambda _device=None: mps.synchronize(),
         empty_cache=mps.empty_cache,
         mem_get_info=lambda _device=None: (total() - reserved(), total()),
-        get_device_properties=lambda _device=None: SimpleNamespace(name="Apple GPU", total_memory=total()),
+        get_device_properties=lambda _device=None: SimpleNamespace(
+            name="Apple GPU", total_memory=total(), is_integrated=True
+        ),
         memory_stats=lambda _device=None: {},
         memory_allocated=lambda _device=None: mps.current_allocated_memory(),
         memory_reserved=lambda _device=None: reserved(),

@@ -78,9 +78,9 @@ def _percent(share: float) -> str:
 
 _PREDICTED = (
     "Predictions are divided by the measured values: 1.00 is exact. In this run, `sim:` still simulated the CPU's "
-    "kernels for attention with dropout, so its predictions were too high there. Later code predicts kernels that this "
-    "run showed: causal attention, copies of rows, pooling and BatchNorm in half precision, and copies over PCI Express "
-    "5.0. Pooling, BatchNorm and the copies are fitted to this run.\n"
+    "kernels for attention with dropout, so its predictions were too high there. Later code predicts kernels that "
+    "this run showed: causal attention, copies of rows, pooling and BatchNorm in half precision, and copies over "
+    "PCI Express 5.0. Pooling, BatchNorm and the copies are fitted to this run.\n"
 )
 
 

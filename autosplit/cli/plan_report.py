@@ -21,7 +21,7 @@ from autosplit.cli.tables import (
     shares_text,
     short_name,
 )
-from autosplit.devices.catalog import SIMULATED_ERRORS
+from autosplit.devices.catalog import SIMULATED_ERRORS, UNMEASURED_RATES
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
@@ -44,6 +44,9 @@ MOST_NOTE_LINES = 3
 
 With two devices and three lines of reasons, it has 24 lines.
 """
+
+REMARKS = (NEAREST_PROFILE, UNMEASURED_RATES)
+"""The kinds of notes that only the full report shows, because they require no action."""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
@@ -165,7 +168,7 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
     """Return notes that may require action: checks that changed, and notes other than remarks."""
     is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
     depends = dependence_line(plan.checks) if is_cut else ""
-    notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind != NEAREST_PROFILE)]
+    notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind not in REMARKS)]
     ends = list(itertools.accumulate(len(textwrap.wrap(note, 78)) for note in notes))
     if not ends or ends[-1] <= MOST_NOTE_LINES:
         return notes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from autosplit.accelerators import accelerator_kind, backend
 from autosplit.devices.device import Device
-from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.host_memory import HOST_SHARE, available_host_bytes
 from autosplit.devices.nvml import driver_version, free_bytes_by_nvml, is_mig, mig_count, started_nvml
 from autosplit.errors import DeviceError, first_line
 
@@ -74,15 +74,19 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 
 
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
-    """Return the device at an index. Its capacity is memory that is free or held by this process's allocator."""
+    """Return the device at an index.
+
+    Its capacity is memory that is free or held by this process's allocator, or the part of the host's memory that
+    training may use.
+    """
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
     free_bytes: int | None
     if not found.ask_memory:
         free_bytes = total_bytes
-    elif getattr(properties, "is_integrated", 0):
-        # The GPU uses host memory. The driver does not count memory that the system could reclaim.
-        free_bytes = available_host_bytes()
+    elif uses_host_memory(properties):
+        # The driver does not count memory that the system could reclaim.
+        free_bytes = int(HOST_SHARE * available_host_bytes())
     else:
         free_bytes = None if is_mig(str(properties.name)) else free_bytes_by_nvml(nvml, uuid)
         if free_bytes is None:  # creates a context, which uses some of the reported memory
@@ -94,7 +98,16 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
         capacity_bytes=min(total_bytes, free_bytes + int(found.module.memory_reserved(index))),
         uuid=uuid,
         driver=driver_version(nvml),
+        integrated=uses_host_memory(properties),
     )
+
+
+def uses_host_memory(properties: Any) -> bool:
+    """Return whether a GPU uses the host's memory: GB10, Jetson, Apple's GPUs, and those in AMD's and Intel's CPUs.
+
+    torch has this property for CUDA and ROCm, and in recent versions for XPU. Without it, the GPU's own figure counts.
+    """
+    return bool(getattr(properties, "is_integrated", False) or getattr(properties, "is_integrated_gpu", False))
 
 
 def device_uuid(properties: Any) -> str | None:

@@ -12,14 +12,15 @@ import importlib.resources
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from autosplit.devices.examination import Examination, cards_table
+from autosplit.devices.examination import Examination, cards_table, row_name
+from autosplit.devices.host_memory import HOST_SHARE
 from autosplit.errors import DeviceError, shown
 from autosplit.files import read_bounded
 from autosplit.text import printable
@@ -45,6 +46,12 @@ SIMULATED_ERRORS = (
 )
 """Errors of predictions for simulated GPUs, from benchmarks/results/published.json and ceilings.json there."""
 
+UNMEASURED_RATES = "unmeasured-rates"
+"""The kind of the note on GPUs without measured kernel rates."""
+
+_DEFAULTS_OF = "A100 and H100"
+"""The GPUs between whose measurements the ``sustained`` of [defaults] lies."""
+
 _MOST_BYTES = 2**20
 
 _Positive = Annotated[float, Meta(ge=1e-6, le=1e15)]
@@ -62,11 +69,13 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tflops: dict[_Rate, Annotated[float, Meta(ge=1e-6, le=1e9)]]
     memory_gb_per_s: Annotated[float, Meta(ge=1e-6, le=1e9)]
     link: str
-    compute_capability: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]\Z")]
     source: Annotated[str, Meta(max_length=1000)]
+    compute_capability: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]\Z")] | None = None
     launch_s: Annotated[float, Meta(gt=0, le=1)] | None = None
     multiprocessors: Annotated[int, Meta(ge=1, le=2**16)] | None = None
     sustained: dict[_Rate, _Share] = {}
+    sustained_of: _Name | None = None
+    integrated: bool = False
     memory_power: Annotated[float, Meta(ge=0, le=1)] = 1.0
     driver_names: tuple[Annotated[str, Meta(max_length=100)], ...] = ()
 
@@ -100,9 +109,10 @@ class GpuSpec:
         memory_bytes_per_s: Bandwidth of the GPU's memory.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
         launch_s: Time to launch an operation before its kernel starts work.
-        compute_capability: ``"8.6"``.
+        compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
         multiprocessors: None if unknown. Products are then assumed to use all of them.
         sustained: Fraction of a peak that long products reach, by dtype.
+        sustained_on: GPUs on which these fractions were measured, if not on this GPU (``"A100 and H100"``). Else empty.
         memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
             slow products.
         driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
@@ -115,10 +125,11 @@ class GpuSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     launch_s: float
-    compute_capability: str
+    compute_capability: str | None
     source: str
     multiprocessors: int | None = None
     sustained: Mapping[str, float] = field(default_factory=dict, hash=False)
+    sustained_on: str = ""
     memory_power: float = 1.0
     context_bytes: int = 0
     fragmented: float = 0.0
@@ -142,16 +153,34 @@ class GpuSpec:
     def host_bytes_per_s(self) -> float:
         """Rate of copies from pinned host memory: 80% of PCI Express x16 of the GPU's generation.
 
-        Volta and Turing have PCI Express 3.0, Ampere and Ada 4.0, Hopper and later 5.0. Copies of 64 MiB to an H100
-        took 1.3 ms (``benchmarks/results/gpu/h100.json``: a step without and with the copy).
+        Volta and Turing have PCI Express 3.0, Ampere and Ada 4.0, Hopper and later 5.0. For GPUs of AMD and Intel, 4.0
+        is assumed. Copies of 64 MiB to an H100 took 1.3 ms (``benchmarks/results/gpu/h100.json``: a step without and
+        with the copy).
         """
-        major = int(self.compute_capability.split(".")[0])
+        major = 8 if self.compute_capability is None else int(self.compute_capability.split(".")[0])
         return 12.6e9 * (1 if major < 8 else 2 if major < 9 else 4)
 
     @property
     def rates(self) -> str:
         """Source of the rates: ``"published"``, or the device that they were measured on."""
         return self.source if self.source.startswith("measured ") else "published"
+
+
+def unmeasured_rates(specs: Iterable[GpuSpec]) -> str:
+    """Return sentences on the GPUs that are predicted with the kernels of other GPUs, or an empty text."""
+    found = {spec.name: spec for spec in specs}.values()
+    others = ", ".join(f"{spec.name} ({spec.sustained_on})" for spec in found if spec.sustained_on)
+    foreign = ", ".join(spec.name for spec in found if spec.compute_capability is None)
+    texts = []
+    if others:
+        texts.append(
+            f"No kernel rates are measured for {others}. The rates of the GPUs in brackets were scaled by the peaks of "
+            "the datasheets, so expect larger errors. A TITAN Xp is predicted in this way: of 32 image models, half "
+            "take over 1.4 times the predicted time in float32, and over 1.6 times in float16."
+        )
+    if foreign:
+        texts.append(f"Memory and attention of {foreign} are traced with the kernels of an A100.")
+    return " ".join(texts)
 
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
@@ -197,11 +226,9 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     sustained = defaults.sustained if table is known else {}  # a user's rates may be measured, so already sustained
     specs = {}
     for name, row in table.cards.items():
-        missing = {"float32", "float16", "float64"} - row.tflops.keys()
-        if missing:
-            raise ValueError(f"GPU {name} has no tflops of {', '.join(sorted(missing))}")
-        if row.link not in links:
-            raise ValueError(f"GPU {name} has the link {shown(row.link)}. Expected one of {', '.join(links)}")
+        _check_row(name, row, links, known)
+        like = known.cards[row.sustained_of] if row.sustained_of else row
+        measured_on = row.sustained_of or ("" if row.sustained else _DEFAULTS_OF)
         specs[name] = GpuSpec(
             name=name,
             memory_bytes=int(row.memory_gib * 2**30),
@@ -213,9 +240,10 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             source=row.source,
             multiprocessors=row.multiprocessors,
             context_bytes=int(min(defaults.context_gib, row.memory_gib / 2) * 2**30),
-            fragmented=defaults.fragmented,
-            sustained={str(rate): share for rate, share in {**sustained, **row.sustained}.items()},
-            memory_power=row.memory_power,
+            fragmented=float(1 - HOST_SHARE) if row.integrated else defaults.fragmented,
+            sustained={str(rate): share for rate, share in {**sustained, **like.sustained}.items()},
+            sustained_on=measured_on if sustained else "",
+            memory_power=like.memory_power,
             driver_names=row.driver_names,
         )
     if len({_normal(name) for name in specs}) < len(specs):
@@ -223,10 +251,20 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     return specs
 
 
+def _check_row(name: str, row: _Row, links: Mapping[str, float], known: _Table) -> None:
+    missing = {"float32", "float16", "float64"} - row.tflops.keys()
+    if missing:
+        raise ValueError(f"GPU {name} has no tflops of {', '.join(sorted(missing))}")
+    if row.link not in links:
+        raise ValueError(f"GPU {name} has the link {shown(row.link)}. Expected one of {', '.join(links)}")
+    if row.sustained_of is not None and row.sustained_of not in known.cards:
+        raise ValueError(f"GPU {name} has sustained_of = {shown(row.sustained_of)}. Expected a GPU of the catalogue")
+
+
 def _normal(name: str) -> str:
-    """Normalise a GPU's name for comparison: lower case, without spaces, '-', '_' and leading brand."""
-    plain = re.sub(r"[\s_-]", "", name).lower()
-    return re.sub(r"^(nvidia)?(geforce|tesla)?", "", plain)
+    """Normalise a GPU's name for comparison: lower case, without spaces, '-', '_', the brand and a last "GPU"."""
+    plain = re.sub(r"[\s_-]|\((r|tm)\)", "", name.lower())
+    return re.sub(r"^(nvidia|amd|intel)?(geforce|tesla|instinct|radeon)?|(gpu|graphics)$", "", plain)
 
 
 def catalog_names_near(name: str) -> tuple[str, ...]:
@@ -262,6 +300,8 @@ def find_card(name: str) -> GpuSpec:
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     raise DeviceError(
         f"GPU {shown(name)} is not among the {len(gpu_catalog())} GPUs of the catalogue. Expected a name such as "
-        f"{', '.join(near)}. Correct the name, or describe the GPU in a file that {GPUS_VARIABLE} names.",
+        f"{', '.join(near)}. Correct the name, or write a row [cards.{row_name(name)}] like those of "
+        f"autosplit/devices/gpus.toml into a file, and name the file in {GPUS_VARIABLE}. On a machine with this GPU, "
+        "`python -m autosplit doctor --save gpus.toml` measures it and writes the file.",
         code="gpu-name-unknown",
     )

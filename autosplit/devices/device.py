@@ -38,6 +38,7 @@ class Device:
         spec: The catalogue's row. Only for ``sim``.
         uuid: ``"GPU-..."``. Only for accelerators, None if unknown.
         driver: The driver's version. Only for ``cuda``, None if unknown.
+        integrated: Whether an accelerator uses the host's memory.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Device:
     spec: GpuSpec | None = None
     uuid: str | None = None
     driver: str | None = None
+    integrated: bool = False
 
     @property
     def label(self) -> str:

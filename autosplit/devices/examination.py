@@ -6,6 +6,7 @@ The results contain nothing that identifies the machine: no UUIDs, addresses, pa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +171,7 @@ def cards_table(examination: Examination) -> dict[str, Any]:
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)
     driver = f", driver {examination.driver}" if examination.driver else ""
     cards, links = {}, {}
-    for name, card in {_name_of(card): card for card in examination.cards}.items():
+    for name, card in {card.catalogue or row_name(card.name): card for card in examination.cards}.items():
         gb_per_s = card.usual_link_gb_per_s if slowest is None else slowest
         link = "pcie4" if gb_per_s is None else f"of-{name}"
         if gb_per_s is not None:
@@ -181,8 +182,9 @@ def cards_table(examination: Examination) -> dict[str, Any]:
             "tflops": {rate: _rounded(reached) for rate, reached in sorted({**card.tflops, **missing}.items())},
             "memory_gb_per_s": _rounded(card.memory_gb_per_s),
             "link": link,
-            "compute_capability": card.compute_capability or "0.0",
+            **({"compute_capability": card.compute_capability} if card.compute_capability else {}),
             "launch_s": _rounded(card.launch_s),
+            "driver_names": [card.name[:100]],
             "source": f"measured on {card.name} by autosplit doctor, torch {examination.torch}{driver}",
         }
     return {"links": links, "cards": cards}
@@ -198,18 +200,18 @@ def cards_toml(examination: Examination) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _toml_of(value: float | str | dict[str, float]) -> str:
+def _toml_of(value: float | str | list[str] | dict[str, float]) -> str:
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {one}' for key, one in value.items())} }}"
-    return json.dumps(value) if isinstance(value, str) else f"{value}"
+    return f"{value}" if isinstance(value, (int, float)) else json.dumps(value)
 
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def _name_of(card: Card) -> str:
-    if card.catalogue is not None:
-        return card.catalogue
-    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in card.name).strip("-")
+def row_name(name: str) -> str:
+    """Return a GPU's name as the name of a row of the catalogue."""
+    name = re.sub(r"\((R|TM)\)", "", name)
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name).strip("-")
     return (plain if plain[:1].isalpha() else f"card-{plain}")[:60]

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import os
 import re
+from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+
+HOST_SHARE = Fraction(80, 100)
+"""Part of the host's available memory that training may use, on a CPU and on GPUs that use the host's memory.
+
+The rest is for the loader, other programs and the file cache. A host without free memory stops responding. A DGX Spark
+stops without an out-of-memory error (github.com/NVIDIA/open-gpu-kernel-modules, issue 1358).
+"""
+
+FILLED_SHARE = 0.5
+"""About the part of a GPU's capacity that steps fill to find a ceiling, if the GPU uses the host's memory.
+
+On emulated devices with 51 and 160 MiB, no step of seven searches ran out of memory, and every ceiling ran, also with
+3% more samples. With 75%, two steps ran out of memory, because the allocator reserved more than they used.
+"""
 
 # Used if neither /proc nor sysconf reports the memory (Windows). Small to be safe. `cpu:SIZE` overrides it.
 _UNKNOWN_HOST_BYTES = 4 * 2**30
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may still use: the kernel's figure, limited by the process's cgroups."""
+    """Return the bytes that this process may still use: the kernel's figure, limited by the process's cgroups.
+
+    Without /proc, psutil is asked if it is installed.
+    """
     free_bytes = _cgroup_bytes(root)
     if match := re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
         free_bytes.append(int(match[1]) * 1024)
+    if not free_bytes and root == Path("/") and find_spec("psutil") is not None:
+        return int(import_module("psutil").virtual_memory().available)
     return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()
 
 

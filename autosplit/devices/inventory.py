@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, why_unsupported
+from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, uses_host_memory, why_unsupported
+from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.nvml import is_mig, memory_by_nvml, mig_count, started_nvml
 from autosplit.errors import first_line
 
@@ -72,6 +73,7 @@ class _Gpu:
     uuid: str | None = None
     pci: tuple[int, int, int] | None = None
     mig: bool = False
+    integrated: bool = False
     total_bytes: int | None = None
     free_bytes: int | None = None
     used_bytes: int | None = None
@@ -120,6 +122,8 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
             gpu.uuid = device_uuid(properties)
             gpu.total_bytes = int(properties.total_memory)
             gpu.mig = is_mig(gpu.name)
+            gpu.integrated = uses_host_memory(properties)
+            gpu.notes.extend(["it uses the host's memory"] if gpu.integrated else [])
             if found.kind == "cuda":
                 gpu.pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
                 gpu.unsupported = _read(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
@@ -179,6 +183,9 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
         gpu.uuid = gpu.uuid or known.uuid
         gpu.notes.extend(known.notes)
     index = gpu.logical_index
+    if gpu.integrated:
+        gpu.free_bytes = available_host_bytes()
+        gpu.used_bytes = max(0, (gpu.total_bytes or 0) - gpu.free_bytes)
     if gpu.free_bytes is None:
         # NVML has no values for unified memory and slices, but CUDA has. This creates a context, so do it only here.
         memory = _read(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))

@@ -6,21 +6,18 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.accelerator import Found, accelerator_at, devices_of
 from autosplit.devices.catalog import find_card, mentions_card
 from autosplit.devices.device import MAX_DEVICES, Device
-from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.host_memory import HOST_SHARE, available_host_bytes
 from autosplit.errors import DeviceError, InputError, shown
 from autosplit.text import parse_bytes, size_text
 
 if TYPE_CHECKING:
     import torch
-
-_CPU_SHARE = Fraction(80, 100)
 
 _EXPECTED = "Expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'."
 
@@ -185,7 +182,7 @@ def _check_count(count: int, spec: object) -> None:
 
 
 def _plain_cpu() -> Device:
-    return Device("cpu", 0, "cpu", int(available_host_bytes() * _CPU_SHARE))
+    return Device("cpu", 0, "cpu", int(available_host_bytes() * HOST_SHARE))
 
 
 def _budget(item: str, text: str) -> int:

@@ -156,9 +156,7 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
         memory_bytes=total,
         free_bytes=None if report is None else report.free_bytes,
         used_by_others_bytes=None if report is None else report.used_by_others_bytes,
-        compute_capability=".".join(map(str, torch.cuda.get_device_capability(place)))
-        if place.type == "cuda"
-        else None,
+        compute_capability=_compute_capability(place),
         compute_mode=_compute_mode(nvml, device.uuid),
         catalogue=None if row is None else row.name,
         tflops=tflops,
@@ -191,6 +189,13 @@ def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None
         finally:
             torch.set_float32_matmul_precision(precision)
     return flops
+
+
+def _compute_capability(place: torch.device) -> str | None:
+    """Return the compute capability of an NVIDIA GPU. ROCm reports other numbers under this name (9.4 for MI300X)."""
+    if place.type != "cuda" or torch.version.hip is not None:
+        return None
+    return ".".join(map(str, torch.cuda.get_device_capability(place)))
 
 
 def _compute_mode(nvml: Any, uuid: str | None) -> str | None:

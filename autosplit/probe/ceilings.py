@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autosplit.devices.host_memory import FILLED_SHARE
 from autosplit.errors import UserCodeError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError, is_kernel_limit
 from autosplit.probe.prober import Prober, named_steps
@@ -29,6 +30,11 @@ KNEE_GAIN = 0.03
 
 LONGEST_STEP_S = 2.0
 """Longest step on a plain CPU. After a longer step, no larger batch is tried."""
+
+MOST_GROWTH = 1.5
+"""Largest growth of the batch from one step to the next, on a GPU that uses the host's memory. With 2, a step of 75% of
+the capacity ran out of memory on an emulated device, because the allocator reserved more than the steps before showed.
+"""
 
 DOUBLING_BUDGET_S = 0.5
 """Seconds after which a batch on a plain CPU is not repeated again."""
@@ -70,6 +76,8 @@ def ceiling_of(
     if prober.decides_by_steps or (found and not prober.runtime.simulated):
         search, limit = _by_steps(traces, role, found or start, most)
         found, corrected, ran = search.found, search.corrected, search.allocated
+        if prober.keeps_distance(index):
+            found = search.predicted(capacity_bytes)
         predict = corrected if prober.decides_by_steps else traces
     if limit == "memory" and found >= most:
         limit = "max_batch_size"
@@ -81,7 +89,7 @@ def ceiling_of(
         peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
         steps=prober.counts.steps - steps,
         ooms=prober.counts.ooms - ooms,
-        confirmed=found > 0 and not prober.runtime.simulated,
+        confirmed=found > 0 and not prober.runtime.simulated and (found in ran or not prober.decides_by_steps),
         points=tuple((n, known[n], n in ran) for n in sorted(known)),
     )
 
@@ -226,13 +234,14 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
     prober, index, least = traces.prober, traces.index, traces.prober.least_batch()
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     # Equal devices in equal steps have equal ceilings.
+    careful = prober.keeps_distance(index)
     kind = device.name, capacity_bytes, role, len(traces.shape_of(2).splits)
     place, equal = prober.found_on.get(kind, (index, 0))
     counted = not prober.decides_by_steps
     limit: Limit = "memory"
     search = WallSearch(
         traces if prober.has_traces else None,
-        capacity_bytes,
+        int(FILLED_SHARE * capacity_bytes) if careful else capacity_bytes,
         least,
         most,
         start=max(start, least),
@@ -240,8 +249,12 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         known=(equal if place != index else 0) or (start if counted and not prober.tracer.fake else 0),
         counted=counted,
     )
+    if careful and prober.has_traces and traces(least) > capacity_bytes:
+        return search, limit
     n = search.next() if most >= least else None
     while n is not None:
+        if careful and search.found:
+            n = min(n, max(search.found + 1, int(MOST_GROWTH * search.found)))
         before, shape = prober.counts.steps, traces.shape_of(n)
         try:
             with named_steps(shape):
@@ -264,7 +277,7 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         if prober.out_of_time and search.found:
             break
         n = search.next()
-        if n is None and prober.exact and search.found < most and search.failed != search.found + 1:
+        if n is None and prober.exact and not careful and search.found < most and search.failed != search.found + 1:
             n = search.found + 1  # add one sample at a time until a step fails
     prober.found_on[kind] = index, search.found
     return search, limit

@@ -80,6 +80,10 @@ class Prober:
         """Whether real steps decide what fits, and traces only choose the first size to run. True on accelerators."""
         return is_accelerator(self.runtime.devices[0].kind)
 
+    def keeps_distance(self, index: int) -> bool:
+        """Return whether real steps may not come near a device's limit, because the device uses the host's memory."""
+        return self.decides_by_steps and self.runtime.devices[index].integrated
+
     @property
     def limited_by_time(self) -> bool:
         """Whether time limits the batch, because no device has a memory limit: a CPU without a budget."""

@@ -45,6 +45,9 @@ MOST_BLURRED_STEPS = 24
 
 MOST_FAILURES = 6
 
+UNUSED_BYTES = 40 * 2**20
+"""Memory that a larger step may reserve and not use: the rest of a segment of 20 MiB (torch's allocator), twice."""
+
 
 @dataclass
 class WallSearch:
@@ -173,6 +176,17 @@ class WallSearch:
         if careful >= AGREE * full:
             return full
         return careful // 2 if careful > 4 * low else careful if careful > low else (low + full + 1) // 2
+
+    def predicted(self, capacity_bytes: int) -> int:
+        """Predict the largest size that fits into more bytes than the search could use, from the steps that ran."""
+        low, high = self.found, self.failed or self.most + 1
+        if not low:
+            return 0
+        blur = self.reserved[low] / self.allocated[low]
+        usable_bytes = AGREE * capacity_bytes - (0 if self._is_sharp else UNUSED_BYTES)
+        return largest_fitting(
+            lambda n: self.corrected(n) * blur, usable_bytes, least=low, most=high - 1, start=low + 1
+        )
 
     def corrected(self, n: int) -> float:
         """Predict the bytes of n samples: the trace, plus the difference of the nearest real steps to their traces."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autosplit.accelerators import backend, bounded, own_limit_bytes
 from autosplit.devices.device import Device
+from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
@@ -135,8 +136,10 @@ class AcceleratorRuntime:
         self._paces_s[kind] = min(best_s, pace_s)
         if pace_s <= CLIFF * best_s:
             return
-        for gpu in self._gpus:
+        for device, gpu in zip(self.devices, self._gpus, strict=True):
             free_bytes, total_bytes = self._backend.mem_get_info(gpu)
+            if device.integrated:  # the driver does not count memory that the system could reclaim
+                free_bytes = available_host_bytes()
             if free_bytes < SPILLING * total_bytes:
                 raise OutOfMemoryError(
                     f"The step takes {pace_s / best_s:.0f} times as long per sample as a smaller step. {gpu} has "

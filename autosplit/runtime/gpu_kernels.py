@@ -22,11 +22,13 @@ class GpuKernels:
     capability: int = 80
 
     @classmethod
-    def of(cls, capability: str) -> GpuKernels:
-        """Return the kernels for a compute capability, such as "8.9".
+    def of(cls, capability: str | None) -> GpuKernels:
+        """Return the kernels for a compute capability, such as "8.9", or an A100's for a GPU that has none.
 
         Capabilities with the same kernels give equal objects.
         """
+        if capability is None:
+            return cls()
         major, minor = map(int, capability.split("."))
         own = 10 * major + minor
         return cls(max((one for one in _GENERATIONS if one <= own), default=_GENERATIONS[0]))

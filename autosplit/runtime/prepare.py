@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from autosplit.accelerators import is_accelerator
+from autosplit.devices.catalog import UNMEASURED_RATES, unmeasured_rates
 from autosplit.devices.device import Device
-from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.host_memory import FILLED_SHARE, HOST_SHARE, available_host_bytes
 from autosplit.errors import InputError, WorkloadError, one_line, users_errors
 from autosplit.notes import Note
 from autosplit.parallel.checkpointed import checkpointed_in
@@ -293,7 +294,8 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
         tracer, note = _traced(workload, devices[0])
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
-    assumed = (*tracer.assumptions(), *_held_already(workload, devices[0].kind, twice=isolated is not None))
+    held = _held_already(workload, devices[0].kind, twice=isolated is not None)
+    assumed = (*tracer.assumptions(), *held, *_notes_on(devices))
     rebuild = functools.partial(_built, built.source) if built.fake and why_real is None else None
     notes = assumed if why_real is None else (Note("real-tensors", why_real), *assumed)
     return Followed(workload, tracer, notes, isolated, rebuild)
@@ -311,6 +313,21 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
         )
         for device, nbytes in held.items()
         if device.type == kind
+    )
+
+
+def _notes_on(devices: Sequence[Device]) -> tuple[Note, ...]:
+    """Return a note on simulated GPUs without measured rates, and a note on GPUs that use the host's memory."""
+    rates = unmeasured_rates(device.spec for device in devices if device.spec is not None)
+    integrated = ", ".join(device.label for device in devices if device.integrated)
+    text = (
+        f"{integrated} uses the host's memory, and a host without free memory stops responding. So training gets "
+        f"{float(HOST_SHARE):.0%} of the memory that is available now. Ceilings are predicted from steps that fill "
+        f"about {FILLED_SHARE:.0%} of that."
+    )
+    return (
+        *([Note(UNMEASURED_RATES, rates)] if rates else []),
+        *([Note("integrated-memory", text)] if integrated else []),
     )
 
 

@@ -264,6 +264,16 @@ def test_the_real_seams_never_raise(monkeypatch):
     survey_devices()
 
 
+def test_a_gpu_with_the_hosts_memory_has_what_the_host_has_available(monkeypatch):
+    """CUDA counts the page cache as used, so `devices` and `doctor` reported that other processes hold it."""
+    fake = FakeCuda([FakeCard(name="NVIDIA GB10", total=120 * GIB, others=100 * GIB, integrated=True)])
+    stand_in(monkeypatch, accelerators=lambda _kind=None: Found(fake, "cuda"), nvml=lambda: (None, ""))
+    monkeypatch.setattr(inventory, "available_host_bytes", lambda: 110 * GIB)
+    (report,), _ = survey_devices()
+    assert (report.free_bytes, report.used_by_others_bytes) == (110 * GIB, 10 * GIB)
+    assert "it uses the host's memory" in report.notes
+
+
 @pytest.mark.gpu
 def test_on_a_real_gpu():
     found = list_devices()

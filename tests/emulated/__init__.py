@@ -8,7 +8,8 @@ These settings belong to the devices, by global number, and hold in every proces
 ``EMULATED_MEMORY``. (``EMU_VISIBLE_DEVICES`` changes the numbers in a process, like CUDA's variable.)
 
 * `set_memory`: a device's size. Environment: ``EMULATED_BYTES``, by default 2 GiB each. * `set_context_bytes`: memory
-of a context on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB). * `contexts`: the processes with a context
+of a context on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB). * ``EMULATED_INTEGRATED=1``: the devices
+report that they use the host's memory. * `contexts`: the processes with a context
 on each device. `reserved`: their other memory.
 
 A call returns when its work is done. Only a copy to the host with ``non_blocking=True`` is late: it arrives when the

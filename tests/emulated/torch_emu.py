@@ -108,6 +108,7 @@ def get_device_properties(device=None) -> SimpleNamespace:
         major=major,
         minor=minor,
         multi_processor_count=1,
+        is_integrated=int(os.environ.get("EMULATED_INTEGRATED", "0")),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from autosplit.devices.catalog import GPUS_VARIABLE, find_card
 from autosplit.devices.examination import Copy, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.shared_result import SharedResult
-from autosplit.devices.spec import list_devices
+from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.extras import collective_check, doctor, measured_rates
 from autosplit.extras.doctor import examine
@@ -117,14 +118,25 @@ class TestCards:
 
     def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
         copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))
-        own = replace(CARD, device="cuda:1", name="Intel(R) Data Center GPU Max 1550", catalogue=None)
+        own = replace(CARD, device="cuda:1", name="Intel(R) Graphics [0x64a0]", catalogue=None)
         path = tmp_path / "cards.toml"
         path.write_text(cards_toml(examined(CARD, replace(own, compute_capability=None), copies=copies)))
         monkeypatch.setenv(GPUS_VARIABLE, str(path))
         known = find_card("H200")
         assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
         assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
-        assert find_card("Intel-R--Data-Center-GPU-Max-1550").memory_bytes == 140 * GIB
+        assert find_card("Intel(R) Graphics [0x64a0]").memory_bytes == 140 * GIB
+
+    def test_the_command_of_the_error_makes_sim_know_the_gpu(self, tmp_path, monkeypatch):
+        new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(new))
+        monkeypatch.chdir(tmp_path)
+        with raises(DeviceError, "gpu-name-unknown") as caught:
+            parse_devices("sim:2xRTX 6090")
+        command = re.search("`python -m autosplit (doctor .*?)`", str(caught.value))[1]
+        assert main(command.split()) == 0
+        monkeypatch.setenv(GPUS_VARIABLE, "gpus.toml")
+        assert [device.spec.rates[:8] for device in parse_devices("sim:2xRTX 6090")] == ["measured"] * 2
 
     def test_a_machine_without_cards_has_none_to_keep(self):
         with raises(DeviceError, "no-accelerator"):

@@ -15,9 +15,11 @@ from marks import FOR_RELEASE
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit import Workload
+from autosplit import Workload, tune
+from autosplit.devices import accelerator
+from autosplit.devices.host_memory import FILLED_SHARE, HOST_SHARE
 from autosplit.devices.spec import parse_devices
-from autosplit.oom import OutOfMemoryError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
@@ -140,6 +142,48 @@ def test_they_are_exact_where_memory_is_what_is_allocated():
     assert [case for case in cases if case.found > case.truth] == []
     assert [case for case in cases if case.ooms > 1] == []
     assert [case for case in cases if case.steps > 8] == []
+
+
+class TestMemoryOfTheHost:
+    """Near its limit, a step on such a GPU may stop the whole host without an error."""
+
+    @pytest.fixture(autouse=True)
+    def _integrated(self, monkeypatch):
+        monkeypatch.setenv("EMULATED_INTEGRATED", "1")
+
+    def test_no_step_comes_near_the_limit_and_the_prediction_is_right(self):
+        import emulated
+
+        with emulated.without_cache():
+            for number in (1, 2, 6):
+                capacity_bytes = 16 * MIB
+                workload, _ = workload_of(number)
+                reserve = parse_devices(SPEC)[0].capacity_bytes - capacity_bytes
+                ceiling = find_ceiling(workload, SPEC, role="primary", reserve=reserve, exact=True)
+                filled = [nbytes for _, nbytes, ran in ceiling.points if ran]
+                assert filled
+                assert max(filled) <= 1.05 * FILLED_SHARE * capacity_bytes  # a first prediction is a little off
+                assert (ceiling.ooms, ceiling.confirmed, ceiling.limited_by) == (0, False, "memory")
+                assert [note.kind for note in ceiling.notes] == ["integrated-memory"]
+                assert runs(workload, ceiling.batch_size, capacity_bytes, "primary")
+                assert not runs(workload, 2 + ceiling.batch_size * 106 // 100, capacity_bytes, "primary")
+
+    def test_what_cannot_fit_is_not_run(self):
+        model = nn.Linear(2048, 2048)
+        workload = Workload(model, (torch.zeros(2, 2048), torch.zeros(2, 2048)), loss_fn=F.mse_loss)
+        reserve = parse_devices(SPEC)[0].capacity_bytes - 20 * MIB
+        with pytest.raises(DoesNotFitError) as caught:
+            find_ceiling(workload, SPEC, role="primary", reserve=reserve)
+        assert caught.value.requested_bytes > caught.value.capacity_bytes
+
+    def test_a_plan_keeps_to_its_part_of_the_hosts_memory(self, monkeypatch):
+        host_bytes = 64 * MIB
+        monkeypatch.setattr(accelerator, "available_host_bytes", lambda: host_bytes)
+        workload, _ = workload_of(6)
+        plan = tune(workload, devices=SPEC, n_trials=1, profile="off", reserve=0)
+        assert plan.real_ooms == 0
+        assert [note.kind for note in plan.notes if "memory" in note.kind] == ["integrated-memory"]
+        assert plan.devices[0].peak_bytes <= HOST_SHARE * host_bytes
 
 
 def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():
