@@ -35,6 +35,8 @@ that are not installed are reported, and the others are compared):
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import importlib.metadata
 import json
 import math
@@ -83,14 +85,14 @@ PACKAGES = {
 """The distribution of each estimator. The formula of Megatron-Bridge is in this script."""
 
 
-class NoAnswer(Exception):
+class NoAnswerError(Exception):
     """Raised if an estimator does not cover a model."""
 
 
 def largest_line(fixed_bytes: float, sample_bytes: float, usable_bytes: float) -> int:
     """Return the largest batch of an estimator whose bytes are `fixed_bytes + batch * sample_bytes`."""
     if sample_bytes <= 0:
-        raise NoAnswer("no memory per sample")
+        raise NoAnswerError("no memory per sample")
     return max(0, min(LARGEST, math.floor((usable_bytes - fixed_bytes) / sample_bytes)))
 
 
@@ -124,9 +126,10 @@ def usable_bytes() -> int:
 
 
 def _autosplit(row: Row) -> int:
-    return autosplit.find_ceiling(workload(row), CARD, role="primary", reserve=0).batch_size
+    return autosplit.find_ceiling(partial(workload, row), CARD, role="primary", reserve=0).batch_size
 
 
+@functools.lru_cache(maxsize=1)
 def _model(row: Row) -> nn.Module:
     model = workload(row).model
     assert isinstance(model, nn.Module)
@@ -146,7 +149,7 @@ def _mem_tracker(row: Row) -> int:
 
     mode = FakeTensorMode()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    model = _model(row)._apply(mode.from_tensor)
+    model = copy.deepcopy(_model(row)).train()._apply(mode.from_tensor)  # noqa: SLF001
     torch.__future__.set_overwrite_module_params_on_conversion(False)
     with mode:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -183,7 +186,7 @@ def _torch_preflight(row: Row) -> int:
 
     profile = meta.profile("timm:create_model", config(2), {"model_name": row.model})
     if profile.activation_bytes_per_sample is None:
-        raise NoAnswer("no activations")
+        raise NoAnswerError("no activations")
 
     def total(batch: int) -> float:
         found = estimate_config(profile, config(batch), with_remediations=False).breakdown
@@ -209,7 +212,7 @@ def _alloc(row: Row) -> int:
     model = _model(row)
     traced = _measure_activations(model, {"image_size": row.size})
     if not traced:
-        raise NoAnswer("its forward on the CPU failed")
+        raise NoAnswerError("its forward on the CPU failed")
     count = sum(parameter.numel() for parameter in model.parameters())
 
     def total(batch: int) -> float:
@@ -240,7 +243,7 @@ def _megatron(row: Row) -> int:
 
     model = _model(row)
     if type(model) is not VisionTransformer:
-        raise NoAnswer("not a plain transformer")
+        raise NoAnswerError("not a plain transformer")
     tokens, hidden = model.pos_embed.shape[1], model.embed_dim
     inner = model.blocks[0].mlp.fc1.out_features
     return largest_line(

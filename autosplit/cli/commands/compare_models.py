@@ -98,9 +98,7 @@ def compare_models(
 
     kind = format or _SUFFIXES.get(Path(output or "").suffix.lower(), "markdown")
     if kind not in FORMATS:
-        raise InputError(
-            f"--format is {shown(kind)}. Expected one of {', '.join(FORMATS)}.", code="compare-format"
-        )
+        raise InputError(f"--format is {shown(kind)}. Expected one of {', '.join(FORMATS)}.", code="compare-format")
     _check_output(output)
     machines = asked_machines(devices, price, keywords)
     lines = lines_in(models)
@@ -155,10 +153,10 @@ def _compared(
     from autosplit.extras.compare_models import ComparedModel, ErrorBand, error_band
     from autosplit.extras.workload_spec import is_model_name, workload_of_spec
 
+    if line.failure:
+        return _left_out(line, line.failure)
     bands: list[ErrorBand | None] = []
     try:
-        if line.failure:
-            raise InputError(line.failure, code="models-line")
         options = {**model_options, **line.options} if is_model_name(line.spec) else line.options
         workload: Any = workload_of_spec(line.spec, **options)
 
@@ -174,9 +172,15 @@ def _compared(
 
         comparison = compared(machines, tune_one, time_limit_s=time_limit_s, progress=told)
     except AutosplitError as error:
-        wrong = InputError(f"{line.place}: {error}", code="models-line")
-        return ComparedModel(line.spec, None, str(wrong))
+        return _left_out(line, str(error))
     return ComparedModel(line.spec, comparison, error=bands[0] if bands else None)
+
+
+def _left_out(line: Line, why: str) -> ComparedModel:
+    from autosplit.extras.compare_models import ComparedModel
+
+    wrong = InputError(f"{line.place}: {shown(line.spec)} is not compared: {why}", code="models-line")
+    return ComparedModel(line.spec, None, str(wrong))
 
 
 def _check_output(output: str | None) -> None:
