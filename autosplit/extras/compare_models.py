@@ -9,6 +9,7 @@ from typing import Any
 
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.extras.compare import SCHEMA_VERSION, ComparedMachine, Comparison
+from autosplit.probe.request import LARGEST_LOOKED_AT
 from autosplit.text import rate_text
 
 MARK = "written by autosplit compare"
@@ -22,7 +23,7 @@ class ErrorBand:
     """The measured error of predicted samples/s for one kind of model.
 
     Attributes:
-        kind: The models that were measured, for the notes.
+        kind: The models that were measured.
         median: Half of the predictions are at most this share off.
         p90: 90% of the predictions are at most this share off.
     """
@@ -118,7 +119,8 @@ def to_dict(models: Iterable[ComparedModel]) -> dict[str, Any]:
 def notes_of(models: Iterable[ComparedModel]) -> list[str]:
     """Return the notes under a table: the meaning of its columns, and the measured errors."""
     machines = [machine for model in models if model.comparison for machine in model.comparison.machines]
-    notes = ["Largest batch: samples of one forward that fit on all devices together."]
+    most = f"{LARGEST_LOOKED_AT:,}"
+    notes = [f"Largest batch: samples of one forward that fit on all devices together, at most {most} on each."]
     if any(machine.predicted for machine in machines):
         notes.append(
             "Error: half of the predicted samples/s were off by at most the first share in published measurements of "
