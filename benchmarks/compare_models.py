@@ -1,4 +1,4 @@
-"""Predict the largest batch and the samples/s of ten well-known models on twelve GPUs, for the page of benchmarks.
+"""Predict the largest batch and the samples/s of well-known models on twelve GPUs, for the page of benchmarks.
 
     python benchmarks/compare_models.py [--models N] [--output FILE]
 

@@ -1,6 +1,6 @@
 """Compare memory estimators on published largest batches: predict the largest batch of each model on an RTX 3090.
 
-    python benchmarks/rivals.py [--brackets 309] [--jobs 2] [--seed 0] [--output FILE]
+    python benchmarks/rivals.py [--brackets N] [--jobs 2] [--seed 0] [--output FILE]
 
 The brackets are the rows of ``published.csv`` in which timm's training benchmark found the largest batch that fits, and
 the next larger batch failed. The layout is nchw, the precision fp16 autocast. A prediction is correct if it is at least
@@ -225,9 +225,8 @@ def _alloc(row: Row) -> int:
         )
         return float(found.total_gb * 2**30)
 
-    fixed = total(0)
-    thousand = total(1000)  # the report rounds to 0.01 GB
-    return largest_line(fixed, (thousand - fixed) / 1000, usable_bytes())
+    one, two = total(1000), total(2000)  # the report rounds to 0.01 GB
+    return largest_line(2 * one - two, (two - one) / 1000, usable_bytes())
 
 
 def _vram_check(row: Row) -> int:
