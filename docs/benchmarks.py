@@ -27,7 +27,9 @@ def page() -> str:
         _ceilings,
         _search,
         _simulation,
+        _rivals,
         _language,
+        _models,
         _compiled,
         _kernels,
         _fit,
@@ -211,6 +213,72 @@ def _simulation() -> list[str]:
     gained = f"Speedup of nn.DataParallel on several GPUs over one GPU ({found['gain date']}):\n"
     gains = [gained, *_errors(found["gain of DataParallel"])]
     return [*opened, *_errors(found["step times"]), batches, *sampled, *gains]
+
+
+def _rivals() -> list[str]:
+    found = _read("rivals")
+    count = len(found["predictions"])
+    text = (
+        "Estimators that predict memory without a GPU, on published largest batches. A published bracket has the "
+        "largest batch that fits on an RTX 3090 and the next larger batch that failed, for an image model in fp16 "
+        f"autocast. The {count} models are drawn at random (seed {found['seed']}) from {found['published brackets']} "
+        f"such rows. Every estimator gets the same {found['usable_bytes'] / 2**30:.2f} GiB: the GPU without its CUDA "
+        'context, and no reserve. "Correct" is a prediction inside the bracket. "Ratio" is the prediction divided by '
+        "the nearest end of the bracket. The docstring of the script explains how each estimator is used."
+    )
+    rows = [
+        (
+            f"{name} {found['estimators'][name]}" if name != "Megatron-Bridge" else "formula of Megatron-Bridge",
+            one["brackets"],
+            *(_percent(one[share]) for share in ("inside", "below", "above")),
+            f"{one['median']:.2f}",
+            f"{one['factor of 90%']:.2f}",
+        )
+        for name, one in sorted(found["errors"].items(), key=lambda pair: -pair[1].get("inside", 0))
+        if one["brackets"]
+    ]
+    columns = ("estimator", "models", "correct", "too small", "too large", "median ratio", "90% within a factor of")
+    missing = "".join(f"- Not installed: {name}.\n" for name in found["not installed"])
+    unanswered = [f"- {name} is not compared: {reason}.\n" for name, reason in found["no answer"].items()]
+    remarks = (
+        "If an estimator failed on a model, its row has fewer models. Megatron-Bridge's formula covers plain vision "
+        "transformers only.\n"
+    )
+    return [
+        *_opened("Other estimators", text, "rivals", found),
+        *_table(columns, rows),
+        remarks,
+        "".join([missing, *unanswered]),
+    ]
+
+
+def _models() -> list[str]:
+    found = _read("compare_models")
+    text = (
+        "The largest batch on one GPU and, after the slash, the samples/s at the fastest batch. All figures are "
+        "predictions, with 5% of the memory in reserve. The last column is the measured error of predicted samples/s "
+        "for such models: half of the predictions were off by at most the first share, and 90% by at most the second. "
+        "It was measured in fp16 for image models and in fp32 for transformers. [Language models in "
+        "bfloat16](#language-models-in-bfloat16) lists the steps in bfloat16. `autosplit compare --models FILE "
+        "--devices sim:L4 --devices sim:H200 --price L4=0.8` makes this table for your models, with your prices. "
+        "Prices differ between providers and months, so this table has none."
+    )
+    models = found["models"]
+    gpus = list(next(iter(models.values()))["gpus"])
+    rows = [
+        (
+            name,
+            *("does not fit" if cell is None else _cell(cell) for cell in (one["gpus"][gpu] for gpu in gpus)),
+            one["error"],
+        )
+        for name, one in models.items()
+    ]
+    opened = _opened("Models and GPUs", text, "compare_models", found)
+    return [*opened, *_table(("model", *gpus, "error of samples/s"), rows)]
+
+
+def _cell(cell: Mapping[str, float]) -> str:
+    return f"{cell['largest batch']:,} / {cell['samples/s']:,.{0 if cell['samples/s'] >= 10 else 1}f}"
 
 
 def _language() -> list[str]:

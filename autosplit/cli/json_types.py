@@ -205,6 +205,49 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class ErrorOfPredictions:
+    """The measured error of predicted samples/s for one kind of model.
+
+    Attributes:
+        median: Half of the predictions were at most this share off.
+        p90: 90% of the predictions were at most this share off.
+    """
+
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model on several machines.
+
+    Attributes:
+        name: The spec of the model.
+        failure: Why the model was not compared, or an empty string.
+        error: The error of predictions for such models. None if it was not measured, or if no prediction was made.
+        comparison: The machines. None if the model was not compared.
+    """
+
+    name: str
+    failure: str
+    error: ErrorOfPredictions | None
+    comparison: Compared | None
+
+
+@dataclass(frozen=True)
+class ComparedModels:
+    """Several models on the same machines.
+
+    Attributes:
+        schema_version: The version of this JSON.
+        models: The models in the order of the file.
+    """
+
+    schema_version: int
+    models: tuple[ComparedModel, ...]
+
+
+@dataclass(frozen=True)
 class Exported:
     """A plan as the settings of another tool.
 
@@ -231,6 +274,7 @@ ANSWERS: Mapping[str, type] = {
     "init": StartingWorkload,
     "tune": Plan,
     "compare": Compared,
+    "compare --models": ComparedModels,
     "measure": MeasuredStep,
     "probe": Ceilings,
     "check": Checks,

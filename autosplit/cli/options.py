@@ -99,6 +99,8 @@ def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]
         settings |= {"metavar": metavar, "type": TYPES.get(metavar, str)}
     if found[3]:
         settings["action"] = "append"
+    if metavar.startswith("[") and names == ["spec"]:
+        settings["nargs"] = "?"
     if names[0] in _COUNTS:
         settings["nargs"] = _COUNTS[names[0]]
     return names, settings
@@ -113,8 +115,10 @@ OF_ALL = {
 }
 """The options of every command."""
 
+SPEC = "spec FILE[:NAME]"
+OPTIONAL_SPEC = "spec [FILE[:NAME]]"
 WORKLOAD = {
-    "spec FILE[:NAME]": "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a "
+    SPEC: "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a "
     "function that returns one. Or the name of a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
     "--seq-len N": "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
     "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",

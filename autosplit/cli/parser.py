@@ -92,7 +92,13 @@ COMMANDS: Mapping[str, Command] = {
         "Tune for several machines and compare their cost.",
         "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2",
         {
-            "Workload": {**o.WORKLOAD, **o.TRAINING},
+            "Workload": {
+                o.OPTIONAL_SPEC: o.WORKLOAD[o.SPEC],
+                "--models FILE": "Compare several models in one table: a file with one of them per line, as in "
+                "timm:resnet50 or hf:gpt2/config.json --seq-len 1024.",
+                **{name: text for name, text in o.WORKLOAD.items() if name != o.SPEC},
+                **o.TRAINING,
+            },
             "Devices": {
                 "--devices SPEC ...": "A machine: sim:2xL4 is predicted, cuda is measured. Give this option once per "
                 "machine.",
@@ -100,6 +106,10 @@ COMMANDS: Mapping[str, Command] = {
                 **o.STRATEGY,
             },
             "Search": o.SEARCH,
+            "Output": {
+                "--format markdown|html": "With --models. Default: by the suffix of --output, else markdown.",
+                "-o --output PATH": "With --models: write the table to this file.",
+            },
         },
     ),
     "measure": Command(
@@ -346,7 +356,7 @@ def parse(words: Sequence[str]) -> Callable[[], int]:
     del typed["parser"]
     command: Command = typed.pop("command")
     manner = Manner(**{one.name: typed.pop(one.name) for one in fields(Manner) if one.name in typed})
-    if o.WORKLOAD.items() <= command.panels.get("Workload", {}).items():
+    if "--seq-len N" in command.panels.get("Workload", {}):
         typed["model_options"] = {name: typed.pop(name) for name in o.MODEL_OPTIONS if name in typed}
     return functools.partial(_run, command.body, manner, typed)
 

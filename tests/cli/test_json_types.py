@@ -60,7 +60,7 @@ def test_every_key_says_what_it_is(made):
 
 
 def test_every_command_has_the_same_flags_and_an_answer(capsys):
-    assert set(COMMANDS) == set(ANSWERS)
+    assert {*COMMANDS, "compare --models"} == set(ANSWERS), "with --models, compare has another answer"
     for name in COMMANDS:
         assert main([*name.split(), "--help"]) == 0
         help_text = capsys.readouterr().out
@@ -78,6 +78,7 @@ def stand_ins(monkeypatch, tmp_path):
     plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
     plan.save("plan.json")
     store("ab" * 16, plan)
+    Path("models.txt").write_text("train.py  # the only one\n")
     Path("data.py").write_text(
         "import torch\nfrom torch.utils.data import DataLoader\nloader = DataLoader(torch.zeros(64, 3), batch_size=8)\n"
     )
@@ -96,6 +97,7 @@ LINES = {
     "init": "init nets.py:make",
     "tune": "tune train.py --devices sim:2xRTX3090",
     "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
+    "compare --models": "compare --models models.txt --devices sim:L4 --price L4=0.8",
     "measure": "measure train.py --devices sim:RTX3090 --split 4",
     "probe": "probe train.py --devices cpu:1MiB",
     "check": "check train.py",

@@ -28,16 +28,19 @@ NARROW = 100
 def compare(
     manner: Manner,
     *,
-    spec: str,
+    spec: str | None = None,
+    models: str | None = None,
     devices: Sequence[str] = (),
     price: Sequence[tuple[str, float]] = (),
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
     """Tune for each machine in turn, and print one table. The time limit applies to all machines together."""
-    from autosplit.extras import compare as comparing
-    from autosplit.extras.workload_spec import workload_of_spec
-
+    if (spec is None) == (models is None):
+        raise InputError(
+            "autosplit compare needs a workload or --models FILE, and not both. Name one of them.",
+            code="compare-spec-or-models",
+        )
     end_with_parent()
     if one_of_several():
         raise InputError(
@@ -45,6 +48,29 @@ def compare(
             "it without torchrun.",
             code="compare-one-process",
         )
+    if models is not None:
+        from autosplit.cli.commands.compare_models import compare_models
+
+        return compare_models(manner, models, devices=devices, price=price, model_options=model_options, **keywords)
+    for name in ("format", "output"):
+        if name in keywords:
+            raise InputError(f"--{name} needs --models FILE. Leave it out.", code="compare-format-without-models")
+    assert spec is not None
+    return _compare_one(manner, spec, devices, price, model_options, keywords)
+
+
+def _compare_one(
+    manner: Manner,
+    spec: str,
+    devices: Sequence[str],
+    price: Sequence[tuple[str, float]],
+    model_options: Mapping[str, Any],
+    keywords: dict[str, Any],
+) -> int:
+    """Tune one workload for each machine."""
+    from autosplit.extras import compare as comparing
+    from autosplit.extras.workload_spec import workload_of_spec
+
     machines = comparing.asked_machines(devices, price, keywords)
     time_limit_s = keywords.pop("time_limit_s", None)
     interrupted = False

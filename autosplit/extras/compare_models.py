@@ -1,0 +1,178 @@
+"""Compare several models on several machines, as a table in Markdown or HTML with the measured error of each figure."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.devices.catalog import SIMULATED_ERRORS
+from autosplit.extras.compare import SCHEMA_VERSION, ComparedMachine, Comparison
+from autosplit.probe.request import LARGEST_LOOKED_AT
+from autosplit.text import rate_text
+
+MARK = "written by autosplit compare"
+"""A text near the beginning of each table. A file with it may be replaced."""
+
+TITLE = "Models and machines"
+
+
+@dataclass(frozen=True)
+class ErrorBand:
+    """The measured error of predicted samples/s for one kind of model.
+
+    Attributes:
+        kind: The models that were measured.
+        median: Half of the predictions are at most this share off.
+        p90: 90% of the predictions are at most this share off.
+    """
+
+    kind: str
+    median: float
+    p90: float
+
+    def __str__(self) -> str:
+        """Return the error as in a cell of the table."""
+        return f"{self.median:.0%}, 90%: {self.p90:.0%}"
+
+
+IMAGES = ErrorBand("image models", 0.06, 0.19)
+"""320 steps in fp16 on an RTX 3090, which the prediction was not fitted to: benchmarks/results/published.json."""
+
+TOKENS = ErrorBand("transformers", 0.04, 0.14)
+"""22 steps in fp32 on H100, A100, V100 and L4: benchmarks/results/published.json."""
+
+HEADINGS = ("model", "machine", "largest batch", "precision", "samples/s", "error", "cost of 1M samples")
+
+
+def error_band(sample_batch: Any) -> ErrorBand | None:
+    """Return the measured error for a kind of model, recognised by its sample batch. None if nothing was measured."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(sample_batch) if isinstance(leaf, Tensor)]
+    if any(tensor.is_floating_point() and tensor.dim() == 4 for tensor in tensors):
+        return IMAGES
+    if any(not tensor.is_floating_point() and tensor.dim() == 2 for tensor in tensors):
+        return TOKENS
+    return None
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model with its machines.
+
+    Attributes:
+        name: The spec of the model.
+        comparison: None if the model was not compared.
+        failure: Why the model was not compared, or an empty string.
+        error: The measured error of predictions for this kind of model. None if it is unknown.
+    """
+
+    name: str
+    comparison: Comparison | None
+    failure: str = ""
+    error: ErrorBand | None = None
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of each machine under `HEADINGS`."""
+        if self.comparison is None:
+            yield (self.name, f"not compared: {self.failure}", *[""] * (len(HEADINGS) - 2))
+            return
+        for machine in self.comparison.machines:
+            yield (self.name, machine.devices, *_figures(machine, self.error))
+        for spec in self.comparison.not_compared:
+            yield (self.name, spec, "not compared", *[""] * (len(HEADINGS) - 3))
+
+
+def _figures(machine: ComparedMachine, error: ErrorBand | None) -> tuple[str, ...]:
+    if machine.plan is None:
+        return ("does not fit", *[""] * (len(HEADINGS) - 3))
+    cost = machine.cost_per_million_samples
+    off = str(error or "unknown") if machine.predicted else "measured"
+    return (
+        str(sum(machine.plan.ceilings)),
+        machine.plan.precision,
+        rate_text(machine.plan.samples_per_s).removesuffix(" samples/s"),
+        off,
+        "" if cost is None else f"{cost:.4g}",
+    )
+
+
+def to_dict(models: Iterable[ComparedModel]) -> dict[str, Any]:
+    """Return plain values for JSON."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "models": [
+            {
+                "name": model.name,
+                "failure": model.failure,
+                "error": None if model.error is None else {"median": model.error.median, "p90": model.error.p90},
+                "comparison": None if model.comparison is None else model.comparison.to_dict(),
+            }
+            for model in models
+        ],
+    }
+
+
+def notes_of(models: Iterable[ComparedModel]) -> list[str]:
+    """Return the notes under a table: the meaning of its columns, and the measured errors."""
+    machines = [machine for model in models if model.comparison for machine in model.comparison.machines]
+    most = f"{LARGEST_LOOKED_AT:,}"
+    notes = [f"Largest batch: samples of one forward that fit on all devices together, at most {most} on each."]
+    if any(machine.predicted for machine in machines):
+        notes.append(
+            "Error: half of the predicted samples/s were off by at most the first share in published measurements of "
+            "such models, and 90% by at most the second share."
+        )
+        notes.extend(SIMULATED_ERRORS)
+    return notes
+
+
+def as_markdown(models: Iterable[ComparedModel]) -> str:
+    """Return the table in Markdown."""
+    models = list(models)
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *(row for model in models for row in model.rows())]
+    lines = [f"| {' | '.join(map(_markdown_cell, row))} |" for row in rows]
+    notes = [f"- {note}" for note in notes_of(models)]
+    return "\n".join([f"<!-- {MARK} -->", f"# {TITLE}", "", *lines, "", *notes, ""])
+
+
+def _markdown_cell(text: str) -> str:
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="{mark}"><title>{title}</title>
+<style>body{{font-family:sans-serif;margin:2em}}table{{border-collapse:collapse}}
+th,td{{border:1px solid #bbb;padding:.3em .6em;text-align:left}}</style></head>
+<body><h1>{title}</h1>
+<table><thead>{head}</thead>
+<tbody>
+{body}
+</tbody></table>
+<ul>
+{notes}
+</ul></body></html>
+"""
+
+
+def as_html(models: Iterable[ComparedModel]) -> str:
+    """Return the table as one HTML page without scripts. All texts are escaped."""
+    models = list(models)
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return _PAGE.format(
+        mark=MARK,
+        title=TITLE,
+        head=row(HEADINGS, "th"),
+        body="\n".join(row(cells, "td") for model in models for cells in model.rows()),
+        notes="\n".join(f"<li>{html.escape(note)}</li>" for note in notes_of(models)),
+    )
+
+
+FORMATS: Mapping[str, Any] = {"markdown": as_markdown, "html": as_html}
+"""The functions that write a table, by the name of the format."""

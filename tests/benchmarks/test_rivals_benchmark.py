@@ -1,0 +1,77 @@
+"""The comparison with other estimators: the search for the largest batch, and the errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+
+import pytest
+from folders import BENCHMARKS
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.setenv("TIMM_FUSED_ATTN", "0")  # published.py sets it; monkeypatch restores it
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("rivals_benchmark", BENCHMARKS / "rivals.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_errors_are_counted_from_the_nearest_end_of_the_bracket(bench):
+    bracket = bench.Bracket("any", fits=64, fails=96)
+    found = bench.errors([(64, bracket), (95, bracket), (96, bracket), (32, bracket)])
+    assert found == {
+        "brackets": 4,
+        "inside": 0.5,
+        "below": 0.25,
+        "above": 0.25,
+        "median": 1.0,
+        "factor of 90%": 2.0,
+    }
+    assert bench.ratio(190, bracket) == 2
+    assert bench.errors([(0, bracket)])["factor of 90%"] == bench.LARGEST
+    assert bench.errors([]) == {"brackets": 0}
+
+
+def test_models_without_an_answer_do_not_count(bench):
+    predictions = {
+        "a": {"fits": 8, "fails": 12, "x": 9, "y": "NoAnswerError: not a plain transformer"},
+        "b": {"fits": 8, "fails": 12, "x": 13},
+    }
+    found = bench.report(predictions, ["x", "y"])
+    assert (found["x"]["brackets"], found["x"]["inside"], found["y"]) == (2, 0.5, {"brackets": 0})
+
+
+@pytest.mark.parametrize("largest", [1, 5, 31, 32, 33, 700, 5000])
+def test_the_search_finds_the_largest_batch_of_lines_and_of_bent_lines(bench, largest):
+    def straight(batch):
+        return 7 + 3 * batch
+
+    def bent(batch):
+        return max(50 + batch, 3 * batch)
+
+    for peak in (straight, bent):
+        assert bench.largest_searched(peak, peak(largest) + 0.5) == min(largest, bench.LARGEST)
+    assert bench.largest_line(7, 3, straight(largest)) == min(largest, bench.LARGEST)
+
+
+def test_the_formula_of_megatron(bench):
+    tokens, hidden, inner, layers, classes = 197, 768, 3072, 12, 1000
+    bytes_of_layers = 12 * 34 * 197 * 768
+    head = 8 * 197 + 197 * 768 + 4 * 197 * (768 + 1000)
+    found = bench.megatron_sample_bytes(tokens, hidden, inner, layers, classes)
+    assert math.isclose(found, bytes_of_layers + head)
+
+
+def test_a_missing_package_is_not_an_error(bench, monkeypatch):
+    monkeypatch.setattr(bench, "PACKAGES", {"autosplit": "torch", "other": "no-such-distribution"})
+    assert list(bench.installed()) == ["autosplit"]
+
+
+def test_brackets_are_drawn_by_the_seed(bench):
+    assert len(bench.brackets(0)) == len(bench.brackets(1)) > 300
+    assert bench.brackets(0) == bench.brackets(0) != bench.brackets(1)
