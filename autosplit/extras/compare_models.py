@@ -48,10 +48,9 @@ HEADINGS = ("model", "machine", "largest batch", "precision", "samples/s", "erro
 
 def error_band(sample_batch: Any) -> ErrorBand | None:
     """Return the measured error for a kind of model, recognised by its sample batch. None if nothing was measured."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
+    from autosplit.workload.tree import tensors_of
 
-    tensors = [leaf for leaf in tree_leaves(sample_batch) if isinstance(leaf, Tensor)]
+    tensors = [*tensors_of(sample_batch)]
     if any(tensor.is_floating_point() and tensor.dim() == 4 for tensor in tensors):
         return IMAGES
     if any(not tensor.is_floating_point() and tensor.dim() == 2 for tensor in tensors):

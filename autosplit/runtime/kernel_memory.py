@@ -40,7 +40,7 @@ NO_LIMITS = (0.0, math.inf)
 """The limits of a block that always exists, with no limit of its size."""
 
 _GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
-_GPUS |= {100: (148, 2048), 120: (188, 1536)}
+_GPUS |= {100: (152, 2048), 120: (188, 1536)}
 """The largest GPU of each compute capability: multiprocessors, and threads that run at once on each of them."""
 
 _LARGE_SHARED_MEMORY = (80, 90, 100)
