@@ -44,6 +44,24 @@ GPUS = (
     "H200",
 )
 
+PRICES = {
+    "T4": (0.59, "Modal, May 2026"),
+    "V100-16GB": (0.79, "Lambda, September 2026, machine of 8"),
+    "RTX4090": (0.74, "RunPod secure, September 2026"),
+    "A10": (1.29, "Lambda, September 2026"),
+    "L4": (0.80, "Modal, May 2026"),
+    "L40S": (1.09, "RunPod secure, September 2026"),
+    "A100-40GB": (1.99, "Lambda, September 2026, machine of 8"),
+    "A100-80GB": (1.59, "RunPod secure, September 2026"),
+    "H100-80GB": (3.49, "RunPod secure, September 2026"),
+    "H200": (4.59, "RunPod secure, September 2026"),
+}
+"""On-demand prices in USD per hour of one GPU, with the provider and the month. No price was found for the others.
+
+From the providers' pages, as copied by techbytes.app (Modal, 2026-05-07), api-evangelist/lambda-labs (2026-09-20) and
+tgarg01/silybench-data (RunPod, 2026-09-25).
+"""
+
 
 def _image_model(name: str, size: int) -> autosplit.Workload:
     _declare_torchvision()
@@ -148,6 +166,7 @@ def main() -> None:
             "torch": str(torch.__version__),
             **{name: importlib.metadata.version(name) for name in ("transformers", "torchvision")},
         },
+        "prices": {gpu: {"usd per hour": usd, "source": source} for gpu, (usd, source) in PRICES.items()},
         "models": {},
     }
     if options.output.exists():

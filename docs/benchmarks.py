@@ -260,8 +260,7 @@ def _models() -> list[str]:
         "for such models: half of the predictions were off by at most the first share, and 90% by at most the second. "
         "It was measured in fp16 for image models and in fp32 for transformers. [Language models in "
         "bfloat16](#language-models-in-bfloat16) lists the steps in bfloat16. `autosplit compare --models FILE "
-        "--devices sim:L4 --devices sim:H200 --price L4=0.8` makes this table for your models, with your prices. "
-        "Prices differ between providers and months, so this table has none."
+        "--devices sim:L4 --devices sim:H200 --price L4=0.8` makes this table for your models, with your prices."
     )
     models = found["models"]
     gpus = list(next(iter(models.values()))["gpus"])
@@ -274,7 +273,21 @@ def _models() -> list[str]:
         for name, one in models.items()
     ]
     opened = _opened("Models and GPUs", text, "compare_models", found)
-    return [*opened, *_table(("model", *gpus, "error of samples/s"), rows)]
+    prices = found["prices"]
+    priced = [gpu for gpu in gpus if gpu in prices]
+    costs = [(name, *(_cost(one["gpus"][gpu], prices[gpu]) for gpu in priced)) for name, one in models.items()]
+    listed = "; ".join(f"{gpu} {prices[gpu]['usd per hour']:.2f} ({prices[gpu]['source']})" for gpu in priced)
+    return [
+        *opened,
+        *_table(("model", *gpus, "error of samples/s"), rows),
+        f"USD for a million samples, at these on-demand prices per hour: {listed}.\n",
+        *_table(("model", *priced), costs),
+    ]
+
+
+def _cost(cell: Mapping[str, float] | None, price: Mapping[str, Any]) -> str:
+    """Return the USD for a million samples, or nothing if the model does not fit."""
+    return "" if cell is None else f"{price['usd per hour'] / 3600 * 1e6 / cell['samples/s']:.2f}"
 
 
 def _cell(cell: Mapping[str, float]) -> str:

@@ -84,7 +84,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         return {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")} | scales
 
 
-@torch.library.custom_op("autosplit::adamw_update", mutates_args=("parameter", "held"))
+# torch 2.6 can't infer the schema of parameters of type list.
+@torch.library.custom_op(
+    "autosplit::adamw_update",
+    mutates_args=("parameter", "held"),
+    schema="(Tensor(a!) parameter, Tensor(b!)[] held, Tensor gradient, float[] numbers, int step) -> ()",
+)
 def adamw_update(parameter: Tensor, held: list[Tensor], gradient: Tensor, numbers: list[float], step: int) -> None:
     """Update a parameter and its states: two of them, and their scales if they have 8 bits."""
     lr, beta1, beta2, eps, decay = numbers

@@ -49,7 +49,12 @@ def _(scales: Tensor, steps: Tensor, mean: Tensor) -> Tensor:
     return torch.empty_like(scales, dtype=torch.float32)
 
 
-@torch.library.custom_op("autosplit::restore_weight", mutates_args=())
+# torch 2.6 can't infer the schema of a parameter of type list[int].
+@torch.library.custom_op(
+    "autosplit::restore_weight",
+    mutates_args=(),
+    schema="(Tensor packed, Tensor scales, Tensor code, int[] shape, ScalarType dtype) -> Tensor",
+)
 def restore_weight(packed: Tensor, scales: Tensor, code: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Return a weight of the given shape and dtype from its packed bytes and its scales."""
     indices = torch.stack((packed >> 4, packed & 15), dim=-1).flatten().long()
