@@ -1,4 +1,4 @@
-"""Make the figures of plans with matplotlib: `Plan.plot` and `Goodput.plot`."""
+"""Draw figures of plans with matplotlib, for `Plan.plot` and `Goodput.plot`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SETTINGS: Any = {
 
 
 def check_drawing(what: str) -> None:
-    """Raise InputError if matplotlib, which `what` needs, is not installed."""
+    """Raise InputError if matplotlib, which the function named `what` needs, is not installed."""
     check_installed("matplotlib.figure", what)
 
 
 def check_installed(module: str, what: str, package: str | None = None) -> None:
-    """Raise InputError if a module that `what` needs is not installed. `package` is its name for pip."""
+    """Raise InputError if a module that `what` needs is not installed. `package` is the module's name for pip."""
     try:
         importlib.import_module(module)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Draw `Plan.plot`, and compute the figures that it shares with the report's page."""
+"""Draw `Plan.plot`, and compute the numbers that it shares with the report page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (50, 70, 80, 90, 95, 98)
-"""Boundaries of the colours in the landscape, in percent of the best throughput. Most are near the best."""
+"""Boundaries of the landscape's colours, in percent of the best throughput. Most are near 100%."""
 
 GRID = 33
-"""Points along each side of the landscape."""
+"""Number of points along each side of the landscape."""
 
 MOST_LABEL = 34
-"""Most characters of a device name, so that the name fits next to its numbers on a phone."""
+"""Largest number of characters of a device name. Longer names do not fit next to their numbers on a phone."""
 
 MEMORY_PARTS = (
     ("parameters_bytes", "parameters", "c1"),
@@ -39,11 +39,9 @@ MEMORY_PARTS = (
 
 @dataclass(frozen=True)
 class Landscape:
-    """Predicted throughput over the configurations of two or more devices.
+    """The predicted throughput of a grid of configurations on two or more devices.
 
     Attributes:
-        shares: Values of `gpu0_bsz` on the grid.
-        batches: Values of `batch_size` on the grid.
         rates: Samples/s by `gpu0_bsz` and `batch_size`, for configurations that fit.
     """
 
@@ -53,18 +51,18 @@ class Landscape:
 
 
 def short(name: str) -> str:
-    """Return a name on one line, cut off to fit a phone's width."""
+    """Return a name on one line, shortened to `MOST_LABEL` characters."""
     text = " ".join(visible(name).split())
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 1]}…"
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """Return the name and the bytes of the unit for an axis that ends at `nbytes`."""
+    """Return the unit (name and bytes) for an axis that ends at `nbytes`."""
     return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20) if nbytes >= 2**20 else ("KiB", 2**10)
 
 
 def known_parts(device: PlanDevice) -> MemoryParts | None:
-    """Return the parts of a device's peak, if they add up to exactly this peak."""
+    """Return the parts of a device's peak. Return None if they do not add up to exactly this peak."""
     return device.memory if device.memory is not None and device.memory.total_bytes == device.peak_bytes else None
 
 
@@ -80,7 +78,10 @@ def segments(device: PlanDevice) -> list[tuple[str, int]]:
 
 
 def line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
-    """Return fixed bytes, bytes per sample, and whether the fixed bytes include the plan's samples on other devices."""
+    """Return a device's memory line: fixed bytes, bytes per sample, and whether it is device 0 of several.
+
+    Then the fixed bytes include the plan's samples on the other devices.
+    """
     line = device.ceiling
     if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
         return line.fixed_bytes, line.bytes_per_sample, False
@@ -97,14 +98,13 @@ def landscape_of(plan: PlanRecord, fit: Fit, region: Region) -> Landscape:
 
 
 def _solver_of(plan: PlanRecord, fit: Fit, region: Region) -> tuple[Solver, int]:
-    """Return a solver for the plan's request, and the largest batch."""
     sizes = plan.effective_batch_sizes
     most = region.largest_batch if sizes is None else min(region.largest_batch, sizes[1])
     return Solver(Space(region, sizes), fit.step_time), most
 
 
 def _steps_of(plan: PlanRecord, batch: int) -> int | None:
-    """Return the forwards of an optimizer step with this batch, or None if only one forward is allowed."""
+    """Return the forwards of an optimizer step with this batch, or None if it needs more than are allowed."""
     steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
     return steps if plan.accumulates or steps == 1 else None
 
@@ -122,7 +122,7 @@ def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float 
 
 
 def curve_of(plan: PlanRecord) -> dict[int, float]:
-    """Predict the samples/s of each batch at its fastest split. Return an empty dict if the plan has no fit."""
+    """Predict the samples/s of each batch size at its fastest split. Return an empty dict if the plan has no fit."""
     if plan.fit is None or plan.region is None:
         return {}
     solver, most = _solver_of(plan, plan.fit, plan.region)

@@ -1,4 +1,4 @@
-"""Convert a plan for a tool that gives all ranks one batch size, and note what the tool can't do as planned.
+"""Convert a plan for a tool that gives all ranks one batch size, and note the differences.
 
 If the plan's ranks have different batch sizes, the nearest even plan is solved with the plan's ceilings and fit.
 """
@@ -25,9 +25,8 @@ class Tool:
     """A training tool that gives every rank the same batch size.
 
     Attributes:
-        to: Name of the export format.
         called: Name of the tool in messages.
-        loss_rule: How the tool weights micro-batches with different counts.
+        loss_rule: How the tool weights micro-batches with different numbers of samples.
     """
 
     to: str
@@ -62,14 +61,14 @@ class _Ranks:
 
     @property
     def even(self) -> EvenRanks | None:
-        """The plan's own settings, if every rank has the same batch size in every forward; otherwise None."""
+        """The plan's own settings, if every rank has the same batch size in every forward. Otherwise None."""
         even = EvenRanks(len(self.sizes), self.sizes[0], self.accumulation_steps)
         is_even = len(set(self.sizes)) == 1 and even.effective_batch_size == self.effective_batch_size
         return even if is_even else None
 
 
 def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
-    """Return even settings for a tool, and an export with notes but without the tool's settings."""
+    """Return even settings for a tool, and an export that has notes but no settings yet."""
     ranks = _ranks_of(plan)
     search = _search(plan, ranks)
     even, exact = ranks.even or search.best(), ranks.even is not None
@@ -97,7 +96,6 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
 
 
 def _ranks_of(plan: PlanRecord) -> _Ranks:
-    """Return the plan's DDP ranks. A single device is one rank with the plan's own numbers."""
     if len(plan.devices) == 1:
         ceiling = replace(plan.devices[0].ceiling, batch_size=plan.ceilings[0])
         return _Ranks(plan.split, (ceiling,), plan.accumulation_steps, plan.effective_batch_size)
@@ -114,7 +112,6 @@ def _ranks_of(plan: PlanRecord) -> _Ranks:
 
 
 def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
-    """Return the search for one batch size for all ranks."""
     caps = [ceiling.batch_size for ceiling in ranks.ceilings]
     normed = any(check.depends and "BatchNorm" in check.subject for check in plan.checks)
     least = plan.region.least_share if plan.region is not None else 1 + normed
@@ -123,8 +120,9 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     # Without an effective batch size, the ceilings are for steps of one forward. They leave no room for gradients that
     # stay in memory during a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
-    # A plan made by hand has no time model. Assume a fixed time per forward: that of a third of the smallest ceiling.
-    # Then steps of up to twice the fewest forwards reach `WITHIN_REACH` of the best throughput, so they are considered.
+    # A plan made by hand has no time model. Assume that the fixed time of a forward equals a third of the smallest
+    # ceiling. Then steps of up to twice the fewest forwards reach `WITHIN_REACH` of the best throughput, so they are
+    # considered.
     curve = TimeCurve(tuple((samples, samples + min(caps) / 3) for samples in (1, 2)))
     fit = plan.fit or Fit(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
     problem = Problem(fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)
@@ -159,7 +157,6 @@ def first_notes(plan: PlanRecord) -> list[str]:
 
 
 def _nearest_notes(ranks: _Ranks, search: EvenProblem, even: EvenRanks, tool: Tool, predicted: str) -> list[str]:
-    """Return notes on why a tool can't use the plan's own numbers, and on the nearest settings."""
     wanted, sizes = ranks.effective_batch_size, search.problem.effective_batch_sizes
     cause = f"The plan's ranks have {tuple_text(ranks.sizes)} samples"
     if len(set(ranks.sizes)) == 1:

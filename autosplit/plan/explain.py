@@ -1,6 +1,6 @@
-"""Explain a plan by its stored numbers: its bounds, the alternatives, and the quality of its fit. Nothing runs.
+"""Explain a plan by its stored numbers: its bounds, the alternatives, and the quality of its fit.
 
-A plan for simulated GPUs holds the simulated throughput of changed machines. For real devices, gains are ratios of two
+A plan for simulated GPUs stores the simulated throughput of changed machines. For real devices, gains are ratios of two
 predictions by the model that was fitted to the trials.
 """
 
@@ -37,10 +37,13 @@ FASTER = 2.0
 """Factor by which an explanation makes a device faster, or an optimizer step larger."""
 
 MOST_CURVES = 200_000
-"""Largest product of a step's forwards and the plan's devices for which a step is predicted. More takes seconds."""
+"""Largest product of a step's forwards and the plan's devices.
+
+Above this product, a prediction would take seconds and is skipped.
+"""
 
 MOST_KINDS = 8
-"""Most kinds of devices whose gains are computed separately."""
+"""Largest number of device kinds whose gains are computed separately."""
 
 
 def explanation_of(plan: PlanRecord) -> Explanation:
@@ -72,7 +75,7 @@ def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None)
     base = max(problem.best(), predicted)
 
     def rate(relaxed: Relaxed) -> float:
-        # More memory does not raise a ceiling that is limited by a kernel or by time.
+        # More memory does not raise a ceiling that a kernel or the time limits.
         is_same = relaxed.what == "one_gib_more" and relaxed.problem is problem
         return 0.0 if is_same else relaxed.problem.best()
 
@@ -80,14 +83,14 @@ def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None)
     costs: tuple[Cost, ...] = ("copies" if plan.region is None else "overhead", "update")
     changes = tuple(changes_of(relaxations(plan, problem, costs), base, rate))
     gains = _gains(changes, base, predicted, simulated=False)
-    # Drop gains so large that the remaining time is smaller than the error of the fit or the measurement.
+    # Drop gains that are so large that the remaining time is smaller than the error of the fit or of the measurement.
     quality = _fit_quality(plan)
     error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
     return {**gains, "bounds": tuple(bound for bound in gains["bounds"] if bound.gain * error_share < 1)}
 
 
 def problem_of(plan: PlanRecord) -> Problem | None:
-    """Return the problem that a plan solves, or None if it has no fit, or if predicting a step would take too long."""
+    """Return the problem that a plan solves, or None if it has no fit or if a prediction would take too long."""
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
@@ -95,7 +98,7 @@ def problem_of(plan: PlanRecord) -> Problem | None:
 
 
 def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
-    """Return the problem of a plan's request with this fit and these ceilings."""
+    """Return the problem of a plan's request with another fit and other ceilings."""
     return Problem.of(
         fit,
         ceilings,
@@ -124,7 +127,12 @@ def base_of(plan: PlanRecord) -> float:
 
 
 def _gains(changes: Iterable[Change], base: float, own: float, *, simulated: bool) -> dict[str, Any]:
-    """Compare changed machines with the plan's machine, on which `base` is the best rate, and `own` the plan's rate."""
+    """Convert changes into bounds, alternatives and memory gains.
+
+    Args:
+        base: The best samples/s on the plan's machine.
+        own: The samples/s of the plan.
+    """
     bounds, alone, memory = [], [], None
     for change in changes:
         rate = change.samples_per_s
@@ -149,9 +157,8 @@ class Relaxed:
 
     Attributes:
         what: The property, as in `Change`.
-        device: Label of the device that differs; None for all devices, or if it concerns no single device.
-        indices: The devices that differ.
-        problem: The changed problem.
+        device: Label of the changed device. None for all devices, or if the property concerns no single device.
+        indices: Positions of the changed devices.
     """
 
     what: Changed
@@ -164,7 +171,7 @@ Cost = Literal["link", "copies", "gather", "overhead", "update"]
 
 
 def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> Iterator[Relaxed]:
-    """Yield variants of the problem: without one of the bounds, with 1 GiB more memory, and with one device alone.
+    """Yield variants of the problem: without one of the bounds, with 1 GiB more memory, and with a single device.
 
     Args:
         costs: The costs between devices that can be changed separately.
@@ -201,7 +208,7 @@ def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> It
 
 
 def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed], float]) -> Iterator[Change]:
-    """Yield the samples/s of changed problems. Leave out problems with a rate of 0, because nothing fits.
+    """Yield the samples/s of changed problems. A rate of 0 is left out, because no batch fits.
 
     Unlimited memory on all devices is tried only if unlimited memory on a single device does not raise the rate.
     """
@@ -222,7 +229,7 @@ def _kinds_of(plan: PlanRecord) -> list[int]:
 
 
 def _alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
-    """Yield one device of each name, with the most samples that it can run alone."""
+    """Yield the position of one device of each name, and the largest batch that this device can run alone."""
     names = set()
     ranks = [rank.ceiling.batch_size for rank in plan.ddp.ranks] or [0] * len(plan.devices)
     for index, device in enumerate(plan.devices):
@@ -243,7 +250,7 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
 
 
 def _knee(plan: PlanRecord) -> Knee | None:
-    """Return the fastest batch that was tried, if the plan has a smaller batch that is almost as fast."""
+    """Return the fastest tried batch, if the plan has a smaller batch that is almost as fast."""
     rates = [(rate, trial.batch_size) for trial in plan.trials if (rate := trial.samples_per_s) is not None]
     if plan.request.get("effective_batch_size") is not None or not rates:
         return None

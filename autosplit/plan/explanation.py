@@ -1,7 +1,7 @@
-"""Store the reasons for a plan as plain numbers, and describe them in sentences.
+"""Store the reasons for a plan as numbers, and describe them in sentences.
 
-Only `Explanation.sentences` converts units. Computing the numbers takes seconds for many devices, so a saved plan
-stores them.
+Computing the numbers takes seconds for many devices, so a saved plan stores them. Only `Explanation.sentences` converts
+units.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from autosplit.solve.trial import KNEE_SHARE
 from autosplit.text import bound_text, counted_text, percent_text, rate_text, size_text, tuple_text
 
 BINDING_SHARE = 0.005
-"""Least relative gain in predicted samples/s. Bounds with a smaller gain are not reported."""
+"""Smallest relative gain in predicted samples/s that is reported: 0.5%."""
 
 MOST_GAIN = 10.0
-"""Largest gain that is printed as a number. No fit was ever tested against steps that differ by more."""
+"""Largest factor of throughput that is printed. Fits were never tested against steps that differ by more."""
 
 What = Literal[
     "memory",
@@ -42,7 +42,7 @@ Changed = Literal[What, "one_gib_more", "alone"]
 """The property of a simulated machine or request that differs from the plan's."""
 
 MOST_TIMES = 3
-"""Most time costs to print, the largest gains first."""
+"""Largest number of time costs that are printed, those with the largest gains first."""
 
 LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 """Bounds that keep the batch small. The other bounds are time costs."""
@@ -50,12 +50,12 @@ LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 
 @dataclass(frozen=True)
 class Change:
-    """The simulated throughput of a plan's workload on a machine that differs in one property.
+    """The simulated throughput of a machine that differs from the plan's machine in one property.
 
     Attributes:
-        what: The property, as in `Bound`; or ``"one_gib_more"`` memory on a device, or a device ``"alone"``.
-        device: The device that differs; None for all devices, or if it concerns no single device.
-        samples_per_s: Throughput of the fastest split that was simulated there.
+        what: The property, as in `Bound`. Also ``"one_gib_more"`` memory on a device, or a device ``"alone"``.
+        device: Label of the changed device. None for all devices, or if the property concerns no single device.
+        samples_per_s: Throughput of the fastest split that was simulated on the changed machine.
     """
 
     what: Changed
@@ -95,7 +95,7 @@ class Knee:
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit or cost without which the plan would be faster.
+    """A limit or cost, and the throughput without it.
 
     Attributes:
         what: The kind of bound. ``"memory"``: memory of a device, compared with no limit. ``"max_batch_size"`` and
@@ -105,7 +105,7 @@ class Bound:
             ranks the all-reduce. ``"gather"``: the gather of the outputs. ``"update"``: the optimizer. ``"host"``: the
             cost of starting each operation (only in `MeasuredStep`). ``"overhead"``: all costs between real devices
             except the optimizer, which can't be measured separately.
-        device: Label of the device; None for all devices, or if the bound concerns no single device.
+        device: Label of the device. None for all devices, or if the bound concerns no single device.
         samples_per_s: Throughput without the bound: simulated for simulated GPUs, otherwise predicted.
         gain: Throughput without the bound over throughput with it.
     """
@@ -122,8 +122,8 @@ class Alternative:
 
     Attributes:
         devices: Labels of the devices that take part.
-        split: Samples per device in one forward; empty if only the throughput is known.
-        accumulation_steps: Forwards per optimizer step; 0 if unknown.
+        split: Samples per device in one forward. Empty if only the throughput is known.
+        accumulation_steps: Forwards per optimizer step. 0 if unknown.
         samples_per_s: Throughput of whole optimizer steps.
         gain: The plan's throughput over this throughput.
         measured: Whether both throughputs were measured or simulated, rather than predicted.
@@ -144,7 +144,7 @@ class MoreMemory:
     Attributes:
         device: The device with the least free memory at the plan's split, relative to its capacity.
         samples_per_s: Throughput with the additional memory.
-        gain: Throughput with the additional memory over throughput without it; 1 if memory does not limit the plan.
+        gain: Throughput with the additional memory over throughput without it. 1 if memory does not limit the plan.
         simulated: Whether the throughput was simulated, rather than predicted.
     """
 
@@ -161,13 +161,13 @@ class MoreMemory:
 
 @dataclass(frozen=True)
 class FitQuality:
-    """The difference between the model's predictions and the measurements.
+    """The differences between the time model's predictions and the measurements.
 
     Attributes:
         median_share: Median of ``|predicted / measured - 1|`` over the trials that ran.
-        largest_share: The largest of these values.
+        largest_share: Largest of these values.
         count: Number of trials that ran.
-        noise_share: Median relative standard error of the trials; 0 for simulated GPUs, whose times are exact.
+        noise_share: Median relative standard error of the trials. 0 for simulated GPUs, whose times are exact.
     """
 
     median_share: float
@@ -182,29 +182,28 @@ class Explanation:
 
     Attributes:
         samples_per_s: The plan's throughput without data loading. A data loader must be at least as fast.
-        loader_samples_per_s: Throughput of the data loader; None if it was not measured.
-        predicted_samples_per_s: The model's prediction for the plan; None if the plan has no fit.
-        bounds: Limits and costs of the plan. The limits by memory and sizes come first, then the costs, each group with
-            the largest gain first. Empty if the plan has no fit, or if it is simulated and no changed machine was
-            simulated.
-        even: Prediction for the even split that fits with the fewest forwards; None if the plan is even, the devices
+        loader_samples_per_s: Throughput of the data loader. None if it was not measured.
+        predicted_samples_per_s: The model's prediction for the plan. None if the plan has no fit.
+        bounds: Limits and costs of the plan. Limits by memory and sizes come first, then costs. Each group begins with
+            the largest gain. Empty if the plan has no fit, or if it is simulated and no changed machine was simulated.
+        even: Prediction for the even split that fits with the fewest forwards. None if the plan is even, the devices
             share a CPU, there is one device, or the even split was measured.
         even_measured: The plan's batch size with an even split, if it was measured.
-        alone: The throughput of each kind of device without the others, the fastest first; empty if the devices share
-            a CPU.
-        more_memory: The throughput with 1 GiB more memory; None if memory limits no ceiling, or if there is no fit.
-        fit: The model's errors; None if there is no trial to compare with.
-        fastest: ``"balanced"`` or ``"ddp"``; None if only one of them is possible, or if the devices share a CPU.
-        ddp_samples_per_s: Throughput of DDP; 0 if DDP is not possible.
+        alone: The throughput of each kind of device without the others, the fastest first. Empty if the devices share a
+            CPU.
+        more_memory: The throughput with 1 GiB more memory. None if memory limits no ceiling, or if there is no fit.
+        fit: The model's errors. None if there is no trial to compare with.
+        fastest: ``"balanced"`` or ``"ddp"``. None if only one of them is possible, or if the devices share a CPU.
+        ddp_samples_per_s: Throughput of DDP. 0 if DDP is not possible.
         ddp_measured: Whether the throughput of DDP was measured, rather than predicted.
         shares_processor: Whether the devices share one CPU. Then no gain over an even split or one device is claimed.
         simulated: Whether measured values were simulated.
-        ways: Results for each precision or choice of checkpointed layers, the plan's own first.
-        lengths: The gain of batches with similar lengths; None if no lengths were given.
-        fits: Memory that is left for saving, loading and evaluating; None if it was not requested.
-        knee: Why the batch is not larger; None if an effective batch size was requested, or if no larger batch is
+        ways: Results for each precision or choice of checkpointed layers, the plan's own result first.
+        lengths: The gain of batches with similar lengths. None if no lengths were given.
+        fits: Memory that is left for saving, loading and evaluating. None if it was not requested.
+        knee: Why the batch is not larger. None if an effective batch size was requested, or if no larger batch is
             faster.
-        attention: The attention back ends that torch chooses, and for each the devices that use it. Empty if they are
+        attention: The attention back ends that torch chooses, each with the devices that use it. Empty if they are
             unknown, or if the model does not call `scaled_dot_product_attention`.
         effective_batch_size: Samples per optimizer step, for advice on the learning rate.
     """
@@ -232,11 +231,11 @@ class Explanation:
 
     @property
     def takes_samples_per_s(self) -> float:
-        """Samples per second that the devices need from the data loader, with the plan's lengths if it has any."""
+        """Samples per second that the data loader must deliver, at the plan's lengths if it has any."""
         return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def comparison(self) -> str:
-        """Describe how fast DDP is compared with the plan's own split. Return an empty string if `fastest` is None."""
+        """Describe how fast DDP is compared with the plan's own split. Return "" if `fastest` is None."""
         if self.fastest is None:
             return ""
         ddp, own = self.ddp_samples_per_s, self.samples_per_s
@@ -250,7 +249,7 @@ class Explanation:
         """Return sentences on the plan's bounds: one for each limit of the batch, and one for the largest time costs.
 
         The result is empty if the bounds are unknown. If neither memory nor `max_batch_size` limits the batch, the time
-        costs come first. If the data loader is slower than the devices, it is the only reason.
+        costs come first. If the data loader is slower than the devices, only its sentence is returned.
         """
         if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
             return (self._loader_text(),)
@@ -311,13 +310,12 @@ class Explanation:
         return f"{self.comparison()}: DistributedDataParallel {ddp}, BalancedDataParallel {own}."
 
     def __str__(self) -> str:
-        """Return one line for each subject."""
         return "\n".join(self.sentences().values())
 
 
 @dataclass(frozen=True)
 class Explained:
-    """An explanation that is stored in a plan.
+    """An explanation together with the plan that it is valid for.
 
     Attributes:
         of: Digest of the plan's numbers. The explanation is valid only for a plan with this digest.
@@ -339,7 +337,7 @@ def _alternative_text(subject: str, alternative: Alternative, known: str) -> str
 
 
 def _attention_text(backends: Mapping[str, Sequence[str]]) -> str:
-    """Return the back ends of attention. The devices are named if they have different back ends."""
+    """Return a sentence on the attention back ends. Name the devices only if their back ends differ."""
     if len({tuple(labels) for labels in backends.values()}) > 1:
         texts = [f"{name} on {', '.join(labels)}" for name, labels in backends.items()]
         return f"Attention: {'; '.join(texts)}."
@@ -388,7 +386,7 @@ def _limit_text(bound: Bound) -> str:
 
 
 def time_text(bound: Bound) -> str:
-    """Describe a change that lowers a time cost, and the throughput that it would gain."""
+    """Describe a change that lowers a time cost, and the throughput gain."""
     change = {
         "device": f"{bound.device or 'all devices'} twice as fast",
         "link": "links twice as fast",

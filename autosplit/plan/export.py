@@ -1,7 +1,6 @@
 """Convert a plan to the settings of other tools: keyword arguments, command lines, environment variables, JSON.
 
-transformers, accelerate and Lightning run DDP with one batch size for all ranks, which `even_plan` finds. Nothing is
-run here.
+transformers, accelerate and Lightning run DDP with one batch size for all ranks, which `even_plan` finds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ UNSAVED = "plan.json"
 
 
 def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
-    """Convert a plan to the settings of another tool."""
+    """Convert a plan to the settings of another tool, see `Plan.export`."""
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(
@@ -61,11 +60,11 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "A
 
 @dataclass(frozen=True)
 class _Start:
-    """How the processes of a job are started.
+    """Describe how the processes of a job are started.
 
     Attributes:
         machines: Number of ranks on each machine.
-        visible: Indices of the GPUs, if they must be selected; None if they are the first GPUs of each machine.
+        visible: Indices of the GPUs, if they must be selected. None if they are the first GPUs of each machine.
         variable: Environment variable that selects the GPUs.
     """
 
@@ -75,7 +74,7 @@ class _Start:
 
     @classmethod
     def of(cls, plan: PlanRecord) -> _Start:
-        """Read the ranks and devices of a plan."""
+        """Derive the ranks per machine and the GPU indices from a plan."""
         count = len(plan.devices)
         counts = plan.machine.get("ranks_per_machine")
         numbers = counts if isinstance(counts, list) and all(isinstance(n, int) and n > 0 for n in counts) else []
@@ -87,11 +86,10 @@ class _Start:
 
     @property
     def several(self) -> bool:
-        """Whether there are several machines."""
         return len(self.machines) > 1
 
     def by_torchrun(self) -> str:
-        """Return the command line of torchrun, which is the same for each machine."""
+        """Return torchrun's command line, which is the same for each machine."""
         before = "" if self.visible is None else f"{self.variable}={_comma(self.visible)} "
         if not self.several:
             return f"{before}torchrun --standalone --nproc-per-node={self.machines[0]} {SCRIPT}"
@@ -100,7 +98,7 @@ class _Start:
         return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {rendezvous} {SCRIPT}"
 
     def remark(self) -> list[str]:
-        """Return an explanation of the placeholders in the command line of `by_torchrun`."""
+        """Explain the placeholders in the command line of `by_torchrun`."""
         if not self.several:
             return []
         listed = ", ".join(map(str, self.machines))
@@ -126,7 +124,7 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
 
 
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
-    """Return `TrainingArguments`. Arguments that are left out have the right default, or are unrelated to the plan."""
+    """Return `TrainingArguments`. Arguments that are left out have a suitable default, or are unrelated to the plan."""
     _precision(plan)
     (even, found), start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
@@ -170,7 +168,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
         **({"DistributedDataParallelKwargs": plan.ddp.options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
-    # accelerate's launcher needs MPI for several processes on CPUs, and the same number of processes on each machine.
+    # accelerate's launcher needs MPI for several processes on CPUs. It also needs as many processes on each machine.
     by_torchrun = start.several or (on_cpu and several)
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
@@ -178,7 +176,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
 
 
 def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
-    """Return accelerate's command line, with all options that its default configuration might set differently."""
+    """Return accelerate's command line, with all options that the user's configuration might set otherwise."""
     count, kind = len(plan.devices), plan.devices[0].kind
     words = ["accelerate", "launch", *(["--multi_gpu"] if count > 1 else []), *(["--cpu"] if kind == "cpu" else [])]
     words += ["--num_machines=1", f"--num_processes={count}", f"--mixed_precision={precision}", "--dynamo_backend=no"]
@@ -198,7 +196,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
             code="export-machines",
         )
     kind, several = plan.devices[0].kind, even.num_ranks > 1
-    # Select the GPUs of one machine by index, so that Lightning uses no other GPUs.
+    # Select the GPUs by index on a single machine, so that Lightning uses no other GPUs.
     named = kind != "cpu" and not start.several
     devices: Any = [device.index for device in plan.devices] if named else start.machines[0]
     trainer: dict[str, Any] = {
@@ -220,7 +218,6 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return the command line that `autosplit launch --print` prints."""
     file, notes = _file_of(plan, path)
     command = command_for(plan, file, [SCRIPT])
     start = _Start.of(plan)
@@ -239,7 +236,7 @@ def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
 
 
 def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return the plan's numbers as environment variables, some for autosplit and the rest for the user's scripts."""
+    """Return the plan's numbers as environment variables, for autosplit and for the user's scripts."""
     _precision(plan)
     notes = first_notes(plan)
     variables: dict[str, str] = {}
@@ -274,12 +271,12 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
 
 def _to_json(plan: PlanRecord, _path: object) -> Export:
     settings = shareable(plan).to_dict()
-    # Escape all characters beyond ASCII, because some can control a terminal.
+    # Escape non-ASCII characters, because some can control a terminal.
     return Export("json", settings, json.dumps(settings, indent=2), notes=tuple(map(printable, first_notes(plan))))
 
 
 def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
-    """Return the plan's file, and advice if it has none."""
+    """Return the plan's file. If there is none, return a placeholder with advice."""
     if path is not None:
         return Path(path), []
     if plan.path is not None:
@@ -288,7 +285,7 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
 
 
 def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return a batch script. Its first line has to be the interpreter, so the notes follow it."""
+    """Return a Slurm batch script. The notes follow its first line, which must be the interpreter."""
     machines = machines_of(plan, _Start.of(plan).machines)
     file, notes = _file_of(plan, path)
     notes += [
@@ -342,7 +339,6 @@ _MAKERS: Mapping[str, Callable[[PlanRecord, str | os.PathLike[str] | None], Expo
 }
 
 FORMATS = tuple(_MAKERS)
-"""Names of the export formats."""
 
 
 _HOMES = {
@@ -365,12 +361,12 @@ _USES = {
 
 
 def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) -> Export:
-    """Return an export with its settings. Its text has the notes, the calls that make the settings, and the command.
+    """Add settings and a text to an export. The text has the notes, the calls that make the settings, and the command.
 
     Args:
         found: The export without settings.
         settings: Keyword arguments by class, and the command.
-        start: How torchrun is started on several machines; None if torchrun is not used.
+        start: How torchrun is started on several machines. None if torchrun is not used.
     """
     imports, calls = [], []
     per_process = "  # batch_size is per process" if found.even is not None and found.even.num_ranks > 1 else ""
@@ -388,5 +384,4 @@ def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) ->
 
 
 def _comment_lines(notes: Sequence[str]) -> list[str]:
-    """Format notes as comments, which have the same form in Python and in shells."""
     return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]

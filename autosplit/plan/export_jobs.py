@@ -1,7 +1,7 @@
 """Write the job file of a plan for Slurm, Kubeflow Trainer or SkyPilot.
 
 The ranks of a plan are numbered by machine, so every file starts the machines in the plan's order. If a machine lacks
-the planned GPUs, `autosplit.ddp.setup` raises DeviceError there.
+the planned GPUs, `autosplit.ddp.setup` raises DeviceError on it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
 from autosplit.text import tuple_text
 
 NAME = "autosplit"
-"""Name of the job."""
 
 PORT = 29500
-"""Port at which rank 0 listens. It is torchrun's default."""
+"""Port at which rank 0 listens: torchrun's default."""
 
 _MOUNT = "/etc/autosplit"
 _GPU_RESOURCES = {"cuda": "nvidia.com/gpu", "xpu": "gpu.intel.com/i915", "npu": "huawei.com/Ascend910"}
-"""Names of GPUs in Kubernetes, by device kind: those of the vendors' device plugins."""
+"""GPU resource names in Kubernetes, by device kind. The vendors' device plugins define them."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of a plan that follow one another and have equal devices.
+    """Consecutive machines of a plan with equal devices.
 
     Attributes:
-        first: Number of the first machine.
-        count: Number of machines.
-        ranks: Ranks of each machine.
-        gpu: Name of the machine's GPUs, as the driver reports it; None on CPUs.
+        gpu: Name of the machine's GPUs, as the driver reports it. None on CPUs.
     """
 
     first: int
@@ -86,7 +82,7 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> s
 
     Equal machines run one task for each rank. In a heterogeneous job, each machine runs torchrun. Its ``SLURM_NODEID``
     counts the nodes of all components, so the machines keep the plan's order. The batch script runs on the first node
-    of the first component, so `hostname` is the address of rank 0, and ``scontrol`` is not needed.
+    of the first component. So `hostname` is the address of rank 0, and ``scontrol`` is not needed.
     """
     mixed = len(machines) > 1
     lines = ["#!/bin/bash", f"#SBATCH --job-name={NAME}"]
@@ -119,8 +115,8 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> s
 def trainjob_manifests(machines: Sequence[Machines], plan: Mapping[str, Any], kind: str, script: str) -> list[Any]:
     """Return the manifests of a ``TrainJob`` of Kubeflow Trainer v2 (2.2 or later), with the plan as a ``ConfigMap``.
 
-    Equal machines use the runtime ``torch-distributed``. It sets torchrun's variables. Machines of several kinds need
-    a runtime of their own, with a replicated job for each kind. Kubeflow's worker groups may replace it
+    Equal machines use the runtime ``torch-distributed``, which sets torchrun's variables. Machines of several kinds
+    need a separate runtime with a replicated job for each kind. Kubeflow's worker groups may replace that runtime
     (github.com/kubeflow/trainer, issue 4064).
     """
     config = {
@@ -161,7 +157,7 @@ _VOLUME_MOUNT = {"name": "plan", "mountPath": _MOUNT, "readOnly": True}
 
 
 def _runtime(machines: Sequence[Machines], kind: str, script: str) -> dict[str, Any]:
-    """Return a runtime with a replicated job for each kind of machine. The first pod of the first job has rank 0."""
+    """Return a runtime with a replicated job for each kind of machine. The first pod of the first job is rank 0."""
     nodes = sum(group.count for group in machines)
     jobs = []
     for at, group in enumerate(machines):
@@ -196,7 +192,7 @@ def _resources(group: Machines, kind: str) -> dict[str, Any]:
 
 
 def _selector(group: Machines) -> dict[str, Any]:
-    """Select nodes by the label that NVIDIA's GPU feature discovery writes: the driver's name, with hyphens."""
+    """Select nodes by the label of NVIDIA's GPU feature discovery: the driver's GPU name, with hyphens."""
     return {} if group.gpu is None else {"nodeSelector": {"nvidia.com/gpu.product": group.gpu.replace(" ", "-")}}
 
 
@@ -204,7 +200,7 @@ def _selector(group: Machines) -> dict[str, Any]:
 
 
 def skypilot_task(machines: Sequence[Machines], plan_file: Path, script: str) -> dict[str, Any]:
-    """Return a task of SkyPilot, which starts the same command on equal machines.
+    """Return a task for SkyPilot, which starts the same command on equal machines.
 
     Raises:
         PlanError: The machines differ.
@@ -237,11 +233,11 @@ def _names(machines: Sequence[Machines]) -> list[str]:
 
 
 _ACCELERATORS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100", "GH200-96GB": "GH200"}
-"""SkyPilot's names of GPUs that differ from the catalogue's."""
+"""SkyPilot's GPU names, by the catalogue's name, if the two differ."""
 
 
 def _accelerator(gpu: str) -> str:
-    """Return SkyPilot's name of a GPU. The name of a GPU that the catalogue lacks is the driver's."""
+    """Return SkyPilot's name of a GPU. If the catalogue lacks the GPU, return the driver's name."""
     try:
         name = find_card(gpu).name
     except DeviceError:
@@ -253,9 +249,9 @@ def _accelerator(gpu: str) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """Return a mapping or list as YAML in block style. Strings are quoted as in JSON, which is a part of YAML.
+    """Return a mapping or list as YAML in block style. Strings are quoted as in JSON, which is valid YAML.
 
-    A string of whole lines without indentation is a block, because it is easier to read.
+    A string of whole lines without indentation becomes a block, because it is easier to read.
     """
     return "\n".join(_yaml_lines(value))
 

@@ -1,4 +1,4 @@
-"""Store settings of another tool, as values and as a text to paste."""
+"""Store the settings of another tool, as values and as a text to paste."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Export:
         exact: Whether the tool trains as the plan does. Otherwise the settings are the nearest even plan.
         notes: Sentences about settings that the tool can't express, and other remarks.
         even: The settings of every rank. None for formats other than `transformers`, `accelerate` and `lightning`,
-            which have the plan's numbers.
-        lost_share: Predicted fraction of the plan's samples/s that is lost (0.25 for a quarter); None if it is unknown.
+            which use the plan's numbers.
+        lost_share: Predicted fraction of the plan's samples/s that is lost (0.25 for a quarter). None if unknown.
     """
 
     to: str
@@ -40,12 +40,11 @@ class Export:
     lost_share: float | None = None
 
     def __str__(self) -> str:
-        """Return the text to paste."""
         return self.text
 
     @property
     def tells_notes(self) -> bool:
-        """Whether the text has the notes as comments. A command line and JSON can't have comments."""
+        """Whether the text contains the notes as comments. A command line and JSON can't contain comments."""
         return self.to not in ("torchrun", "json")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -66,7 +65,7 @@ class Export:
 
 
 def write(path: Path, text: str, called: str = "") -> None:
-    """Write a file that all users can read. Raise InputError if that fails. The message calls the file `called`."""
+    """Write a file that all users can read. On failure, raise InputError, which calls the file `called`."""
     try:
         replace_file(path, text, mode=READ_BY_ALL)
     except (OSError, ValueError) as error:  # a name with a null character raises ValueError

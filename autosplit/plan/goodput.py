@@ -1,7 +1,7 @@
 """Recommend an effective batch size by goodput: samples/s times the training progress per sample.
 
-Goodput is from Pollux (Qiao et al., OSDI 2021), with the noise scale of McCandlish et al. 2018. Nothing is run. The
-plan's fit predicts the samples/s of the plan's split.
+Goodput is from Pollux (Qiao et al., OSDI 2021), with the noise scale of McCandlish et al. 2018. The plan's fit predicts
+the samples/s of the plan's split.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autosplit.plan.record import PlanRecord
 
 REACH = 16
-"""Largest batch to try, as a multiple of the noise scale or of the plan's batch, whichever is larger.
+"""Largest batch that is tried, as a multiple of the noise scale or of the plan's batch, whichever is larger.
 
 Goodput is highest at the geometric mean of two numbers: the noise scale, and the samples that take as long as the fixed
 time of a step.
@@ -36,10 +36,8 @@ class GoodputPoint:
     """The throughput and the goodput of an effective batch size.
 
     Attributes:
-        effective_batch_size: Samples per optimizer step.
-        accumulation_steps: Forwards per optimizer step.
         samples_per_s: Predicted throughput.
-        efficiency: Training progress per sample, relative to the plan's effective batch size; above 1 for smaller
+        efficiency: Training progress per sample, relative to the plan's effective batch size. Above 1 for smaller
             batches.
         goodput: ``samples_per_s * efficiency``: the samples per second at the plan's effective batch size that would
             give the same progress.
@@ -61,8 +59,8 @@ class Goodput:
         plan_effective_batch_size: The plan's effective batch size. Efficiency and learning rate are relative to it.
         curve: Goodput by effective batch size, in ascending order.
         effective_batch_size: The effective batch size with the highest goodput.
-        interval: The recommendations at both ends of the noise scale's 95% interval; without an interval, the
-            recommendation twice. For an infinite end, it is the largest size that was tried.
+        interval: The recommendations at both ends of the noise scale's 95% interval. Without an interval, the
+            recommendation twice. For an infinite end, the largest size that was tried.
         learning_rate_factor: Factor for an SGD learning rate that was chosen for the plan's effective batch size: ``(1
             + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, use its square root.
         gain: Goodput of the recommendation over the goodput of the plan's effective batch size.
@@ -77,7 +75,6 @@ class Goodput:
     gain: float
 
     def __str__(self) -> str:
-        """Return the recommendation in one line, marked as predicted."""
         low, high = self.interval
         return (
             f"effective batch {self.effective_batch_size:,} ({low:,} to {high:,}) at a noise scale of "
@@ -136,7 +133,7 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
 
 
 def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any, Any]]:
-    """Return the noise scale and its 95% interval. Return a number unchanged, because the caller checks it."""
+    """Return the noise scale and its 95% interval. For a number, both ends are the number."""
     if hasattr(type(noise_scale), "interval"):
         estimate: Any = noise_scale
         return estimate.value, estimate.interval

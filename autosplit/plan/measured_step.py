@@ -1,4 +1,4 @@
-"""Define the result of `measure`: time, memory and bounds of one configuration's optimizer step."""
+"""Define the result of `measure`: time, memory and bounds of an optimizer step of one configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosplit.solve.split import limits_of
 from autosplit.text import counted_text, listed, ms_text, rate_text
 
 Without = tuple[What, "str | None", float]
-"""The change (as in `Bound`), its device (None for all devices), and the seconds of the step with this change."""
+"""A change (as in `Bound`), its device (None for all devices), and the seconds of the step with this change."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class MeasuredStep:
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step: the sum of the split times the forwards.
         strategy: ``"balanced"`` (BalancedDataParallel, or a plain model on one device) or ``"ddp"``.
-        precision: Precision of the workload.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
         devices: Labels of the devices, in the order of the split. All other values per device have this order.
         device_names: Model names of the devices.
         step_s: Seconds of the optimizer step: all forwards, backwards and the update. A real step of more than two
             forwards is computed from shorter steps.
         update_s: Seconds of the optimizer, included in `step_s`.
-        spread_s: Standard error of `step_s`; 0 if times are exact (`sim`).
+        spread_s: Standard error of `step_s`. 0 for simulated devices, whose times are exact.
         samples_per_s: Throughput, ``effective_batch_size / step_s``.
         peak_bytes: Peak memory of each device.
         capacity_bytes: Memory that training may use on each device, without the reserve.
-        memory: Parts of each peak; None if they are unknown.
+        memory: Parts of each peak. None if they are unknown.
         bound_by: Changes that would make the step faster with the same split, the largest gain first. ``"device"``: a
             device that is twice as fast, or all devices if it has no label. See `Bound` for the others. Empty if they
             are unknown.
@@ -74,7 +74,7 @@ class MeasuredStep:
 
     @property
     def faster_with(self) -> str:
-        """The bounds as a text; empty if they are unknown."""
+        """The bounds as a text. Empty if they are unknown."""
         return ", ".join(map(time_text, self.bound_by))
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
     """Return the samples of each device from a number (for a single device) or a sequence.
 
     Raises:
-        InputError: The split is not a whole number of 0 or more for each device, or all of them are 0.
+        InputError: The split is not a whole number of 0 or more for each device, or all numbers are 0.
     """
     given = split if isinstance(split, Iterable) else [split]  # numpy arrays have `__index__`, so test for Iterable
     advice = f"as many, or name other devices than {listed(labels, 4)}"
@@ -101,7 +101,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
 
 
 def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[Bound, ...]:
-    """Return the bounds of a step from its times with changes, the largest gain first."""
+    """Convert the times of a step with changes into bounds, the largest gain first."""
     gains = [Bound(what, device, samples / seconds, step_s / seconds) for what, device, seconds in without if seconds]
     return tuple(sorted((bound for bound in gains if bound.gain > 1 + BINDING_SHARE), key=lambda bound: -bound.gain))
 
@@ -111,7 +111,7 @@ def faster_devices(
 ) -> Iterator[Without]:
     """Yield the seconds of the step with each device twice as fast.
 
-    If none of them gains anything, also yield all devices twice as fast.
+    If no single faster device gains anything, also yield the seconds with all devices twice as fast.
 
     Args:
         seconds: Function that returns the seconds of the step if the devices at these positions are twice as fast.

@@ -13,14 +13,14 @@ from autosplit.text import printable
 
 
 class OtherModelWarning(UserWarning):
-    """The model does not have the same number of parameters as the model of the plan."""
+    """The model and the plan's model have different numbers of parameters."""
 
 
 def parameters_in(model: Any) -> int | None:
     """Count a model's parameters. Return None for a function that makes a model, and for lazy parameters."""
     try:
         return sum(int(parameter.numel()) for parameter in model.parameters())
-    except (AttributeError, TypeError, RuntimeError, ValueError):  # a function; lazy parameters
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # the model is a function, or has lazy parameters
         return None
 
 
@@ -45,11 +45,11 @@ def warn_of_other_model(
 
     Args:
         stacklevel: Stack level of the warning, counted from the caller.
-        hint: Returns advice on finding a plan for this number of parameters, or an empty string.
+        hint: Function that returns advice on finding a plan for this number of parameters, or an empty string.
     """
     name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
     if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
-        return  # it may be any of several models
+        return  # the model may be any of several
     given = parameters_in(model)
     if given is not None and given != wanted:
         warnings.warn(

@@ -34,18 +34,14 @@ if TYPE_CHECKING:
 class Plan(PlanRecord):
     """Split, batch size and accumulation steps for training a workload on some devices.
 
-    See `record.PlanRecord` for the attributes.
+    `record.PlanRecord` documents the attributes.
     """
 
     def __hash__(self) -> int:
-        """Hash the numbers of the plan, so that it can be a dictionary key.
-
-        The other fields include dicts, which have no hash.
-        """
+        """Hash only the plan's numbers, because its dict fields have no hash."""
         return hash((self.split, self.accumulation_steps, self.effective_batch_size, self.samples_per_s))
 
     def _repr_html_(self) -> str:
-        """Return the plan as an HTML table for notebooks."""
         from autosplit.text import rate_text, size_text, table_html
 
         several = len(self.devices) > 1
@@ -72,15 +68,15 @@ class Plan(PlanRecord):
     def explain(self) -> Explanation:
         """Explain the plan: its bounds, the alternatives, and the quality of its fit.
 
-        Nothing is run, so a loaded plan can be explained, too. For many devices this takes seconds, unless the
-        explanation is stored in the plan (`with_explanation`).
+        No training step is run, so this also works for a loaded plan. For many devices it takes seconds, unless the
+        plan stores the explanation (`with_explanation`).
 
         Returns:
-            Numbers; `str()` returns them as text.
+            The explanation as numbers. `str()` returns it as text.
         """
         kept = self.explained
         if kept is not None and kept.of == self.digest():
-            stored = kept.explanation  # the file and its digest may have been edited
+            stored = kept.explanation  # The file and its digest may have been edited.
             if all(getattr(stored, name) == value for name, value in self.repeated().items()):
                 return stored
         from autosplit.plan.explain import explanation_of
@@ -88,20 +84,21 @@ class Plan(PlanRecord):
         return explanation_of(self)
 
     def with_explanation(self) -> Plan:
-        """Return the plan with its explanation, so that a reader of the file need not compute it."""
+        """Return the plan with its explanation stored in it, so that a reader of the file need not compute it."""
         return replace(self, explained=Explained(self.digest(), self.explain())).kept_at(self.path)
 
     def compare_with(self, split: int | Sequence[int], accumulation_steps: int = 1) -> SplitComparison:
         """Predict the samples/s and the memory of another configuration, and compare them with the plan.
 
-        Nothing is run, so this works with a loaded plan, too. `autosplit.measure` runs a configuration.
+        No training step is run, so this also works for a loaded plan. `autosplit.measure` runs a configuration.
 
         Args:
-            split: Samples per device in one forward. For DDP alone (``strategy="ddp"``), samples per rank.
+            split: Samples per device in one forward. If the plan is for DDP only (``strategy="ddp"``), samples per
+                rank.
             accumulation_steps: Forwards per optimizer step, each with the whole split.
 
         Returns:
-            Numbers; `str()` returns them as text.
+            The comparison as numbers. `str()` returns it as text.
 
         Raises:
             InputError: The split does not have one number for each device, or a device gets too few samples to train.
@@ -117,14 +114,14 @@ class Plan(PlanRecord):
             goodput = plan.goodput(noise_scale)
             goodput.plot().savefig("goodput.pdf")
 
-        Nothing is run. The plan's fit predicts the samples/s of its split.
+        No training step is run. The plan's fit predicts the samples/s of its split.
 
         Args:
             noise_scale: The `autosplit.NoiseScale` of a training run, or a number of samples. If a noise scale counts
                 tokens, divide it by the tokens of a sample.
 
         Returns:
-            Numbers; `str()` returns them as one line of text.
+            The recommendation as numbers. `str()` returns it as one line of text.
 
         Raises:
             InputError: The noise scale is not finite, because it has too few steps or the gradients are mostly noise.
@@ -139,8 +136,8 @@ class Plan(PlanRecord):
 
             plan.plot().savefig("plan.pdf")
 
-        `autosplit report` shows the same figures. The curve shows the predicted throughput of the fastest split
-        of each batch. It is left out if the plan has no fit.
+        `autosplit report` shows the same figures. The curve is the predicted throughput of each batch's fastest split.
+        A plan without a fit has no curve.
 
         Returns:
             A matplotlib figure, 9 inches wide, which notebooks display automatically. pyplot is not used.
@@ -158,8 +155,8 @@ class Plan(PlanRecord):
             print(plan.export("transformers"))
             arguments = TrainingArguments(**plan.export("transformers").settings["TrainingArguments"])
 
-        transformers, accelerate and Lightning give all ranks one batch size. For them the nearest even plan is
-        computed, and its notes list what is lost.
+        transformers, accelerate and Lightning give all ranks one batch size. For these tools, autosplit computes the
+        nearest plan with equal batch sizes. Its notes list what is lost.
 
         Args:
             to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"slurm"``, ``"trainjob"``,
@@ -181,7 +178,7 @@ class Plan(PlanRecord):
     # Training with the plan
 
     def devices_here(self) -> tuple[torch.device, ...]:
-        """Return the plan's devices in this process: GPUs with the same UUIDs, or on another machine the same names.
+        """Find the plan's devices in this process: GPUs with the same UUIDs, or on another machine with the same names.
 
         Raises:
             DeviceError: A device is not visible.
@@ -210,16 +207,16 @@ class Plan(PlanRecord):
         """Wrap a model so that each forward is split according to the plan.
 
         Args:
-            model: The model. It is moved to the first device. Layers that the plan checkpoints are checkpointed from
-                now on.
+            model: The model. It is moved to the first device. If the plan checkpoints layers, they are checkpointed
+                from now on.
 
         Returns:
-            The wrapper; `wrapper.module` is the model.
+            The wrapper. `wrapper.module` is the model.
 
         Raises:
             DeviceError: The plan is for simulated GPUs, or its GPUs are not visible.
-            InputError: This process is one of several ranks. The model is wrapped already. Or moving it replaced
-                parameters that an optimizer refers to.
+            InputError: This process is one of several ranks. Or the model is wrapped already. Or moving the model
+                replaced parameters that an optimizer refers to.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -249,7 +246,7 @@ class Plan(PlanRecord):
 
     @property
     def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
-        """How `wrap` combines scalar outputs of the devices, as the checks detected it; None if they did not."""
+        """How `wrap` combines scalar outputs of the devices, as the checks detected it. None if unknown."""
         if self.loss_reduction == "sum":
             return "sum"
         return next((check.reduce for check in self.checks if check.reduce is not None), None)
@@ -257,11 +254,11 @@ class Plan(PlanRecord):
     def batch_sampler(
         self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> ScheduledBatchSampler:
-        """Return a batch sampler for the plan's micro-batches, with `effective_batch_size` samples per step.
+        """Return a batch sampler for the plan's micro-batches, with `effective_batch_size` samples per optimizer step.
 
         Args:
             num_samples: The dataset, or its length.
-            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets one.
+            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets the epoch.
             seed: Seed of the order.
             drop_last: Leave out the last step of an epoch if it is incomplete.
 
@@ -278,7 +275,7 @@ class Plan(PlanRecord):
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
-        """Return a batch sampler that makes batches of samples with similar lengths, with as many samples as fit.
+        """Return a batch sampler that groups samples of similar length, with as many samples per batch as fit.
 
             sampler = plan.token_sampler([len(sample) for sample in dataset], shuffle=True)
             loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)
@@ -286,13 +283,13 @@ class Plan(PlanRecord):
                 ...
 
         With an effective batch size, each step has exactly this many samples, in the order of `batch_sampler`. Without
-        one, each batch is a step. `steps` knows each batch's split and gives all samples the same weight. Training can
-        be resumed as with `batch_sampler`. Without an effective batch size, this needs the same lengths and the same
-        plan.
+        an effective batch size, each batch is a step. `steps` reads each batch's split and gives all samples the same
+        weight. Training can be resumed as with `batch_sampler`. Without an effective batch size, resuming needs the
+        same lengths and the same plan.
 
         Args:
             lengths: Length of each sample, as in `tune`: a list, an array or a tensor.
-            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets one.
+            shuffle: Draw a new order in each epoch. `steps` counts the epochs, or `set_epoch` sets the epoch.
             seed: Seed of the order.
 
         Raises:
@@ -316,9 +313,9 @@ class Plan(PlanRecord):
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
-        """The most tokens of each device at any length, with padding, for trainers that need a single number.
+        """The most tokens of each device at any length, with padding. Use it for trainers that need a single number.
 
-        The numbers hold for batches padded to at least the shortest measured length (`lengths.points`).
+        The numbers hold for batches that are padded to at least the shortest measured length (`lengths.points`).
 
         Raises:
             PlanError: The plan was not tuned for lengths.
@@ -337,23 +334,23 @@ class Plan(PlanRecord):
     ) -> DataLoader[Any]:
         """Return a DataLoader for the plan's micro-batches.
 
-            loader = plan.loader(loader)  # the same data set, order, collate_fn and workers
+            loader = plan.loader(loader)  # the same dataset, order, collate_fn and workers
 
         If `fit_to_loader` found faster settings, the DataLoader has them.
 
         Args:
-            data: A DataLoader, whose data set, order and settings are used. Or a data set with `__getitem__` and
+            data: A DataLoader, whose dataset, order and settings are used. Or a dataset with `__getitem__` and
                 `__len__`.
             shuffle: Draw a new order in each epoch. `steps` counts the epochs, or ``loader.batch_sampler.set_epoch``
-                sets one. Default: as the given DataLoader does. False for a data set.
+                sets the epoch. Default: the given DataLoader's setting; False for a dataset.
             seed: Seed of the order.
-            drop_last: Leave out the last step of an epoch if it is incomplete. Default: the given DataLoader's
-                `drop_last`. False for a data set.
+            drop_last: Leave out the last step of an epoch if it is incomplete. Default: the given DataLoader's setting;
+                False for a dataset.
             **options: Arguments of ``torch.utils.data.DataLoader``, which override all other settings.
 
         Raises:
             InputError: The short last forward has too few samples for the model's BatchNorm layers. Or the given
-                DataLoader has an iterable data set, or a sampler that repeats samples or leaves some out.
+                DataLoader has an iterable dataset, or a sampler that repeats or skips samples.
         """
         from autosplit.parallel.rebuilt_loader import loader_around
 
@@ -369,7 +366,7 @@ class Plan(PlanRecord):
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
     ) -> Iterator[OptimizerStep]:
-        """Cut a loader into optimizer steps, each an iterable of its micro-batches.
+        """Group the batches of a loader into optimizer steps. Each step is an iterable of its micro-batches.
 
             for step in plan.steps(loader):
                 for inputs, targets in step:
@@ -377,24 +374,25 @@ class Plan(PlanRecord):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        The wrapped model moves its inputs to the devices. With ``device=model.output_device``, `steps` moves every
-        tensor of a micro-batch to the first device. Use it if the loop calls more than the model and the loss function.
+        The wrapped model moves its inputs to the devices. If the loop uses tensors outside the model and the loss
+        function, pass ``device=model.output_device``. Then `steps` moves every tensor of a micro-batch to the first
+        device.
 
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
-            count: Return the divisor of a batch's mean loss, if it is not the number of samples. For example, return
-                the number of labels that are not padding, or a tensor with the sum of the labels' class weights. A
-                batch with a count of 0 contributes nothing.
+            count: Function that returns the divisor of a batch's mean loss, if it is not the number of samples.
+                Example: the number of labels that are not padding, or a tensor with the sum of the labels' class
+                weights. A batch with a count of 0 contributes nothing.
             on_oom: ``"cut"``: if a micro-batch runs out of memory within ``with step.attempt():``, run it again in two
-                parts, see `OptimizerStep.attempt`. After three such micro-batches, all later micro-batches of that size
-                from this loader are cut before they run, and the plan's file gets a note. Values other than tensors
-                are passed to both parts unchanged.
-            noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from one norm of each
-                micro-batch's gradient. Pass the same object in every epoch, and then to `goodput`. Replicas are copied
-                again for each micro-batch, because kept replicas add up gradients.
-            device: The device to which every micro-batch is moved before the loop gets it, see `autosplit.to_device`.
-                With several devices, the inputs of all of them then occupy memory on this one. Default: batches stay
-                where the loader made them.
+                parts, see `OptimizerStep.attempt`. After three such micro-batches, later micro-batches of that size
+                from this loader are cut before they run, and the plan's file gets a note. Values other than tensors are
+                passed to both parts unchanged.
+            noise_scale: An `autosplit.NoiseScale`, which estimates the gradient noise scale from the norm of each
+                micro-batch's gradient. Pass the same object in every epoch, and then to `goodput`. The replicas are
+                copied again for each micro-batch, because persistent replicas would add up gradients.
+            device: The device to move every micro-batch to before the loop gets it, see `autosplit.to_device`. With
+                several devices, the inputs of all devices then occupy memory on this device. Default: batches are not
+                moved.
 
         Raises:
             InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
@@ -420,8 +418,8 @@ class Plan(PlanRecord):
             noise_scale=noise_scale,
             device=device,
         )
-        # Do not compare the sizes of steps that `count` measures in other units. With a ScheduledBatchSampler, `steps`
-        # compares the sizes itself.
+        # If `count` is given, step sizes are in other units and can't be compared. With a ScheduledBatchSampler,
+        # `steps` already compares the sizes.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
         return compared(made, self.effective_batch_size, stacklevel=1)

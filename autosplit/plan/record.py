@@ -1,4 +1,4 @@
-"""Store a plan as plain numbers, check them, and convert them to and from JSON."""
+"""Store a plan as plain numbers, validate them, and convert them to and from JSON."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCHEMA_VERSION = 2
-"""Version of the JSON. Files of unknown versions are rejected."""
+"""Version of the JSON format. `load` rejects files of unknown versions."""
 
 MOST_DEVICES = 4096
-"""Most devices of a plan, over all machines of a job."""
+"""Largest number of devices in a plan, over all machines of a job."""
 
 MOST_FORWARDS = 2**20
-"""Most forwards of an optimizer step."""
+"""Largest number of forwards per optimizer step."""
 
 MAX_FILE_BYTES = 16 * 2**20
-"""Largest file that is read. A plan has some dozens of KiB."""
+"""Largest plan file that `load` reads, 16 MiB. A plan has tens of KiB."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class PlanDevice:
     """A device of the plan.
 
     Attributes:
-        label: Label of the device: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
+        label: ``"cuda:0"``, ``"cpu:1"`` or ``"sim:2"``.
         kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, such as ``"cuda"``.
-        index: Position among the devices for cpu and sim; logical index for an accelerator.
+        index: Position among the devices for cpu and sim. Logical index for an accelerator.
         name: Model name of the device.
         memory_bytes: Memory of the device, or its budget.
         capacity_bytes: Memory that the plan may use, without the reserve.
         budgeted: Whether autosplit enforces the capacity.
-        share: Samples per forward on this device; its entry of the split.
-        peak_bytes: Peak memory in a step of the plan; predicted for simulated GPUs.
+        share: Samples per forward on this device: its entry of the split.
+        peak_bytes: Peak memory in a step of the plan. Predicted for simulated GPUs.
         busy_s: Compute time of a full micro-step, by the fitted curve.
-        ceiling: The largest number of samples that the device can run, and how it was found.
-        uuid: UUID of a GPU; None for other devices.
-        driver: Version of the GPU's driver; None for other devices.
-        memory: Parts of `peak_bytes`; None if they are unknown.
-        rates: Source of a simulated GPU's speed, ``"published"`` or ``"measured on ..."``; None for other devices.
-        attention: The back ends that torch chooses for `scaled_dot_product_attention` on the device. Empty if the model
-            calls no attention, and for devices other than NVIDIA GPUs.
+        ceiling: The largest batch that fits on the device, and how it was found.
+        uuid: UUID of a GPU. None for other devices.
+        driver: Version of the GPU's driver. None for other devices.
+        memory: Parts of `peak_bytes`. None if they are unknown.
+        rates: Source of a simulated GPU's speed, ``"published"`` or ``"measured on ..."``. None for other devices.
+        attention: The back ends that torch chooses for `scaled_dot_product_attention`. Empty if the model calls no
+            attention, and for devices other than NVIDIA GPUs.
     """
 
     label: str
@@ -92,11 +92,11 @@ class RankSettings:
 
     Attributes:
         rank: Number of the rank.
-        device: Label of the device.
+        device: Label of the rank's device.
         batch_size: Samples per forward on this rank.
         accumulation_steps: Forwards per optimizer step, equal on all ranks.
-        ceiling: The largest batch that this rank can run.
-        peak_bytes: Predicted peak memory of the rank at its batch size.
+        ceiling: The largest batch that fits on this rank.
+        peak_bytes: Predicted peak memory at this batch size.
     """
 
     rank: int
@@ -115,8 +115,8 @@ class DdpOptions:
         gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves one copy.
         find_unused_parameters: Whether a trainable parameter got no gradient in a step. Without this option, DDP would
             wait for its gradient.
-        static_graph: Whether the graph is the same in every step. It is never detected, because a few steps can't prove
-            it.
+        static_graph: Whether the graph is the same in every step. autosplit never sets it, because a few steps can't
+            prove it.
     """
 
     gradient_as_bucket_view: bool = True
@@ -130,16 +130,16 @@ class DdpOptions:
 
 @dataclass(frozen=True)
 class DdpPlan:
-    """The settings for DistributedDataParallel, solved from the same measurements if there are several ranks.
+    """The settings for DistributedDataParallel. They are solved from the plan's own measurements.
 
     Attributes:
-        ranks: One entry for each device; empty if DDP is not possible, see `reason`.
-        samples_per_s: Throughput of whole optimizer steps, predicted unless `measured`; 0 if there are no ranks.
-        reason: Why there are no ranks; None if there are.
-        effective_batch_size: Samples per optimizer step; 0 if there are no ranks.
-        measured: Whether the throughput was measured or simulated. For a single rank it is from the search.
+        ranks: One entry for each device. Empty if DDP is not possible, see `reason`.
+        samples_per_s: Throughput of whole optimizer steps, predicted unless `measured`. 0 if there are no ranks.
+        reason: Why there are no ranks. None if there are ranks.
+        effective_batch_size: Samples per optimizer step. 0 if there are no ranks.
+        measured: Whether the throughput was measured or simulated. A single rank's throughput is from the search.
         options: Options of DistributedDataParallel.
-        least_batch: The fewest samples per rank: 2 if a BatchNorm layer sees one value per sample, otherwise 1.
+        least_batch: The fewest samples per rank: 2 if a BatchNorm layer gets one value per sample, otherwise 1.
         even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
             None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
     """
@@ -165,40 +165,42 @@ class PlanRecord:
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Requested samples per optimizer step. The last micro-step may be shorter.
         samples_per_s: Throughput of whole optimizer steps, measured or simulated.
-        even_samples_per_s: Throughput of the same batch split evenly; None if it does not fit, was not run, or is
+        even_samples_per_s: Throughput of the same batch split evenly. None if it does not fit, was not run, or is
             meaningless (one device, or devices that share a CPU).
         ceilings: Samples per device that fit at the same time. Any split within the ceilings fits.
         devices: The devices, with the plan's values for each.
         region: The splits that fit: device 0's memory by its samples and the whole batch, and the other devices'
             ceilings. None if no batch is split (`strategy="ddp"`).
-        fit: The fitted time model, with its residuals; None if the plan has none.
-        effective_batch_sizes: The requested range of samples per optimizer step; None for one forward of any size.
-        max_batch_size: The requested limit of samples per forward; None for no limit.
+        fit: The fitted time model, with its residuals. None if the plan has no fit.
+        effective_batch_sizes: The requested range of samples per optimizer step. None for one forward of any size.
+        max_batch_size: The requested limit of samples per forward. None for no limit.
         accumulates: Whether an optimizer step may have several forwards.
-        sample_batch_size: Samples of the workload's sample batch; None if it is unknown.
+        sample_batch_size: Samples of the workload's sample batch. None if unknown.
         trials: The trials of the search.
-        checks: Checks of whether splitting changes the training; empty (with a note) if none were made.
+        checks: Checks of whether splitting changes the training. Empty, with a note, if no check was made.
         ddp: The settings for DistributedDataParallel.
-        precision: Precision of the workload.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
         batch_dim: The batch dimension.
-        loss_reduction: Loss reduction of the workload. Scalar outputs of the replicas are combined by it.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines samples. Scalar outputs of the replicas are
+            combined in the same way.
         called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
         simulated: Whether the devices are simulated. Such a plan can't be used for training.
         complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
         machine: The kind of machine that the plan is for.
         workload: The fingerprint of the workload that the plan is for.
-        request: Arguments of `tune` that affect the plan, and its ``name``; empty in older files.
+        request: Arguments of `tune` that affect the plan, and its ``name``. Empty in older files.
         notes: Assumptions, and tasks that could not be done. Each `Note` has a `kind` and a `text`.
         real_steps: Number of real training steps that were run to find the plan.
         real_ooms: Number of these steps that ran out of memory.
-        changes: Simulated throughput of machines that differ in one property; None if they were not simulated.
-        loader_settings: The fastest settings of the data loader; None if `tune` got no loader.
-        loader_samples_per_s: Throughput of the data loader over all processes; None if `tune` got no loader.
-        lengths: The plan for samples of different lengths; None if `tune` got no lengths.
-        fits: Memory that is left for saving, loading and evaluating; None if it was not requested.
+        changes: Simulated throughput of machines that differ in one property. None if they were not simulated.
+        loader_settings: The fastest settings of the data loader. None if `tune` got no loader.
+        loader_samples_per_s: Throughput of the data loader over all processes. None if `tune` got no loader.
+        lengths: The plan for samples of different lengths. None if `tune` got no lengths.
+        fits: Memory that is left for saving, loading and evaluating. None if it was not requested.
         checkpointed: Names of the layers that `Plan.wrap` and `autosplit.ddp` checkpoint.
-        ways: Results of each precision or choice of checkpointed layers, the plan's own first; empty for one.
-        explained: The stored explanation, or None. It does not count when plans are compared.
+        ways: Results of each precision or choice of checkpointed layers, the plan's own result first. Empty if there
+            was only one choice.
+        explained: The stored explanation, or None. Comparisons of plans ignore it.
         schema_version: Version of the JSON.
     """
 
@@ -283,12 +285,11 @@ class PlanRecord:
             )
 
     def __repr__(self) -> str:
-        """Return the devices and the plan, in two lines."""
         devices = listed([f"{device.label} {printable(device.name)}" for device in self.devices], 4)
         return f"<Plan for {devices}:\n {self}>"
 
     def __str__(self) -> str:
-        """Return the plan in one line. `autosplit show` prints the full plan."""
+        """Return the plan as one line. `autosplit show` prints the full plan."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
@@ -301,7 +302,8 @@ class PlanRecord:
     def fastest(self) -> Literal["balanced", "ddp"] | None:
         """Whether the plan's own split (``"balanced"``) or `ddp` has more `samples_per_s`, which may be a prediction.
 
-        None if only one of them is possible, or if the devices share a CPU, so that splitting brings no gain.
+        None if only one of them is possible. Also None if the devices share a CPU, because splitting brings no gain
+        there.
         """
         if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
             return None
@@ -314,21 +316,21 @@ class PlanRecord:
 
     @property
     def path(self) -> Path | None:
-        """The file that the plan was read from or stored in, or None. It is not part of the JSON."""
+        """The file that the plan was read from or stored in, or None. The JSON does not contain it."""
         return self.__dict__.get("_path")
 
     def kept_at(self, path: Path | None) -> Self:
-        """Return the plan with another `path`. Call this after `dataclasses.replace`, which drops the path."""
+        """Return a copy of the plan with this `path`. Call it after `dataclasses.replace`, which drops the path."""
         kept = replace(self)
         object.__setattr__(kept, "_path", path)
         return kept
 
     def with_notes(self, *first: Note, last: Iterable[Note] = ()) -> Self:
-        """Return the plan with more notes, before and after its own."""
+        """Return the plan with notes added before (`first`) and after (`last`) its own notes."""
         return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
 
     def note(self, note: Note) -> None:
-        """Add a note to the plan's file, if there is a writable file."""
+        """Add a note to the plan's file. Do nothing if the plan has no writable file."""
         if self.path is not None:
             with contextlib.suppress(PlanError, OSError):
                 plan = type(self).load(self.path)
@@ -338,12 +340,12 @@ class PlanRecord:
 
     @property
     def loader_keywords(self) -> dict[str, Any]:
-        """The settings found for the data loader, as keyword arguments of a DataLoader; empty if there are none."""
+        """The settings found for the data loader, as keyword arguments of a DataLoader. Empty if there are none."""
         return {} if self.loader_settings is None else self.loader_settings.to_dict()
 
     @property
     def takes_samples_per_s(self) -> float:
-        """Samples per second that the devices need from the data loader, with the plan's lengths if it has any."""
+        """Samples per second that the data loader must deliver, at the plan's lengths if it has any."""
         return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def required_lengths(self) -> LengthPlan:
@@ -357,31 +359,31 @@ class PlanRecord:
         return self.lengths
 
     def bare(self) -> Self:
-        """Return the plan without its notes and its explanation. The rest is equal on all ranks."""
+        """Return the plan without its notes and its explanation. All other fields are equal on all ranks."""
         return replace(self, notes=(), explained=None)
 
     @property
     def attention(self) -> dict[str, tuple[str, ...]]:
-        """The back ends of attention, each with the labels of its devices."""
+        """The attention back ends, each with the labels of the devices that use it."""
         names = {name for device in self.devices for name in device.attention}
         return {name: tuple(one.label for one in self.devices if name in one.attention) for name in sorted(names)}
 
     def repeated(self) -> dict[str, Any]:
-        """Return the values that an explanation repeats, by name."""
+        """Return the plan's values that `Explanation` contains unchanged, by name."""
         numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
         names = (*numbers, "simulated", "shares_processor", "ways", "lengths", "fits", "attention")
         ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
         return {name: getattr(self, name) for name in names} | ddp
 
     def digest(self) -> str:
-        """Return 64 hexadecimal digits for the numbers that an explanation depends on, the same in every process."""
+        """Return 64 hexadecimal digits that identify the numbers an explanation depends on, equal in every process."""
         devices = [replace(device, uuid=None, driver=None) for device in self.devices]
         return hashlib.sha256(msgspec.json.encode([devices, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
 
     # JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain dicts, lists, numbers and strings, keyed by the attributes' names."""
+        """Return the plan as plain dicts, lists, numbers and strings."""
         # Convert to JSON first, because `msgspec.to_builtins` keeps tuples.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
@@ -415,7 +417,7 @@ class PlanRecord:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan that `save` wrote, or a profile by the first digits of its key.
+        """Read a plan that `save` wrote. Instead of a path, the first digits of a profile's key are accepted.
 
         Raises:
             PlanError: The file does not exist, or is not a plan that this version can read.
@@ -485,7 +487,7 @@ class _Versioned:
 
 
 def _from_version_1(text: str | bytes) -> bytes:
-    """Convert JSON of version 1 to version 2. A note of version 1 was a string, and a note of version 2 has a kind."""
+    """Convert JSON of version 1 to version 2: notes were strings, and now have a kind."""
 
     def upgraded(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):

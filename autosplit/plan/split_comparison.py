@@ -1,4 +1,4 @@
-"""Compare another split with a plan, by the plan's time and memory models. Nothing is run."""
+"""Compare another split with a plan, by the plan's time and memory models."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class SplitComparison:
     Attributes:
         split: Samples per device in one forward.
         accumulation_steps: Forwards per optimizer step, each with the whole split.
-        effective_batch_size: Samples per optimizer step.
         samples_per_s: Predicted throughput of the configuration.
         plan_samples_per_s: Predicted throughput of the plan. `Plan.samples_per_s` is the measured value.
         gain: The plan's throughput over the configuration's.
-        peak_bytes: Predicted peak memory of each device, by a line near its ceiling. Far below the ceiling, it is less
-            accurate.
+        peak_bytes: Predicted peak memory of each device, by a line near its ceiling. Far below the ceiling, the line is
+            less accurate.
         plan_peak_bytes: Peak memory of each device in the plan.
         capacity_bytes: Memory that training may use on each device.
         too_large: Labels of the devices on which the configuration does not fit, by prediction.
@@ -53,7 +52,6 @@ class SplitComparison:
         return not self.too_large
 
     def __str__(self) -> str:
-        """Return the comparison in one line, marked as predicted."""
         unfit = f"; it does not fit {', '.join(self.too_large)}" if self.too_large else ""
         return (
             f"split {self.split} x {self.accumulation_steps}: {rate_text(self.samples_per_s)} (predicted), the plan "
@@ -93,7 +91,7 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
 
 
 def _peak_bytes(plan: PlanRecord, index: int, split: tuple[int, ...], steps: int) -> int:
-    """Predict the peak memory of a device. Device 0 of several also has memory for the whole batch."""
+    """Predict the peak memory of a device. On several devices, device 0 also needs memory for the whole batch."""
     device, share = plan.devices[index], split[index]
     beside = plan.region is not None and any(split[1:])
     if share == 0 and not (index == 0 and beside):
@@ -101,6 +99,7 @@ def _peak_bytes(plan: PlanRecord, index: int, split: tuple[int, ...], steps: int
     known = device.ceiling.bytes_at(share)
     if index == 0 and beside and plan.region is not None:
         known = max(0, int(plan.region.primary.peak_bytes(share, sum(split))))
-    # Gradients that wait for another forward need as much memory as the parameters. Ranks always keep them.
+    # Gradients that stay in memory during the next forward need as much memory as the parameters. Ranks always keep
+    # them.
     waits = steps > 1 and plan.accumulation_steps == 1 and plan.region is not None and device.memory is not None
     return known + (device.memory.parameters_bytes if waits and device.memory is not None else 0)

@@ -19,7 +19,7 @@ PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 _COUNT = "nproc-per-node"
 _NODES = "nnodes"
 _MEETINGS = {"standalone", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"}
-"""Options of torchrun that connect its processes. Without them, the processes of one machine connect automatically."""
+"""torchrun options that connect its processes. If none is given, `command_for` adds ``--standalone`` on one machine."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     """Make torchrun's command for a plan.
 
     Args:
-        plan: The plan.
-        path: The plan's file.
         arguments: Options of torchrun, the script (or ``-m module``), and its arguments.
     """
     options = _options_of(arguments)
@@ -56,13 +54,13 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
 
 
 def refuse_unfit(plan: PlanRecord) -> None:
-    """Raise if no job can be started with the plan, because it has no ranks or is for simulated GPUs."""
+    """Raise an error if no job can be started with the plan, because it has no ranks or is for simulated GPUs."""
     refuse_simulated(plan, "train on")
     refuse_without_ranks(plan)
 
 
 def refuse_several_processes() -> None:
-    """Raise InputError in one of several ranks, because each would train its own BalancedDataParallel."""
+    """Raise InputError if this process is one of several ranks. Each would train its own BalancedDataParallel."""
     world_size = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and world_size.isdecimal() and int(world_size) > 1:
         raise InputError(
@@ -102,13 +100,13 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Return torchrun's options, which precede the script, with their values."""
+    """Return torchrun's options with their values. They precede the script."""
     options: dict[str, str] = {}
     waiting: str | None = None
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
             name, _, value = argument.lstrip("-").partition("=")
-            name = name.replace("_", "-")  # torchrun takes both
+            name = name.replace("_", "-")  # torchrun accepts hyphens and underscores
             options[name] = value
             waiting = None if "=" in argument or name in _SWITCHES else name
         elif waiting is not None:
@@ -144,7 +142,7 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
 def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     """Raise PlanError if the number of processes differs from the plan's ranks.
 
-    On several machines, the numbers of processes may differ.
+    Skip the check on several machines, which may have different numbers of processes.
     """
     given = options.get(_COUNT, "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":

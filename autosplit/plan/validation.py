@@ -1,6 +1,6 @@
 """Check that the parts of a plan from a file are consistent, beyond types and single fields.
 
-The file may come from anyone. The explanation, the report, the wrapper and the ranks rely on these checks.
+The file is untrusted. The explanation, the report, the wrapper and the ranks rely on these checks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LARGEST = 2**62
 """Upper bound of all numbers of a plan: 4 EiB, or as many samples."""
 
 DEEPEST = 32
-"""Most levels of nesting in the descriptions of machine and workload. Real ones have about five."""
+"""Largest nesting depth of the descriptions of machine and workload. Real descriptions have about five levels."""
 
 _MOST_OTHER_BOUNDS = 8
-"""Most bounds of a plan in addition to the memory and the time of each device."""
+"""Largest number of bounds in addition to the memory and the time of each device."""
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Describe the first contradiction in a plan. Return None if the plan has no contradiction."""
+    """Describe the first contradiction in a plan. Return None if there is none."""
     return next(_unsound(plan), None)
 
 
@@ -115,7 +115,6 @@ def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Return whether dicts and lists are nested deeper than `levels`, without looking deeper."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels <= 0 or any(_is_deeper(item, levels - 1) for item in items))
 
@@ -135,7 +134,7 @@ def fits_devices(fit: Fit | None, count: int) -> bool:
 
 
 def unfit_number(value: object, name: str = "the plan") -> str | None:
-    """Return the name and value of the first number that no plan can hold, or None."""
+    """Return the name and value of the first number that is out of range for a plan, or None."""
     if is_dataclass(value):
         parts = [(getattr(value, part.name), part.name) for part in fields(value)]
     elif isinstance(value, tuple):
