@@ -1,4 +1,4 @@
-"""Make a plan from measurements and results. This module runs no steps."""
+"""Assemble a plan from measurements and results. No steps are run."""
 
 from __future__ import annotations
 
@@ -41,21 +41,12 @@ def accumulates(request: Request, workload: Workload) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """The solution that a plan is made of.
+    """The results that `assembled` makes a plan from.
 
     Attributes:
-        split: Samples per device in one forward.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step.
-        samples_per_s: Throughput of whole optimizer steps.
         peak_bytes: Peak memory of each device.
-        ceilings: Ceiling of each device.
-        curves: Time curve of each device.
-        ddp: The settings for DistributedDataParallel.
-        even_samples_per_s: Throughput of the even split, or None.
-        region: The splits that fit; None if no batch is split.
-        fit: The fitted time model, or None.
-        memory: Parts of each device's peak; empty if they are unknown for all devices.
+        region: The splits that fit. None if no batch is split.
+        memory: Parts of each device's peak. Empty if they are unknown for all devices.
     """
 
     split: tuple[int, ...]
@@ -73,7 +64,7 @@ class Answer:
 
 
 def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Answer, **more: Any) -> Plan:
-    """Make the plan. `more` has its other attributes."""
+    """Make the plan from an `Answer`. `more` has the plan's other attributes."""
     batch_size = sum(answer.split)
     return Plan(
         split=answer.split,
@@ -181,8 +172,8 @@ def solved_ranks(
             batch_size=samples,
             accumulation_steps=answer.accumulation_steps,
             ceiling=ceiling,
-            # The line was fitted near the ceiling. Below, the line may be higher than the ceiling's peak, but the real
-            # peak is not.
+            # The memory line was fitted near the ceiling. Below the ceiling, the line may exceed the ceiling's peak,
+            # but real peaks do not.
             peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.split, strict=True))
@@ -199,7 +190,6 @@ def solved_ranks(
 
 
 def _why_unsolved(request: Request, ranks: Sequence[Ceiling], least_batch: int, *, may_accumulate: bool) -> str:
-    """Return the reason why no batch sizes of the ranks make a step."""
     held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
     if not may_accumulate and held < request.least_effective:
         return (
@@ -237,7 +227,7 @@ def measured_ranks(
 
 
 def why_no_ranks(request: Request, workload: Workload, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
-    """Return the reason why a workload can't be trained by these ranks, or None if it can."""
+    """Return the reason why these ranks can't train a workload, or None if they can."""
     if workload.loss_scope == "batch" and len(request.devices) > 1:
         return (
             "loss_scope='batch' needs the whole batch, but a DDP rank has only its own samples. Gather the ranks' "
@@ -250,7 +240,7 @@ def why_no_ranks(request: Request, workload: Workload, ranks: tuple[Ceiling, ...
 
 
 def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
-    """Return the prediction of a fitted model for every trial that ran, in order."""
+    """Return the predictions of a fitted model for every trial that ran, in order."""
     residuals = []
     for trial in trials:
         if trial.samples_per_s is not None:

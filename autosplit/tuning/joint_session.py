@@ -1,7 +1,7 @@
 """Tune on all ranks of a job: each rank measures its own device, and all ranks run the trials together.
 
-each rank   ceiling, times | dry pass, all agree, timed step | ...
-rank 0                     | searches, proposes a step       | the plan
+each rank   ceiling, times | dry pass, all exchange results, timed step | ...
+rank 0                     | searches, proposes a step                  | the plan
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, ev
 from autosplit.tuning.worker import Worker
 
 LEAST_SEEN = 0.05
-"""Least fraction of an all-reduce that the backward does not hide: about the first bucket."""
+"""Smallest fraction of an all-reduce that the backward does not hide: about the first bucket."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Measured:
 
 
 class JointSession(Session):
-    """Tunes on all ranks of a job. Only rank 0 has a session."""
+    """Tune on all ranks of a job. Only rank 0 has a session."""
 
     ranks: tuple[Measured, ...] = ()
 
@@ -82,13 +82,13 @@ class JointSession(Session):
             plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
         except KeyboardInterrupt:
             best_so_far = self._best_so_far() if self.worker.peers.stopped else None
-            if best_so_far is None:  # or it is a second Ctrl-C, and the ranks may be at different places
+            if best_so_far is None:  # Or this is a second Ctrl-C, and the ranks may be at different places.
                 raise
             return best_so_far
         self._say("done", "done", 1.0)
         return plan
 
-    # Each rank alone
+    # Measurements of single ranks
 
     def _measured_alone(self) -> list[Measured]:
         """Let every rank measure its own device. All ranks do this at the same time, as in training."""
@@ -112,7 +112,6 @@ class JointSession(Session):
     # The search
 
     def _space(self) -> Space:
-        """Return the search space within the ranks' ceilings."""
         needed, asked = len(self.ranks) * self._least_batch(), self.request.largest_batch
         if asked < needed:
             raise DoesNotFitError(
@@ -148,7 +147,6 @@ class JointSession(Session):
         return RankStepTime(curves, copies, (0.0,) * count, max(rank.update_s for rank in self.ranks), adds_up=False)
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        """Run a step on all ranks."""
         found = self.workers.ask(Worker.step, splits, TRIAL_BUDGET_S)[0]
         if isinstance(found, Failure):
             raise OutOfMemoryError(f"rank {found.rank}: {found.message}", device_index=found.rank)

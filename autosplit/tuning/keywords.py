@@ -1,4 +1,4 @@
-"""Refuse unknown keywords of `tune` and `measure`, and name the keyword that was meant."""
+"""Reject unknown keywords of `tune` and `measure`, and suggest the keyword that was meant."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MEANT = {
     **dict.fromkeys(("batch", "data", "sample"), "sample_batch"),
     **dict.fromkeys(("loader", "dataloader", "train_loader"), "autosplit.fit_to_loader(plan, loader) with the plan"),
 }
-"""Keywords of other tools, and of older versions, with what to use instead."""
+"""Replacements for keywords of other tools and of older versions."""
 
 
 def refuse_unknown(call: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise ArgumentError for the first of these unknown keywords of a function, and suggest what to use instead."""
+    """Raise ArgumentError for the first unknown keyword of a function, and suggest a replacement."""
     for name in given:
         known = [one for one in inspect.signature(call).parameters if one != "unknown"]
         close = difflib.get_close_matches(name, known, 1)

@@ -37,26 +37,26 @@ from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, ev
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 
 DOUBTFUL_ERROR = 0.3
-"""Error of the fitted time model, as a fraction, above which the times are doubtful."""
+"""Error of the fitted time model, as a fraction. Above it, the measured times are doubtful."""
 
 TIMES_DISAGREE = "times-disagree"
-"""The kind of the note on doubtful times."""
+"""Kind of the note on doubtful times."""
 
 EXACT_PATIENCE = 1
-"""`proposals.PATIENCE` for exact times. The solver's answer and its neighbours are enough."""
+"""`proposals.PATIENCE` for exact times. Then the solver's result and its neighbours are enough."""
 
 MOST_SOLVED = 4
-"""Most rounds of solving and timing DDP's batch sizes. Each round changes the batch sizes less."""
+"""Largest number of rounds of solving and timing DDP's batch sizes. Each round changes the batch sizes less."""
 
 UNTIMED = TimedSize(1, 1.0)
 """The time of a device that could not be timed: one second per sample."""
 
 
 _BUCKET_BYTES = 25 * 2**20
-"""Size of a DDP bucket (torch 2.13, ``bucket_cap_mb``)."""
+"""Size of a DDP bucket in bytes (torch 2.13, ``bucket_cap_mb``)."""
 
 _BUCKET_START_S = 1.1e-4
-"""Fixed time of a message: its whole time, minus the time of its bytes at the rate of long messages.
+"""Fixed time of an all-reduce message: its whole time, minus the time of its bytes at the rate of long messages.
 
 For 32 MiB it is 0.17 ms on 8 A100, 0.09 ms on 8 H200, and 0.11 ms on 8 B200 (github.com/stas00/ml-engineering,
 network/README.md).
@@ -64,7 +64,7 @@ network/README.md).
 
 
 class LoneSession(Session):
-    """Tunes in one process. See `Session`."""
+    """Tune in one process. See `Session`."""
 
     memory: MemoryBounds
 
@@ -75,7 +75,7 @@ class LoneSession(Session):
 
     @property
     def _patience(self) -> int:
-        # With exact times, or if all splits are equally fast, more trials would find only noise.
+        # With exact times, or if all splits are equally fast, more trials would only find noise.
         return EXACT_PATIENCE if self.runtime.simulated or self.runtime.shares_processor else PATIENCE
 
     def _begin(self) -> None:
@@ -143,7 +143,7 @@ class LoneSession(Session):
         return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline.end_s))
 
     def _ddp_plan(self) -> Plan:
-        """Solve DDP's batch sizes from measurements of each device alone. Nothing is searched."""
+        """Solve DDP's batch sizes from measurements of single devices. No trials are run."""
         ranks = self.memory.of_ranks()
         step_time = self._rank_time(self._curves(ranks), [rank.batch_size for rank in ranks])
         ddp, step_time = self._solved_ranks(ranks, step_time)
@@ -177,7 +177,7 @@ class LoneSession(Session):
     # Times
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
-        """Time each device alone. Devices that share a CPU have one curve."""
+        """Time each device separately. Devices that share a CPU have one curve."""
         self.stage = "times"
         if self.memory.plain_cpu_curve is not None:
             return (self.memory.plain_cpu_curve,)
@@ -192,14 +192,14 @@ class LoneSession(Session):
         return tuple(map(curve_of, pooled(timed, kinds)))
 
     def _timed_sizes(self, index: int, rank: Ceiling) -> list[TimedSize]:
-        """Time a device as a rank, or in its own role if that fits more than twice the samples."""
+        """Time a device as a DDP rank, or in its own role if that role fits more than twice the samples."""
         role: Role = "rank"
         ceiling = rank.batch_size
         own = self.memory.primary if index == 0 else next(iter(self.memory.replicas[index - 1 : index]), None)
         if own is not None and own.batch_size > 2 * ceiling:
             role, ceiling = own.role, own.batch_size
         if ceiling == 0:
-            return [UNTIMED]  # it gets no samples, so its time is not used
+            return [UNTIMED]  # This device gets no samples, so its time is not used.
         label = self.request.devices[index].label
         for alone in (True, False) if role == "replica" else (True,):
             try:
@@ -233,7 +233,7 @@ class LoneSession(Session):
         return fitted
 
     def _with_host(self, fitted: StepTime) -> StepTime:
-        """Fit the host's time for starting a device to steps of one and of two micro-steps."""
+        """Fit the host's time for starting a device to steps of one micro-step and of two."""
         if not self.may_accumulate:
             return fitted
         least = self.prober.least_batch()
@@ -277,7 +277,7 @@ class LoneSession(Session):
         try:
             return [self.prober.micro_seconds(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts]
         except OutOfMemoryError:
-            return []  # the memory model was slightly too low there; the trials will show
+            return []  # The memory model was slightly too low. Trials will show what fits.
 
     # The search
 
@@ -301,9 +301,10 @@ class LoneSession(Session):
     # DDP
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
-        """Solve DDP's batch sizes, and time each rank at its own batch size. Return both.
+        """Solve DDP's batch sizes, and time each rank at its own batch size. Return the settings and the time model.
 
-        Otherwise the curves would be interpolated at these batch sizes, and the predicted samples/s would be inexact.
+        Without these times, the curves would be interpolated at the batch sizes, and the predicted samples/s would be
+        inexact.
         """
         for _ in range(MOST_SOLVED):
             ddp = solved_ranks(
@@ -322,9 +323,9 @@ class LoneSession(Session):
         return ddp, step_time
 
     def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
-        """Return the ranks' curves with the times at these batch sizes. A rank that cannot be timed keeps its curve."""
+        """Return the ranks' curves with the times at these batch sizes. A rank that can't be timed keeps its curve."""
         if self.runtime.shares_processor or self.prober.limited_by_time:
-            return curves  # all ranks share one curve, and its sizes were measured
+            return curves  # All ranks share one curve, and its sizes were measured.
         timed = list(curves)
         for index, share in enumerate(shares):
             if any(samples == share for samples, _ in curves[index].points):
@@ -343,10 +344,10 @@ class LoneSession(Session):
         return Fit(step_time, self._all_reduce_seconds(step_time))
 
     def _rank_time(self, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -> StepTime:
-        """Return the ranks' time model. One small balanced step gives the time of copying parameters and gradients."""
+        """Return the ranks' time model. One small balanced step yields the time of copying parameters and gradients."""
         bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
         if len(shares) == 1 or self.runtime.shares_processor or self.runtime.simulated:
-            return bare  # the simulation computes the all-reduce; on one CPU nothing is copied
+            return bare  # The simulation computes the all-reduce. On one CPU nothing is copied.
         split = (max(1, min(shares) // 4),) * len(shares)
         try:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
@@ -367,8 +368,8 @@ class LoneSession(Session):
             nbytes = bucket_bytes(self.prober.tracer.trainee)
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * nbytes / link + math.ceil(nbytes / _BUCKET_BYTES) * _BUCKET_START_S
-        # A replica's copy time is for its parameters and its gradients, one replica after the other. A ring sends over
-        # all links at once in both directions, so the slowest link decides.
+        # A replica's copy time includes its parameters and its gradients, and the replicas are copied one after the
+        # other. A ring sends over all links at once in both directions, so the slowest link decides.
         return (count - 1) / count * max(step_time.copies_s)
 
     # The answer

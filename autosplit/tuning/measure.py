@@ -1,4 +1,4 @@
-"""Define `measure()`: run or simulate one configuration like a trial of `tune`. The algorithms are in other modules."""
+"""Define `measure()`, which runs or simulates one configuration like a trial of `tune`."""
 
 from __future__ import annotations
 
@@ -66,35 +66,28 @@ def measure(
 ) -> MeasuredStep:
     """Measure an optimizer step of one configuration: its time, each device's memory, and its bounds.
 
-    The step is run, or simulated for ``sim:``, like a trial of `tune`. Nothing is searched, and no plan is read or
-    stored. The workload is not changed.
+    The step is run, or simulated for ``sim:`` devices, like a trial of `tune`. Nothing is searched, and no plan is read
+    or stored. The workload is not changed.
 
     Args:
         model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`. The
             other arguments of the workload are as in `tune`.
-        sample_batch: As in `tune`.
-        loss_fn: As in `tune`.
         split: Samples per device in one forward. For a single device, a number is enough. Default: the sample batch,
             split evenly.
         accumulation_steps: Forwards per optimizer step, each with the whole split.
-        compute_loss: As in `tune`.
-        optimizer: As in `tune`.
-        loss_reduction: As in `tune`.
-        batch_dim: As in `tune`.
-        make_batch: As in `tune`.
         devices: As in `tune`. Default: every visible GPU, or the CPU if there is none.
         strategy: ``"auto"`` and ``"balanced"`` use BalancedDataParallel. ``"ddp"`` uses DistributedDataParallel with
-            the split as the ranks' batch sizes. In one process, its time is computed from a step of each device alone.
-            In a job (called on every rank), all ranks run the step together.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`.
+            the split as the ranks' batch sizes. In one process, the time is computed from steps of single devices. In a
+            job (called on every rank), all ranks run the step together.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``. It overrides the precision of a `Workload`.
         reserve: Memory to keep free on every device. Default: 5% on GPUs.
         isolate: Run real steps in a separate process, so that a crash does not end this process.
-        progress: Called with a `Progress` from time to time.
+        progress: Function that is called with a `Progress` from time to time.
 
     Raises:
         InputError: An argument is invalid. `DeviceError` and `WorkloadError` are subclasses.
-        DoesNotFitError: The configuration does not fit. The message names the device, with the bytes that it needs and
-            has.
+        DoesNotFitError: The configuration does not fit. The message has the device, and the bytes that are needed and
+            available.
         UserCodeError: The workload's own code raised.
         RankFailedError: In a job, another rank raised.
     """
@@ -188,7 +181,7 @@ class _Configuration:
 
 @dataclass(frozen=True)
 class _Found:
-    """The results, for each device in the order of the ranks."""
+    """The results for each device, in the order of the ranks."""
 
     measurement: Measurement
     capacities_bytes: tuple[int, ...]
@@ -201,7 +194,6 @@ class _Found:
 
 
 def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) -> _Configuration:
-    """Check the configuration and return it. Raise an error if no step can have it."""
     devices = job.request.devices
     if split is None:
         split = even_split(workload.sample_batch_size, len(devices))
@@ -274,7 +266,7 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
 
 
 def _copies_s(session: LoneSession, asked: _Configuration) -> float:
-    """Compute the seconds of copies in a step of many forwards, from a real step of one forward and one of two."""
+    """Compute the seconds of copies in a step of many forwards, from real steps of one forward and of two."""
     runtime = session.runtime
     if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
         return 0.0
@@ -287,7 +279,7 @@ def _copies_s(session: LoneSession, asked: _Configuration) -> float:
 def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
     """Yield the predicted seconds of a real step without each of its time costs.
 
-    The predictions use the time that each device takes alone for its samples.
+    The predictions use the time that each device needs for its samples while the other devices are idle.
     """
     labels = [device.label for device in session.request.devices]
     yield "update", None, measured.seconds - measured.update_s
@@ -297,7 +289,7 @@ def _real_without(session: LoneSession, asked: _Configuration, measured: Measure
         return
     try:
         curves = tuple(_alone(session.prober, index, share) for index, share in enumerate(asked.split))
-    except OutOfMemoryError:  # alone, a device may need more memory than in the step
+    except OutOfMemoryError:  # Without the others, a device may need more memory than in the step.
         return
     alone = StepTime.bare(curves, measured.update_s, adds_up=False)
     beside_s = max(0.0, measured.seconds - alone.seconds(asked.splits))
@@ -324,7 +316,7 @@ def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCu
 
 
 def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
-    """Compute a step of DDP ranks from the steps of each device alone."""
+    """Compute a step of DDP ranks from the steps of single devices."""
     prober, count = session.prober, len(asked.split)
     session.stage = "times"
     peaks = []
@@ -365,7 +357,7 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
 
 
 def _run_together(workers: Workers, asked: _Configuration) -> _Found:
-    """Let each rank time its own part alone. Then run the step on all ranks together."""
+    """Let each rank time its own part without the others. Then run the step on all ranks together."""
     count = len(asked.split)
     alone = workers.ask(_alone_on_rank, asked)
     for rank, found in enumerate(alone):
@@ -390,7 +382,7 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
 
 
 def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
-    """Time this rank's part of a step. Return the error if it does not fit."""
+    """Time this rank's part of a step. Return the error text if it does not fit."""
     prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
     try:
         prober.confirmed_peaks(shape)
@@ -418,7 +410,6 @@ def _rank_misfit(request: Request, rank: int, why: str) -> DoesNotFitError:
 def _misfit(
     split: tuple[int, ...], shape: StepShape, prober: Prober, error: OutOfMemoryError, index: int | None
 ) -> DoesNotFitError:
-    """Return the error for a split that does not fit on a device of this process, with needed and available bytes."""
     if index is None or isinstance(error, StepLostError):
         return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)
     device, share = prober.runtime.devices[index], shape.splits[0][index]

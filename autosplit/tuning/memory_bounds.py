@@ -1,4 +1,4 @@
-"""Find the largest batch of each device of one process, alone and in a step of all devices."""
+"""Find the largest batch of each device of one process, for a single device and in a step of all devices."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from autosplit.tuning.worker import Worker
 
 
 class MemoryBounds:
-    """Finds ceilings, and the splits that fit.
+    """Find ceilings, and the splits that fit.
 
     Args:
-        worker: The worker whose devices are measured.
-        store: Keeps ceilings, so that a search that was killed can resume.
+        store: Saves ceilings, so that a search that was killed can resume.
 
     Attributes:
         primary: Device 0's ceiling if the other devices have no samples.
         replicas: The other devices' ceilings as replicas.
-        primary_kept: As `primary`, in steps of several micro-steps. Set only if there are no replicas.
-        kept: As `replicas`, in steps of several micro-steps.
+        primary_kept: Like `primary`, in steps of several micro-steps. Set only if there are no replicas.
+        kept: Like `replicas`, in steps of several micro-steps.
         recalled: Number of ceilings that came from the storage of a search that was killed.
-        plain_cpu_curve: The times of a CPU without a budget, which limit its ceiling.
+        plain_cpu_curve: The times of a CPU without a budget. They limit its ceiling.
     """
 
     def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
@@ -50,7 +49,7 @@ class MemoryBounds:
         self.recalled = 0
         self.plain_cpu_curve: TimeCurve | None = None
 
-    # Each device alone
+    # Single devices
 
     def of_roles(self) -> tuple[Ceiling, ...]:
         """Find each device's ceilings in a step of one micro-step. Return the ceilings as DDP ranks."""
@@ -94,7 +93,7 @@ class MemoryBounds:
     def _ceiling(
         self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
     ) -> Ceiling:
-        """Find a ceiling, or take it from the storage of a search that was killed; see `ceiling_of`."""
+        """Return a ceiling from the storage of a search that was killed, or else find it, see `ceiling_of`."""
         key = f"{index} {role} {elsewhere} {accumulates}"
         known = None if self.store is None else self.store.get(key, self.request.largest_batch)
         if known is not None and known.capacity_bytes == self.capacities_bytes[index]:
@@ -130,7 +129,7 @@ class MemoryBounds:
         return self.primary
 
     def _kept_ceiling(self, alone: int) -> int:
-        """Return device 0's ceiling alone in a step of several micro-steps, by traces."""
+        """Predict device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if alone == 0:
             return 0
         return min(alone, predicted_ceiling(self.prober, 0, "primary", accumulates=True, start=alone))
@@ -168,9 +167,10 @@ class MemoryBounds:
         return Space(region, sizes)
 
     def with_several(self, space: Space, step_time: StepTime) -> Space:
-        """Return the space with separate bounds for several micro-steps, if these may be as fast as one.
+        """Return the space with separate bounds for several micro-steps, if these may be as fast as one micro-step.
 
-        Each device then keeps gradients between micro-steps. Traces predict the bounds, and trials confirm them.
+        With several micro-steps, each device keeps its gradients in between. Traces predict the bounds, and trials
+        confirm them.
         """
         if not self._waits or space.accumulating is not None or space.max_steps == 1:
             return space
@@ -192,12 +192,11 @@ class MemoryBounds:
 
     @property
     def _most_effective(self) -> int:
-        """The most samples of an optimizer step; 0 if a step is one forward of any size."""
+        """The most samples of an optimizer step. 0 if a step is one forward of any size."""
         sizes = self.request.effective_batch_sizes
         return 0 if sizes is None else sizes[1]
 
     def _region(self) -> Region:
-        """Return the splits that fit a single micro-step."""
         primary = self._measured_primary
         if not self.replicas:
             return self._region_of(MemoryFit(primary.fixed_bytes, primary.bytes_per_sample), primary.batch_size, ())
@@ -205,7 +204,6 @@ class MemoryBounds:
         return self._region_of(fit, primary.batch_size, self.replicas)
 
     def _region_of_several(self) -> Region:
-        """Return the splits that fit each of several micro-steps."""
         if not self.replicas:
             kept = self._keep_alone()
             return self._region_of(MemoryFit(kept.fixed_bytes, kept.bytes_per_sample), kept.batch_size, ())
@@ -244,14 +242,14 @@ class MemoryBounds:
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory with this many samples on it and on all other devices."""
+        """Fit device 0's memory with this many samples on it, and this many on the other devices together."""
         beside = proportional_split(others, tuple(max(1, ceiling.batch_size) for ceiling in self.replicas))
         return primary_fit(self.prober, self._measured_primary, share, beside, accumulates=accumulates)
 
     # Ceilings of a plan
 
     def of_plan(self, best: Trial) -> tuple[Ceiling, ...]:
-        """Return ceilings that hold at the same time: every split within them fits."""
+        """Return ceilings that are valid at the same time: every split within them fits."""
         accumulates = best.accumulation_steps > 1
         if not self.replicas:
             return (_no_less(self._keep_alone() if accumulates else self._measured_primary, best, 0),)
@@ -261,20 +259,21 @@ class MemoryBounds:
         primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *beside)
-        # Device 0 cannot gather that many outputs. Lower the other ceilings until the plan's own split fits.
+        # Device 0 can't gather the outputs of that many samples. Lower the other ceilings until the plan's own split
+        # fits.
         room = room_beside(self.prober, best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
         lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(beside, room, strict=True))
         return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
 
     def known_of(self, best: Trial, space: Space) -> tuple[Ceiling, ...]:
-        """Return the known ceilings, without running anything."""
+        """Return the known ceilings, without running another step."""
         most = space.region_of(best.accumulation_steps).primary_most(best.batch_size)
         others = self.replicas if best.accumulation_steps == 1 or self.kept is None else self.kept
         return (replace(self._measured_primary, batch_size=max(best.gpu0_bsz, most)), *others)
 
 
 def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
-    """Return a ceiling of at least a trial's samples. A time limit may have ended the search for the ceiling early."""
+    """Increase a ceiling to at least a trial's samples. A time limit may have ended the search for the ceiling early."""
     share = best.split[index]
     if ceiling.batch_size >= share:
         return ceiling

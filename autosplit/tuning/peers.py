@@ -1,8 +1,8 @@
-"""Let the ranks agree after each step. If one rank fails, all ranks raise.
+"""Exchange results between the ranks after each step. If one rank fails, all ranks raise.
 
 each rank   runs its part | sends its result or its failure to all | all continue, or all raise
 
-The messages have their own process group, so a step that hangs or fails does not disturb them.
+The messages use their own process group, so a step that hangs or fails does not disturb them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from autosplit.errors import AutosplitError, RankFailedError, from_user_code, on
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
 
-if TYPE_CHECKING:  # a type only, because tuning in one process needs no autosplit.ddp
+if TYPE_CHECKING:  # a type only: tuning in one process does not need autosplit.ddp
     from autosplit.ddp.failure import Watch
 
 T = TypeVar("T")
 
 SAME_KEYPRESS_S = 1.0
-"""torchrun forwards a Ctrl-C that its processes have received already. Two signals this close are one keypress."""
+"""Longest time in seconds between two signals of one Ctrl-C.
+
+torchrun forwards a Ctrl-C that its processes have already received, so one keypress arrives twice.
+"""
 
 CUT_S = 10.0
-"""Longest wait for a collective to be aborted. After that, the process is killed."""
+"""Longest wait in seconds until a collective is aborted. After that, the process is killed."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
 """torch's messages if the other end of a collective is gone (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
@@ -43,7 +46,6 @@ class Failure:
     """The failure of a rank.
 
     Attributes:
-        rank: The rank.
         message: The exception on one line.
         exit_code: Exit code of the command line for the exception.
         frames: The user's own frames.
@@ -77,7 +79,7 @@ class _Told(Generic[T]):
 
 
 class Interrupts:
-    """Records Ctrl-C until rank 0's next order reports it to all ranks, because all ranks must stop together."""
+    """Record Ctrl-C until rank 0's next order reports it. All ranks must stop together."""
 
     def __init__(self) -> None:
         self.came = False
@@ -85,7 +87,7 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record Ctrl-C in this context. A second one, more than `SAME_KEYPRESS_S` later, raises KeyboardInterrupt."""
+        """Record Ctrl-C in this context. A second Ctrl-C after more than `SAME_KEYPRESS_S` raises KeyboardInterrupt."""
         ours = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if ours else None
         if not callable(before):  # another thread, or Ctrl-C is ignored in this process
@@ -105,11 +107,11 @@ class Interrupts:
 
 
 class _Attempts:
-    """Numbers the steps that all ranks run together. If one rank fails, the step is aborted on all ranks.
+    """Number the steps that all ranks run together. If one rank fails, the step is aborted on all ranks.
 
-    A rank that waits in an NCCL collective does not return until NCCL's watchdog kills its process. The watch notifies
-    it of another rank's failure. Without a watch, each rank waits for the group's timeout. See Note [How ranks wait]
-    in `ddp.failure`.
+    A rank that waits in an NCCL collective does not return until NCCL's watchdog kills its process. So the watch
+    notifies this rank of another rank's failure. Without a watch, each rank waits for the group's timeout. See Note
+    [How ranks wait] in `ddp.failure`.
     """
 
     def __init__(self, watch: Watch | None) -> None:
@@ -125,7 +127,7 @@ class _Attempts:
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
-        """Run one attempt. `cut` aborts its collectives in another thread."""
+        """Run one attempt. If another rank fails, `cut` aborts the collectives of this rank in another thread."""
         with self._lock:
             self._number += 1
             self._cut, self._cutting = cut, None
@@ -136,10 +138,10 @@ class _Attempts:
             yield
         except BaseException:
             with self._lock:
-                self._cut = None  # later messages are not the cause: the other ranks may be cut off already
+                self._cut = None  # ignore later messages, because this failure may already have cut off the other ranks
             if cut is not None and not self.was_cut and self._watch is not None:
                 self._watch.say_missing(str(self._number))
-                self._begin_cutting(cut)  # a collective that began before the failure waits for the other ranks
+                self._begin_cutting(cut)  # A collective that began before the failure still waits for the other ranks.
             raise
         finally:
             with self._lock:
@@ -149,7 +151,7 @@ class _Attempts:
 
     def _heard(self, number: str) -> None:
         with self._lock:
-            self._missing.add(number)  # this rank may begin the attempt later
+            self._missing.add(number)  # This rank may begin the attempt later.
             if number in ("", str(self._number)) and self._cut is not None:
                 self.was_cut = True
                 self._begin_cutting(self._cut)
@@ -160,7 +162,7 @@ class _Attempts:
 
 
 class Peers:
-    """The ranks of a job, as one rank sees them. They exchange messages in a gloo group.
+    """Exchange messages with the other ranks of a job, in a gloo group.
 
     Attributes:
         parted: Whether every rank has read the last message, so each rank may leave.
@@ -190,23 +192,23 @@ class Peers:
         return found
 
     def ordered(self, order: Any) -> Any:
-        """Return rank 0's order on every rank. Afterwards, `take_interrupt` is the same on every rank."""
+        """Return rank 0's order on every rank. Afterwards, `take_interrupt` returns the same on every rank."""
         self.orders += 1
         told = self.gathered((order, self.interrupts.came))
         self._came = any(came for _, came in told)
         return told[0][0]
 
     def take_interrupt(self) -> bool:
-        """Return whether the last order reported Ctrl-C. Return True only once."""
+        """Return True once if the last order reported Ctrl-C."""
         if self._came and not self.stopped:
             self.stopped = True
             return True
         return False
 
     def is_cut_off(self, error: BaseException) -> bool:
-        """Return whether an error keeps this rank from sending another message to the others."""
+        """Return whether an error prevents this rank from sending another message to the other ranks."""
         if isinstance(error, KeyboardInterrupt):
-            return not self.stopped  # a second Ctrl-C raises at once, even during a message
+            return not self.stopped  # A second Ctrl-C raises at once, even during a message.
         return not isinstance(error, AutosplitError) and has_waited(error)
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
@@ -225,13 +227,13 @@ class Peers:
             raise
 
     def answers(self, run: Callable[[], T]) -> list[T]:
-        """Call a function on every rank, as `all_run` does. If it raises, the ranks do not leave, but can continue."""
+        """Call a function on every rank like `all_run`. If it raises, the ranks stay connected and can continue."""
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         return [one.value for one in told]  # type: ignore[misc]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Call a function on every rank, and expect that it may run out of memory.
+        """Call a function on every rank that may run out of memory.
 
         Return each rank's result, or the first out-of-memory failure, which is the same on all ranks. Other failures
         raise, as in `answers`.
@@ -280,11 +282,11 @@ class Peers:
     def part(self) -> None:
         """Wait until every rank has read the last message. All ranks call this before they leave.
 
-        A rank that closes its connections at once may drop a message that another rank has not read yet.
+        If a rank closed its connections at once, a message that another rank has not read yet might be lost.
         """
         if self.world_size == 1:
             return
-        with contextlib.suppress(RuntimeError):  # a rank has read the message and left
+        with contextlib.suppress(RuntimeError):  # Another rank has read the message and left.
             dist.barrier(group=self._group)
         self.parted = True
 

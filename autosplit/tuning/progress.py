@@ -26,17 +26,17 @@ _SHARES = {
 """Fraction of a tuning's time for each stage, in order.
 
 A small GPT and a CNN on a CPU with two budgets took 36 s and 73 s (times 0.18 and 0.37, search 0.47 and 0.35). On two
-simulated GPUs they took 15 s (checks up to 0.57). The values are between these, closer to the CPU's, because it takes
-longer.
+simulated GPUs they took 15 s (checks up to 0.57). The values are between these measurements, closer to the CPU's,
+because its tunings take longer.
 """
 
 _ENDS = dict(zip(_SHARES, accumulate(_SHARES.values()), strict=True))
 
 USUAL_TRIALS = 8
-"""Trials of a typical search (4 to 13 in the same tunings). A search may have three times as many."""
+"""Number of trials of a typical search (4 to 13 in the same tunings). A search may have three times as many."""
 
 SHORTEST_S = 0.1
-"""Least seconds between two updates, because each is sent to a browser."""
+"""Shortest time in seconds between two updates, because each update is sent to a browser."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Progress:
         fraction: Estimated fraction of the whole tuning, 0 to 1, which never falls.
         steps: Number of real training steps so far.
         ooms: Number of these steps that ran out of memory.
-        best_samples_per_s: Throughput of the best trial so far; None if there is none.
+        best_samples_per_s: Throughput of the best trial so far. None if there is none.
     """
 
     stage: str
@@ -77,12 +77,12 @@ def fraction_of(stage: str, done_share: float = 0.0) -> float:
 
 
 def searched_share(num_trials: int, most_trials: int) -> float:
-    """Return the estimated fraction of a search that is done. A search may end after any trial."""
+    """Estimate the fraction of a search that is done. A search may end after any trial."""
     return max(num_trials / most_trials, num_trials / (num_trials + USUAL_TRIALS / 2))
 
 
 def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """Return a function that reports progress whose fraction never falls."""
+    """Return a progress function whose fraction never falls."""
     furthest = 0.0
 
     def tell(part: Progress) -> None:
@@ -94,7 +94,7 @@ def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
 
 
 def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
-    """Return a function that reports the progress of one of several tunings as a part of the whole."""
+    """Return a progress function that reports one of several tunings as a part of the whole."""
 
     def tell(part: Progress) -> None:
         message = f"{number + 1} of {count}, {name}: {part.message}"
@@ -105,7 +105,7 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 
 @contextlib.contextmanager
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
-    """Yield the progress function: the given one, a bar in a notebook, a line on a terminal, or None."""
+    """Yield the function that shows the progress: `progress`, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
             f"progress is {progress!r}. Expected a function that is called with a Progress. Pass one, or leave it out.",
@@ -113,7 +113,7 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
         )
     heard = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # the terminal can clear a line
+    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # Only such a terminal can clear a line.
         try:
             yield _now_and_then(_draw_line, at_once=False)
         finally:
@@ -126,7 +126,7 @@ def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Ca
     """Return a progress function that draws at most every `SHORTEST_S` seconds.
 
     Args:
-        draw: Called with the progress, and with a text of its counts and the elapsed time.
+        draw: Function that is called with the progress, and with a text of its counts and the elapsed time.
         at_once: Whether to draw the first report at once.
     """
     begun_s = time.monotonic()
@@ -143,7 +143,6 @@ def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Ca
 
 
 def _draw_line(progress: Progress, counts: str) -> None:
-    """Overwrite the line on stderr."""
     text = printable(f"{progress.fraction:4.0%}  {progress.message} ({counts})")
     with contextlib.suppress(OSError, ValueError):
         _write_line(text[: (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1])
@@ -156,10 +155,10 @@ def _write_line(text: str) -> None:
 
 
 def notebook_bar() -> Callable[[Progress], None] | None:
-    """Return a function that draws a bar below the running cell, or None outside of a notebook."""
-    ipython = sys.modules.get("IPython")  # a running cell has imported it
+    """Return a function that draws a bar below the running cell. Return None outside of a notebook."""
+    ipython = sys.modules.get("IPython")  # A running cell has imported IPython.
     shell = None if ipython is None else ipython.get_ipython()
-    # IPython in a terminal has no kernel, and shows no HTML.
+    # IPython in a terminal has no kernel, and can't show HTML.
     if ipython is None or getattr(shell, "kernel", None) is None:
         return None
     display: Any = ipython.display

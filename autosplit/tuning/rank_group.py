@@ -1,4 +1,4 @@
-"""Connect the ranks of a job: each rank contributes its device, and all get the same request.
+"""Connect the ranks of a job: each rank contributes its device, and all ranks get the same request.
 
 each rank   its device of its machine | all devices in the order of the ranks | one request, one machine, one key
 """
@@ -29,7 +29,7 @@ from autosplit.tuning.worker import Job, refuse_differing, torch_device
 def own_part(devices: Any) -> Any:
     """Return this rank's device from its machine's spec, so that the rank does not initialise other ranks' GPUs.
 
-    A spec that cannot be divided is returned unchanged. `joined` then raises on all ranks.
+    A spec that can't be divided is returned unchanged. `joined` then raises on all ranks.
     """
     place = place_here()
     if place.world_size == 1:
@@ -58,7 +58,7 @@ def joined(request: Request) -> Iterator[Job]:
     """
     place = place_here()
     with peers_here() as peers:
-        peers.all_run(lambda: _own_device(request.devices, place))  # if this fails on one machine, all ranks raise
+        peers.all_run(lambda: _own_device(request.devices, place))  # If this fails on one machine, all ranks raise.
         yield _job(request, place, peers)
 
 
@@ -67,7 +67,7 @@ def peers_here() -> Iterator[Peers]:
     """Connect to the other ranks of this job. All ranks call this. Call `Peers.part` at the end.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed after the last order, so the other ranks do not know of it.
+        KeyboardInterrupt: Ctrl-C was pressed after the last order, so no order has reported it to the other ranks.
     """
     with _talking(place_here()) as peers, peers.interrupts.noted():
         yield peers
@@ -79,7 +79,7 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
     index = _own_device(request.devices, place)
     device = request.devices[index]
     if is_accelerator(device.kind):
-        backend(device.kind).set_device(device.index)  # NCCL sends from the current device
+        backend(device.kind).set_device(device.index)  # NCCL sends from the current device.
     capacity_bytes = request.capacities_bytes[index]
     machine, card = machine_of((device,)), card_of(torch_device(device))
     found = peers.gathered((replace(request, sampler=None), index, machine, place.local_rank, card))
@@ -97,7 +97,6 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
 
 
 def _own_device(devices: Sequence[Device], place: Place) -> int:
-    """Return the index of this rank's device among the machine's devices."""
     kind, count = devices[0].kind, len(devices)
     if kind == "sim":
         raise DeviceError(
@@ -108,7 +107,7 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
     if count == 1 and is_accelerator(kind) and here > 1:
-        return 0  # the spec is this rank's part already, or the process sees one GPU
+        return 0  # the spec is this rank's part already, or only one GPU is visible
     if count != here or local >= count:
         raise DeviceError(
             f"There are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of this "
@@ -120,7 +119,6 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
 
 
 def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InputError if the ranks' arguments or versions differ."""
     for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
         refuse_differing(name, [getattr(request, name) for request in requests])
     for name in ("torch", "cuda", "autosplit"):
@@ -129,7 +127,7 @@ def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[st
 
 
 def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
-    """Describe the devices of all ranks as one machine. If there are several machines, add the ranks of each."""
+    """Describe the devices of all ranks as one machine. For several machines, add the ranks of each machine."""
     kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
     runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
     counts: list[int] = []
@@ -143,7 +141,7 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
 
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
-    """Make a gloo group for messages, and destroy it at the end. An existing process group is kept."""
+    """Make a gloo group for messages, and destroy it at the end. An existing process group is not destroyed."""
     adopted = dist.is_initialized()
     before = open_sockets()
     group = dist.new_group(backend="gloo") if adopted else _met(place)
@@ -158,7 +156,7 @@ def _talking(place: Place) -> Iterator[Peers]:
             except BaseException as error:
                 if not peers.parted:
                     raise
-                agreed = error  # all ranks raise it, so there is nothing to report to them
+                agreed = error  # All ranks raise this error, so do not report it to them.
         if agreed is not None:
             raise agreed
     finally:

@@ -38,21 +38,21 @@ from autosplit.workload.models import Models
 from autosplit.workload.workload import Workload
 
 BLOCK_S = 0.1
-"""Length of a timed block of steps. The ranks exchange messages between blocks, which are not timed."""
+"""Length of a timed block of steps in seconds. The ranks exchange messages between blocks, which are not timed."""
 
 WARMUPS = 3
-"""DDP rebuilds its buckets before its second step, so the third step is the first typical one."""
+"""Number of untimed steps. DDP rebuilds its buckets before its second step, so only later steps are typical."""
 
 LEAST_TIMEOUT_S = 15.0
-"""Least timeout of a collective. The timeout is longer if `TIMEOUT_STEPS` dry passes take longer.
+"""Shortest timeout of a collective in seconds. The timeout is longer if `TIMEOUT_STEPS` dry passes take longer.
 
-After the timeout, gloo raises an error. Other backends kill the process.
+After the timeout, gloo raises an error. Other back ends kill the process.
 """
 
 TIMEOUT_STEPS = 10
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's default bucket (its `bucket_cap_mb`)."""
+"""DDP's default bucket size (its `bucket_cap_mb`)."""
 
 LEAST_BUCKET_BYTES = 4
 REDUCES = 6
@@ -60,14 +60,10 @@ REDUCES = 6
 
 
 class RankSteps:
-    """Runs and measures steps of all ranks together. Every rank makes the same calls in the same order.
+    """Run and measure steps of all ranks together. Every rank makes the same calls in the same order.
 
     Args:
-        runtime: The runtime of this rank's device. On a CPU it runs the dry pass, and the tracker counts the memory.
-        device: The device of this rank.
-        peers: The other ranks.
-        backend: Back end of the process group that reduces gradients.
-        options: Options of DistributedDataParallel.
+        runtime: The runtime of this rank's device. On a CPU it runs the dry pass, and its tracker counts the memory.
     """
 
     def __init__(
@@ -92,10 +88,10 @@ class RankSteps:
         self._batches: dict[int, Any] = {}
 
     def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
-        """Run a step of all ranks repeatedly. A rank without samples runs one sample that has no weight.
+        """Run a step of all ranks repeatedly. A rank without samples runs one sample, whose gradient has no weight.
 
         Returns:
-            Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
+            Every rank's peak in bytes and the time of a step. Or the failure of the rank that ran out of memory.
         """
         run = tuple(max(1, size) for size in sizes)
         self._batches.clear()
@@ -128,7 +124,7 @@ class RankSteps:
     # The dry pass
 
     def _dry(self, sizes: tuple[int, ...]) -> int:
-        """Run this rank's part without the others, and return its peak in bytes."""
+        """Run this rank's part of a step without the other ranks, and return its peak in bytes."""
         start_s = time.perf_counter()
         self.steps += 1
         if self.device.type == "cpu":
@@ -140,10 +136,10 @@ class RankSteps:
         return peak
 
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
-        self._release()  # otherwise the peak would include memory that an earlier step reserved
+        self._release()  # Otherwise the peak would include memory that an earlier step reserved.
         backend(self.device.type).reset_peak_memory_stats(self.device)
         for wrapper in self._wrappers():
-            wrapper.require_forward_param_sync = False  # buffers are not sent either; the next step sends them
+            wrapper.require_forward_param_sync = False  # buffers are not sent either, the next step sends them
         for _ in range(2):  # the first step creates the optimizer state
             self._run(sizes, meets=False)
         self._wait()
@@ -219,7 +215,7 @@ class RankSteps:
         return [wrapper for wrapper in modules if isinstance(wrapper, DistributedDataParallel)]
 
     def _batch(self, trainee: Trainee, size: int) -> Any:
-        """Return a batch as a data loader returns it. Making a batch is not part of a step."""
+        """Return a batch as a data loader returns it. Reuse it, because making a batch is not part of a step."""
         if size not in self._batches:
             self._batches[size] = map_tensors(partial(pinned, kind=self.device.type), trainee.batch(size))
         return self._batches[size]
@@ -236,7 +232,7 @@ class RankSteps:
             assert self._trainee is not None, "`prepare` copies it"
             self._models = self._trainee.wrapped(self._wrapped)
 
-        copied = self._try(copy)  # alone: other ranks must not wait for a rank that runs out of memory here
+        copied = self._try(copy)  # not `together`: other ranks must not wait if this rank lacks memory
         if isinstance(copied, Failure):
             return copied
         self._meet()
@@ -256,7 +252,7 @@ class RankSteps:
         return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
 
     def _break_off(self) -> None:
-        """Abort the collective in which this rank waits for a failed rank. Called in a thread."""
+        """Abort this rank's collective, which waits for a failed rank. A separate thread calls this."""
         if self.backend != "gloo":
             why = f"another rank failed, and rank {self.peers.rank} can't leave a collective of {self.backend}"
             self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
@@ -266,7 +262,7 @@ class RankSteps:
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # it has no gradients to reduce, and DDP refuses it
+            return module  # The module has no gradients to reduce, and DDP rejects it.
         ids = [self.device.index] if is_accelerator(self.device.type) else None
         return DistributedDataParallel(module, device_ids=ids, process_group=self._group, **self.options)
 
@@ -298,7 +294,7 @@ class RankSteps:
             if not is_oom(error):
                 raise
             message = str(error).splitlines()[0]
-        # Raise outside of the except block, because its traceback refers to tensors.
+        # Raise outside of the except block, because the traceback would refer to tensors and keep them in memory.
         label = self.runtime.devices[0].label
         raise OutOfMemoryError(f"{label} is out of memory. Give it fewer samples. {message}", device=label)
 

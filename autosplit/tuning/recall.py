@@ -1,4 +1,4 @@
-"""Find a saved plan. If the machine has changed a little, confirm the plan by one step, or solve it again."""
+"""Find a saved plan. If the machine has changed a little, confirm the plan by one step, or solve the plan again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autosplit.tuning.worker import Worker, Workers
 REFRESH_HINT = "--profile refresh (profile='refresh') tunes again."
 
 MOST_LOOKED_AT = 200
-"""Most profiles, newest first, that are compared to find the most similar one."""
+"""Largest number of profiles that are compared to find the most similar profile. The newest are compared first."""
 
 JOB_SLICE_S = 0.5
 """Seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
@@ -42,11 +42,10 @@ class Recalled:
 
     Attributes:
         notes: The reason, or notes on the plan.
-        short: Names the devices with too little free memory for the plan; None if all have enough.
+        short: Text that names the devices with too little free memory for the plan. None if all have enough.
         differing: Facts that differ from the plan's, but do not change its key.
         unreadable: Whether the system refused to read the profile.
-        wait_notes: Notes on the wait for another process.
-        trouble: The reason why this process could not wait for others; None if it could.
+        trouble: The reason why this process could not wait for other processes. None if it could.
     """
 
     plan: Plan | None = None
@@ -64,19 +63,19 @@ class Recalled:
         return self.plan is not None and self.short is None and not self.differing
 
     def told(self, *said: Note) -> Plan:
-        """Return the plan with these notes, and with `notes` after them."""
+        """Return the plan with these notes, followed by `notes`."""
         assert self.plan is not None
         return self.plan.with_notes(*said, *self.notes)
 
     @property
     def origin(self) -> str:
-        """Name the profile."""
+        """The beginning of a sentence that names the profile."""
         assert self.path is not None, "a saved plan has a path"
         return f"From the profile {self.path.stem[: profiles.KEY_DIGITS]}"
 
 
 def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
-    """Look for a saved plan, and compare it with the devices.
+    """Return a saved plan, after comparing it with the devices.
 
     Args:
         measured: Skip a plan whose DDP settings were predicted.
@@ -107,9 +106,9 @@ def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Wor
     while not turn.wait(JOB_SLICE_S if several else float("inf")):
         workers.ask(Worker.idle)
     request.deadline.extend(turn.waited_s)
-    # Look again also without a wait: another process may have ended between the first look and the lock.
+    # Look again even without a wait: another process may have ended between the first look and the lock.
     again = recalled(key, request, measured=several)
-    if again.plan is None and not again.notes:  # the first look may have moved an invalid profile aside
+    if again.plan is None and not again.notes:  # The first look may have moved an invalid profile aside.
         again = replace(again, notes=found.notes, unreadable=found.unreadable)
     return replace(again, wait_notes=turn.notes, trouble=turn.trouble)
 
@@ -125,12 +124,12 @@ def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> 
     limit_s = wait_limit_s(request.deadline.remaining_s)
     try:
         return Turn(profiles.turn_path(key.digest), limit_s=limit_s, tell=tell)
-    except ProfileError as error:  # the cache directory is unknown
+    except ProfileError as error:  # The cache directory is unknown.
         return Turn(None, limit_s=limit_s, tell=tell, trouble=str(error))
 
 
 def nearest(key: ProfileKey, request: Request, ignoring: Sequence[str] = ()) -> tuple[Note, ...]:
-    """Return a note that names the most similar profile and what differs, if there is one."""
+    """Return a note with the most similar profile and its differences, or no note if there is no profile."""
     if request.profile != "auto":
         return ()
     try:
@@ -151,7 +150,7 @@ def kept(
     said: tuple[Note, ...],
     always: tuple[Note, ...],
 ) -> Plan:
-    """Save a plan as a profile on each machine. Return it with the notes of this run, which are not saved.
+    """Save a plan as a profile on each machine. Return the plan with the notes of this run, which are not saved.
 
     Args:
         said: Notes on the cache. If the profile was unreadable, the note of a failed save replaces them.
@@ -161,7 +160,7 @@ def kept(
     path = None
     is_saved = workers.job.request.profile != "off"
     if is_saved and any(note.kind == NOT_FINITE for note in plan.notes):
-        # A saved plan would repeat this warning after the user has fixed the loss.
+        # A saved plan would repeat this warning even after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
     elif is_saved:
         plan = plan.with_explanation()
@@ -188,7 +187,7 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
     """Run one step of a saved plan. If memory is short, solve the plan again first.
 
     Returns:
-        The plan, and `found`. If the plan can't be used, it is None, and the notes of `found` have the reason.
+        The plan and `found`. If the plan can't be used, the plan is None, and the notes of `found` have the reason.
     """
     plan = found.plan
     assert plan is not None
@@ -214,9 +213,10 @@ def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
 
 
 def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
-    """Run a step of a plan. Return the plan, or the error if memory ran out.
+    """Run a step of a plan. Return the plan, or the error text if memory ran out.
 
-    If `measures` is true, the plan gets the throughput and the peaks of that step, unless only parts of the step ran.
+    If `measures` is true, the plan gets the throughput and the peaks of that step. A plan for DDP stays unchanged,
+    because only parts of its step run.
     """
     try:
         return _ran(worker, plan, measures=measures)
@@ -227,7 +227,7 @@ def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
 def _ran(worker: Worker, plan: Plan, *, measures: bool) -> Plan:
     prober, several, own = worker.prober, worker.job.several, worker.peers.rank
     if several or plan.region is None:
-        # Each rank's part on its device alone: one process has no other ranks.
+        # Run the ranks' parts one after the other, because one process has no other ranks.
         for rank in (own,) if several else range(len(plan.split)):
             here = (rank,) if several else range(len(plan.split))
             split = tuple(plan.split[rank] if place == rank else 0 for place in here)
@@ -250,7 +250,6 @@ def _ran(worker: Worker, plan: Plan, *, measures: bool) -> Plan:
 
 
 def _given_up(found: Recalled, why: str) -> Recalled:
-    """Return a result without the saved plan, with a note on why it cannot be used."""
     changed = found.short or "; ".join(found.differing)
     return replace(
         found,
@@ -262,11 +261,11 @@ def _given_up(found: Recalled, why: str) -> Recalled:
 
 
 def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Workers) -> Plan:
-    """Return a saved plan that ran here, and save it with the facts of these devices."""
+    """Return a saved plan that ran on these devices. Save it with their UUIDs and drivers."""
     assert found.plan is not None
     plan = with_facts(found.plan, request).kept_at(found.path)
     if request.profile != "off":
-        workers.ask(Worker.store, key, plan)  # if it fails, the next run makes the step again
+        workers.ask(Worker.store, key, plan)  # If saving fails, the next run makes the step again.
     confirmed = Note(
         "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
     )

@@ -23,15 +23,15 @@ from autosplit.solve.search_space import Configuration
 from autosplit.solve.trial import Trial, configuration_of
 
 MOST_NEW = 2
-"""Most new splits to simulate on a changed machine. Each may need new traces."""
+"""Largest number of new splits to simulate on a changed machine. Each split may need new traces."""
 
 _FREE = {"copies": frozenset(("parameter", "buffer", "gradient")), "gather": frozenset(("output", "scalar"))}
-"""For each property that changes, the kinds of transfers that then take no time."""
+"""The kinds of transfers that take no time, by the changed property."""
 
 _MORE_BYTES = {"memory": NO_LIMIT_BYTES, "one_gib_more": GIB}
 
 _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
-    "device": lambda spec: replace(  # the launch time stays, because it depends on the host
+    "device": lambda spec: replace(  # The launch time stays, because it depends on the host.
         spec,
         peak_flops={rate: FASTER * flops for rate, flops in spec.peak_flops.items()},
         memory_bytes_per_s=FASTER * spec.memory_bytes_per_s,
@@ -44,7 +44,7 @@ _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
 def simulated_changes(
     plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
-    """Simulate machines that each lack one of the plan's bounds, and each kind of device alone.
+    """Simulate machines that each lack one of the plan's bounds, and machines with a single device of each kind.
 
     Return None if the plan has no splits or no fit, or if the time limit ended before all machines were simulated.
     """
@@ -57,7 +57,7 @@ def simulated_changes(
         what, is_for_all = relaxed.what, relaxed.device is None
         full = all(plan.devices[index].ceiling.limited_by == "memory" for index in relaxed.indices)
         is_limit = what not in _MORE_BYTES or (full and len(relaxed.indices) > is_for_all)
-        # Real tensors of larger forwards might fill this machine.
+        # On this machine, real tensors of larger forwards might not fit in memory.
         is_larger = what in _MORE_BYTES or what in ("max_batch_size", "effective_batch_size")
         found = 0.0
         if is_limit and (runtime.tracer.fake or not is_larger):
@@ -109,7 +109,7 @@ def _machine(runtime: SimulatedRuntime, what: Changed, indices: Collection[int])
 
 
 def _best_rate(relaxed: Relaxed, machine: SimulatedRuntime, trials: Sequence[Trial]) -> float:
-    """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was.
+    """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was simulated.
 
     Args:
         trials: The plan's trials that are also steps of this problem.

@@ -33,13 +33,13 @@ from autosplit.tuning.worker import Worker, Workers
 _log = logging.getLogger(__name__)
 
 POINT_BUDGET_S = 0.5
-"""Seconds after which the measurement of a size is not repeated."""
+"""Time limit in seconds for repeating the measurement of one size."""
 
 TRIAL_BUDGET_S = 1.0
-"""Seconds after which the measurement of a trial is not repeated."""
+"""Time limit in seconds for repeating the measurement of a trial."""
 
 MOST_FORWARDS = 2**16
-"""Most forwards of one optimizer step. A larger effective batch is probably the size of a dataset."""
+"""Largest number of forwards per optimizer step. A larger effective batch is probably the size of a dataset."""
 
 INTERRUPTED_NOTE = Note("interrupted", "The search was interrupted. This is the best plan so far.")
 
@@ -48,18 +48,15 @@ USUAL_SIZES = 8
 
 
 class Session(ABC):
-    """A tuning: its measurements so far, and the plan that is made from them.
+    """One tuning: it measures, searches, and makes the plan from the measurements.
 
     Args:
-        workers: All workers. They have traced the workload.
         request: The request, with all devices.
-        key: The key of the plan's profile.
-        tell: Called with the progress.
-        notes: Notes on the workload.
+        tell: Function that is called with the progress.
     """
 
     solver: Solver
-    """Predicts and refits step times, after the devices were measured."""
+    """Predicts step times. Available after the devices were measured."""
 
     def __init__(
         self,
@@ -75,12 +72,12 @@ class Session(ABC):
         self.prober.report = self._report
         self.study_name = f"{request.name or 'autosplit'}-{key.digest}"
         self.store: CeilingStore | None = None
-        self.recalled = 0  # ceilings from the storage of a search that was killed
+        self.recalled = 0  # Number of ceilings from the storage of a search that was killed.
         self.stage = "ceilings"
-        self._reports: Counter[str] = Counter()  # by stage
+        self._reports: Counter[str] = Counter()  # Number of reports by stage.
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
-        self.evaluated = 0  # trials of this search; the others come from a search that was killed
+        self.evaluated = 0  # Number of trials of this search. The other trials come from a search that was killed.
 
     def plan(self) -> Plan:
         """Measure, search, and make the plan.
@@ -104,7 +101,7 @@ class Session(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Raise if the workload can't be tuned, and open the storage."""
+        """Open the storage. Raise an error if the workload can't be tuned."""
 
     @abstractmethod
     def _found(self) -> Plan:
@@ -120,7 +117,7 @@ class Session(ABC):
 
     @abstractmethod
     def _quick_answer(self, best: Trial) -> Answer:
-        """Return the answer of the best trial, without running anything."""
+        """Return the results for the best trial, without running another step."""
 
     @property
     def _patience(self) -> int:
@@ -141,7 +138,7 @@ class Session(ABC):
         self._say("checks", "checking gradients", fraction_of("checks"))
         followed = self.worker.followed
         try:
-            if followed.isolated is not None:  # a check that crashes must not end this process
+            if followed.isolated is not None:  # A check that crashes must not end this process.
                 self.checks, notes = followed.isolated.ask(checks_for)
             else:
                 self.checks, notes = checks_for(self.workload, followed.rebuild)
@@ -149,7 +146,7 @@ class Session(ABC):
             notes = (not_checked(error),)
         for found in self.checks:
             _log.info("check: %s", found)
-        self.notes[:0] = notes  # first, because a short report shows only the first note
+        self.notes[:0] = notes  # Put these notes first, because a short report shows only the first note.
 
     # The search
 
@@ -188,13 +185,13 @@ class Session(ABC):
             self.notes.append(Note("ceilings-from-storage", text))
         best = self._best_trial()
         if best is None:
-            self._end_search()  # more memory may be free in the next run
+            self._end_search()  # More memory may be free in the next run.
             raise self._nothing_fits()
         _log.info("trial %d is the fastest", best.number)
         return best
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
-        """Run a configuration. If it fails, return a failed trial."""
+        """Run a configuration. Return a failed trial if it does not fit or can't train."""
         self.evaluated += 1
         splits = self.solver.splits_of(configuration)
         trial = Trial(
@@ -220,7 +217,7 @@ class Session(ABC):
         return self.solver.space.region.least_share
 
     def _best_trial(self) -> Trial | None:
-        """Return the best trial by the time model that is fitted to all trials, with its own measurements."""
+        """Return the trial that is best by the time model fitted to all trials, with its own measurements."""
         if not self.trials:
             return None
         solver = self.solver.refitted(self.trials)
@@ -229,7 +226,7 @@ class Session(ABC):
         return None if best is None else self.trials[known.index(best)]
 
     def _even_rate(self, best: Trial) -> float | None:
-        """Measure the even split of the same effective batch, with up to three more micro-steps if it does not fit."""
+        """Measure the even split of the same effective batch. If it does not fit, try up to three more micro-steps."""
         count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
         if accumulates(self.request, self.workload):
@@ -238,7 +235,7 @@ class Session(ABC):
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(effective, size))
             shares = self.solver.space.region_of(len(splits)).gpu0_bounds(size)
             if shares is None or not shares[0] <= splits[0][0] <= shares[1]:
-                continue  # by the memory model, it does not fit
+                continue  # According to the memory model, this split does not fit.
             if not self._can_train(splits):
                 continue
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
@@ -300,7 +297,6 @@ class Session(ABC):
         return replace(plan, fits=replace(fits, roles=(*fits.roles, "eval"), evaluation=evaluation))
 
     def _best_so_far(self) -> Plan | None:
-        """Return the plan of the best trial so far, without running anything."""
         best = self._best_trial()
         if best is None:
             return None
@@ -316,7 +312,7 @@ class Session(ABC):
         self._report(f"searching, trial {min(len(self.trials) + 1, self.request.n_trials)}")
 
     def _confirm(self) -> None:
-        """Begin the last stage: confirm the answer, and measure its alternatives."""
+        """Begin the last stage, which confirms the plan and measures its alternatives."""
         self.stage = "confirming"
         self._report("the plan")
 
@@ -331,7 +327,7 @@ class Session(ABC):
         count = len(self.worker.job.devices)
         if self.stage == "search":
             return searched_share(len(self.trials), self.request.n_trials)
-        # Each device has a ceiling as a rank, and one as primary or replica.
+        # Each device has one ceiling as a rank, and one as primary or replica.
         usual = {"ceilings": 2 * count, "times": USUAL_SIZES * count}
         return self._reports[self.stage] / usual.get(self.stage, 2 * count)
 
@@ -340,21 +336,21 @@ class Session(ABC):
         self.tell(Progress(stage, message, fraction, *self._counted(), max(rates, default=None)))
 
     def _counted(self) -> tuple[int, int]:
-        """Return the number of real steps so far, and the number of real steps that ran out of memory."""
+        """Return the number of real steps so far, and how many of them ran out of memory."""
         return self.prober.counts.steps, self.prober.counts.ooms
 
 
 def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Ceiling | None:
-    """Find the largest evaluation batch of a device of this process, or None if `fits` does not ask for it."""
+    """Find the largest evaluation batch of a device of this process. Return None if `fits` does not include "eval"."""
     prober = worker.prober
     if "eval" not in worker.workload.fits:
         return None
-    most = max_batch_size or LARGEST_LOOKED_AT  # the effective batch size does not limit evaluation
+    most = max_batch_size or LARGEST_LOOKED_AT  # The effective batch size does not limit evaluation.
     return ceiling_of(prober, index, "eval", most=most if prober.tracer.fake else None)
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
-    """Return the most accumulation steps to search, for the largest batch of a forward."""
+    """Return the largest number of accumulation steps to search, for the largest batch of a forward."""
     least, most_samples = (1, 1) if sizes is None else sizes
     fewest = accumulation_steps(least, largest_batch)
     if fewest > MOST_FORWARDS:

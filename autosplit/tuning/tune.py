@@ -1,7 +1,4 @@
-"""Define `tune()`: build, measure, fit the time model, search, and make the plan.
-
-The algorithms are in other modules.
-"""
+"""Define `tune()`: build, measure, fit the time model, search, and make the plan. Other modules have the algorithms."""
 
 from __future__ import annotations
 
@@ -70,8 +67,8 @@ class TuningInterrupted(KeyboardInterrupt):
     """The tuning was interrupted by Ctrl-C.
 
     Attributes:
-        plan: The best plan so far; None if no trial had succeeded.
-        path: The profile with this plan; None if it was not saved.
+        plan: The best plan so far. None if no trial had succeeded.
+        path: The profile with this plan. None if it was not saved.
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -80,7 +77,6 @@ class TuningInterrupted(KeyboardInterrupt):
         self.path = None if plan is None else plan.path
 
     def __str__(self) -> str:
-        """Return the message."""
         return "tuning was interrupted"
 
 
@@ -117,7 +113,7 @@ def tune(
 ) -> Plan:
     """Find the fastest split, batch size and number of accumulation steps for a workload on the given devices.
 
-    Copies are trained. The model, its optimizer and all random number generators stay unchanged, bit for bit, even
+    autosplit trains copies. The model, its optimizer and all random number generators stay unchanged, bit for bit, even
     after an exception or Ctrl-C.
 
     Args:
@@ -135,54 +131,55 @@ def tune(
             every visible GPU, or the CPU if there is none.
         strategy: ``"auto"`` and ``"balanced"`` search the split of BalancedDataParallel, and also solve the batch sizes
             for DDP. ``"ddp"`` plans for DDP only, and the plan's split has the ranks' batch sizes. In one process,
-            DDP's plan is computed from measurements of each device alone. Its samples/s are predicted, and there are no
-            trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. Each rank
-            measures its device at the same time, rank 0 searches, all ranks run the trials together, and every rank
+            DDP's plan is computed from measurements of single devices. Its samples/s are predicted, and there are no
+            trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. The ranks
+            measure their devices at the same time, rank 0 searches, all ranks run the trials together, and every rank
             gets the same plan.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; overrides the precision of a `Workload`. If several are given,
-            as in ``("none", "bf16")``, each is tuned, and the plan has the fastest. bf16 is left out if a device has no
-            native support.
-        effective_batch_size: Samples per optimizer step, which is kept exactly; or a range such as ``(256, 1024)`` or
-            ``"256:1024"``. The fastest size is chosen. Default: one forward per step, with the smallest batch that has
-            97% of the best throughput.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``. It overrides the precision of a `Workload`. If several are
+            given, as in ``("none", "bf16")``, each is tuned, and the fastest plan is returned. bf16 is left out if a
+            device has no native support.
+        effective_batch_size: Samples per optimizer step, which the plan has exactly. Or a range such as ``(256, 1024)``
+            or ``"256:1024"``. The plan has the fastest size of the range. Default: one forward per step, with the
+            smallest batch that has 97% of the best throughput.
         max_batch_size: The most samples per forward.
         reserve: Memory to keep free on every device: bytes, ``"1GiB"``, or a fraction (``0.05``, ``"5%"``). Default: 5%
             on GPUs.
         n_trials: The most trials of the search.
-        time_limit_s: Seconds after which no further trial begins. At least one trial is made. After this time, fewer
+        time_limit_s: Seconds after which no further trial begins. At least one trial is run. After this time, fewer
             sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that hangs is
             also ended.
-        storage: An Optuna storage URL that keeps the study. Trials that are enqueued there (`gpu0_bsz`, `batch_size`,
-            `accumulation_steps`; missing values are drawn) are made first. The storage is not used if a stored plan is
+        storage: An Optuna storage URL that stores the study. Trials that are enqueued in it (`gpu0_bsz`, `batch_size`,
+            `accumulation_steps`; missing values are drawn) are run first. The storage is not used if a stored plan is
             returned.
-        sampler: An Optuna sampler that draws all `n_trials`, instead of autosplit's cost model. It ignores stored
-            plans. Default: the cost model proposes trials, and Optuna's TPE explores if the model is inaccurate.
+        sampler: An Optuna sampler that draws all `n_trials`, instead of autosplit's cost model. With a sampler, stored
+            plans are ignored. Default: the cost model proposes trials, and Optuna's TPE explores if the model is
+            inaccurate.
         isolate: Run real steps in a separate process. If a crash in a kernel, the system's out-of-memory killer or a
-            hang ends that process, this costs one step. The step counts as out of memory, and the plan gets a note. The
-            workload must be picklable, and is built again in that process. It has no effect on ``sim:`` devices.
+            hang ends that process, only one step is lost. The step counts as out of memory, and the plan gets a note.
+            The workload must be picklable, and is built again in that process. No effect on ``sim:`` devices.
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
-            another driver, one step confirms a stored plan. If less memory is free than the plan needs, it is solved
-            again from its fits. If another process tunes the same workload, `tune` waits up to 30 minutes for that
-            plan, and then tunes itself. With a time limit, it waits up to twice that time, but at least a minute.
+            another driver, one step confirms a stored plan. If less memory is free than the plan needs, the plan is
+            solved again from its fits. If another process tunes the same workload, `tune` waits up to 30 minutes for
+            that plan, and then tunes itself. With a time limit, it waits up to twice that time, but at least a minute.
             ``"off"`` never waits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
         lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
             gets samples of the greatest length (cropped or repeated, or made by ``make_batch(n, length=length)``).
-            Shorter samples are measured, too. So `Plan.token_sampler` can make batches of similar length with as many
-            samples as fit.
+            Shorter samples are measured, too. So `Plan.token_sampler` can group samples of similar length, with as many
+            samples per batch as fit.
         checkpointing: Class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
-            transformers. The options are to checkpoint none, every second or all of these layers. Each is tuned, and
-            the plan has the fastest, with the names of the layers in `checkpointed`. Default: the model stays
+            transformers. The options are to checkpoint none, every second or all of these layers. Each option is tuned.
+            The fastest plan is returned, with the names of the layers in `checkpointed`. Default: the model stays
             unchanged.
         fits: Tasks that must fit into memory in addition to training. ``"resume"``: a loaded checkpoint that stays on
             the device (a checkpoint that is loaded to the host needs nothing). ``"save"``: a copy of model and
             optimizer that is being saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
             each device, next to the memory that a DDP rank keeps. Pass several as a tuple or a comma-separated text.
             Default: none.
-        progress: Called with a `Progress` from time to time. Default: a bar in a notebook, a line on a terminal, and
-            nothing elsewhere.
+        progress: Function that is called with a `Progress` from time to time. Default: a bar in a notebook, a line on a
+            terminal, and nothing elsewhere.
 
     Raises:
         InputError: An argument is invalid. `DeviceError` and `WorkloadError` are subclasses.
@@ -229,11 +226,11 @@ def tune(
 
 
 _WARNINGS = {TIMES_DISAGREE: DoubtfulTimesWarning, NOT_FINITE: NotFiniteWarning}
-"""The kinds of notes for which `tune` also warns."""
+"""Warnings of `tune`, by the kind of the note."""
 
 
 def _warned(plan: Plan) -> Plan:
-    """Warn the caller of `tune` of a NaN loss, of doubtful times, and if splitting changes the training."""
+    """Warn about a NaN loss, about doubtful times, and if splitting changes the training. Return the plan."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
             warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
@@ -246,16 +243,13 @@ def _warned(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class _Tuning:
-    """The arguments of `tune` except the workload, as the driver sees them.
+    """The arguments of `tune` except the workload.
 
     Attributes:
-        workers: All workers.
-        request: The checked arguments.
-        progress: Called with the progress.
         checkpointings: The options of checkpointing.
-        heard: Shows the progress to the user; None if nothing does.
-        ignoring: Variants that are all tuned (precision, checkpointing). A stored plan that differs only in these is
-            not mentioned.
+        heard: Function that shows the progress to the user. None if nothing shows it.
+        ignoring: Names of the variants' parts that differ among the tuned variants (precision, checkpointing). A stored
+            plan that differs only in these parts is not mentioned.
     """
 
     workers: Workers
@@ -266,14 +260,14 @@ class _Tuning:
     ignoring: tuple[str, ...] = ()
 
     def tell_waiting(self, message: str) -> None:
-        """Report a wait, which may take minutes, by the user's progress function or else by a warning."""
+        """Report a wait, which may take minutes, by the user's progress function or by a warning."""
         if self.heard is None:
             warnings.warn(f"{message}. profile='off' does not wait.", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
 
 
 def devices_of_process(devices: Any, strategy: str) -> Any:
-    """Return the device spec of this process: for DDP, its own part of the machine's devices."""
+    """Return the devices that this process may use. For DDP, they are its part of the machine's devices."""
     if strategy != "ddp":
         return devices
     from autosplit.tuning.rank_group import own_part
@@ -283,7 +277,7 @@ def devices_of_process(devices: Any, strategy: str) -> Any:
 
 @contextmanager
 def worker_for(request: Request, source_of: Callable[[Variant], Source], *, isolate: bool) -> Iterator[Worker]:
-    """Yield the worker of this process. Join the other ranks if several ranks tune DDP."""
+    """Yield the worker of this process. If several ranks tune DDP, connect to the other ranks first."""
     with ExitStack() as closing:
         job = None
         if request.strategy == "ddp":
@@ -305,7 +299,7 @@ def _tuned_variants(tuning: _Tuning, wanted: tuple[str | None, ...], lengths: Se
     variants = [Variant(*one, length) for one in itertools.product(precisions, layers)]
     if lengths is None:
         plan, _ = _fastest_of(variants, tuning, notes)
-        # A stored plan may have several lengths.
+        # A stored plan may have several lengths, which this call did not request.
         return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
     return _tuned_by_length(lengths, variants, tuning, notes)
 
@@ -317,7 +311,7 @@ def _without_bf16(worker: Worker, wanted: tuple[str | None, ...]) -> list[str]:
 def _tuned_by_length(
     lengths: Sequence[int], variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...]
 ) -> Plan:
-    """Tune for samples of the greatest length (50% of the progress), and then measure shorter ones."""
+    """Tune for samples of the greatest length, as 50% of the progress. Then measure shorter samples."""
     from autosplit.extras.tuned_lengths import with_lengths  # a known exception in tests/test_layers.py
 
     def longest(part: Progress) -> None:
@@ -347,7 +341,7 @@ def _tuned_by_length(
 def _fastest_of(
     variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...], more: int = 0
 ) -> tuple[Plan, Variant]:
-    """Tune each variant, and return the plan of the fastest.
+    """Tune each variant, and return the plan and the variant that are fastest.
 
     The variants and `more` other tasks share the time limit.
     """
@@ -378,7 +372,6 @@ def _fastest_of(
 
 
 def _names_of(variants: Sequence[Variant], checkpointings: Sequence[Checkpointing | None]) -> list[str]:
-    """Return names that distinguish the variants."""
     precise = len({variant.precision for variant in variants}) > 1
     names = []
     for variant in variants:
@@ -394,7 +387,7 @@ def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
 
 
 def _chosen(plans: Mapping[str, Plan], workers: Workers) -> Plan:
-    """Return the plan of the fastest variant, with the results of all variants. Its profile gets them, too."""
+    """Return the fastest plan, with the results of all variants. Its profile gets these results, too."""
     name, best = _fastest(plans)
     if len(plans) < 2:
         return replace(best, ways=()).kept_at(best.path)
@@ -413,7 +406,7 @@ def _tuned_variant(tuning: _Tuning, number: int) -> Plan:
             return _tuned(tuning, number)
     except TuningInterrupted:
         raise
-    except KeyboardInterrupt:  # before there was a plan
+    except KeyboardInterrupt:  # Ctrl-C came before there was a plan.
         raise TuningInterrupted(None) from None
 
 
@@ -425,14 +418,15 @@ def users_code_named() -> Iterator[None]:
     except AutosplitError:
         raise
     except (Exception, SystemExit) as error:
-        # The user's code may raise after the first step, or call sys.exit(), which would look like autosplit's exit.
+        # The user's code may raise after the first step. Or it may call sys.exit(), which looks like autosplit's own
+        # exit.
         if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
             raise from_user_code(error, "the workload") from error
         raise
 
 
 def _tuned(tuning: _Tuning, number: int) -> Plan:
-    """Return a stored plan of a variant, or else measure and search."""
+    """Return a stored plan of a variant. If there is none, measure and search."""
     workers, request = tuning.workers, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
     workers.ask(Worker.build, number)
@@ -444,7 +438,7 @@ def _tuned(tuning: _Tuning, number: int) -> Plan:
             key.digest,
             "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
         )
-        # This note belongs to the run, not to the plan. The stored plan may be returned for an explicit "cpu", too.
+        # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
         defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
         if found.holds:
             return found.told(nothing_run(found, request), *found.wait_notes, *defaulted)
@@ -478,7 +472,7 @@ def _tuned_anew(
 
 
 def session_of(workers: Workers) -> type[Session]:
-    """Return the kind of session for a job."""
+    """Return the class of the session: `JointSession` if a job has several ranks, otherwise `LoneSession`."""
     if not workers.job.several:
         return LoneSession
     from autosplit.tuning.joint_session import JointSession

@@ -1,7 +1,7 @@
-"""The processes of a tuning. Each process is a worker, and rank 0 (or the only process) drives all workers.
+"""Run a tuning in one or several processes. Each process is a worker. Rank 0 (or the only process) drives all workers.
 
-rank 0        ask(f) | collect answers | ask(g) | collect answers | ... | end: return the plan
-other ranks   run f  | send answer     | run g  | send answer     | ... |      return the same plan
+rank 0        send function f | collect results | send g | collect results | ... | end: return the plan
+other ranks   run f           | send result     | run g  | send result     | ... |      return the same plan
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
 from autosplit.workload.workload import Workload
 
-if TYPE_CHECKING:  # types only, so that tuning in one process needs no torch.distributed
+if TYPE_CHECKING:  # Import types only, so that tuning in one process does not load torch.distributed.
     from autosplit.ddp.rendezvous import Place
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime
     from autosplit.tuning.rank_steps import RankSteps
@@ -44,21 +44,20 @@ if TYPE_CHECKING:  # types only, so that tuning in one process needs no torch.di
 T = TypeVar("T")
 
 _CODE = ("model_tree", "model_factory", "loss_fn", "compute_loss", "step", "make_batch")
-"""Parts of a workload's description that are digests of code and of the values that the code refers to."""
+"""Parts of a workload's description that are digests of code, and of the values that the code refers to."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The processes that tune together, as one process sees them.
+    """The processes that tune together, from the point of view of one process.
 
     Attributes:
-        place: The place of this rank; None for a process that tunes alone.
-        peers: The other ranks.
-        devices: The devices of this process.
+        place: Rank and machine of this process. None for a process that tunes without other ranks.
+        peers: The connection to the other ranks.
         capacities_bytes: Memory that training may use on each device of this process.
         request: The request, with the devices of all ranks in the order of the ranks.
-        machine: The machine of the whole job, as `key.machine_of` returns it. If there are several machines, it also
-            has ``ranks_per_machine``.
+        machine: The machine of the whole job, as `key.machine_of` returns it. For several machines, it also has
+            ``ranks_per_machine``.
         backend: Back end of the process group that reduces gradients.
     """
 
@@ -77,7 +76,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """The torch device of this rank."""
         return torch_device(self.devices[0])
 
 
@@ -86,9 +85,10 @@ class Variant:
     """A variant of training to tune for.
 
     Attributes:
-        precision: See `tune`; None for the workload's own.
-        checkpointing: Index of an option of `checkpointing_list`. Ranks do not exchange the classes of layers.
-        length: Sequence length that samples should have; None to leave them unchanged.
+        precision: See `tune`. None for the workload's own precision.
+        checkpointing: Index of an option of `checkpointing_list`. Ranks exchange this index instead of classes of
+            layers.
+        length: Sequence length that samples should have. None to leave the samples unchanged.
     """
 
     precision: str | None = None
@@ -97,24 +97,22 @@ class Variant:
 
 
 def alone(request: Request, machine: dict[str, Any]) -> Job:
-    """Return the job of a process that tunes all devices alone."""
+    """Return the job of a single process that tunes all devices."""
     peers = Peers(0, 1, None, Interrupts())
     return Job(None, peers, request.devices, request.capacities_bytes, request, machine)
 
 
 class Worker(AbstractContextManager["Worker"]):
-    """One process of a tuning: it builds, traces and measures the workload on its own devices.
+    """Build, trace and measure the workload in one process, on this process's own devices.
 
     Args:
-        job: The processes that tune together.
-        source_of: Makes the source of a variant of the workload.
-        isolate: Whether real steps run in a separate process.
+        source_of: Function that makes the source of a variant of the workload.
 
     Attributes:
         built: The current variant, after `build`.
         followed: The traced workload, after `trace`.
         prober: Measures this process's devices, after `trace`.
-        steps: Runs steps of all ranks together, after `begin_steps`; None before.
+        steps: Runs steps of all ranks together, after `begin_steps`. None before.
     """
 
     built: Built
@@ -141,14 +139,14 @@ class Worker(AbstractContextManager["Worker"]):
     # Called by the driver, in this order
 
     def prepare(self, variants: Sequence[Variant]) -> None:
-        """Make the sources of all variants, so that an invalid variant raises before any is tuned."""
+        """Make the sources of all variants, so that an invalid variant raises before any variant is tuned."""
         self._sources = [*map(self._source_of, variants)]
 
     def build(self, number: int) -> None:
         """Build a variant of the workload. The previous variant is closed."""
         self._closing.close()
         self.steps = self._isolated = None
-        for name in ("built", "followed", "prober"):  # free the traced copy before the next one is made
+        for name in ("built", "followed", "prober"):  # Free the previous traced copy before the next copy is made.
             self.__dict__.pop(name, None)
         self._closing.enter_context(kept_rng())
         self.built = build(self._sources[number], self.job.devices)
@@ -164,8 +162,6 @@ class Worker(AbstractContextManager["Worker"]):
         """Trace a step and prepare to measure this process's devices.
 
         Args:
-            largest_batch: The largest batch to try.
-            remaining_s: The remaining seconds; None for no limit.
             described: See `follow`.
 
         Returns:
@@ -180,25 +176,26 @@ class Worker(AbstractContextManager["Worker"]):
             source, devices, capacities_bytes = self.built.source, job.devices, job.capacities_bytes
             self._isolated = isolated_runtime(source, devices, capacities_bytes, children, deadline_s=deadline_s)
         self.followed = follow(self.built, job.devices, self._closing, self._isolated, described=described)
-        # Entered last, so a borrowed model is restored after the runtime has closed.
+        # Enter this stack last, so that a borrowed model is restored after the runtime has closed.
         self._probing = self._closing.enter_context(ExitStack())
         self._probing.callback(children.close)
         runtime = runtime_for(job.devices, job.capacities_bytes, self.followed, self._probing)
         ranks = world_size if job.several else 0
         self.prober = Prober(runtime, self.followed.tracer, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
-        # The session and the prober refer to each other. Break this cycle, or the traced copy stays in memory after the
-        # tuning: torch holds a part of the cycle where the garbage collector can't see it.
+        # The session and the prober refer to each other. Break this cycle. Otherwise the traced copy stays in memory
+        # after the tuning, because torch refers to a part of the cycle in a way that the garbage collector can't
+        # follow.
         self._closing.callback(setattr, self.prober, "report", str)
         return self.followed.notes, runtime.capacities_bytes
 
     def begin_steps(self, options: DdpOptions) -> None:
-        """Prepare steps of all ranks together. The device of this rank is not measured alone any more."""
+        """Prepare steps of all ranks together, which replace the measurements of single devices."""
         from autosplit.tuning.rank_steps import RankSteps
 
         job, runtime = self.job, self.prober.runtime
         if is_accelerator(job.request.kind):
             self._probing.close()  # free the GPU's memory before all ranks step together
-            # From now on, the allocator holds at most this rank's capacity, or the user's own limit.
+            # From now on, the allocator may hold at most this rank's capacity, or the user's own limit.
             most_bytes = runtime.capacities_bytes[0]
             self._closing.enter_context(bounded(backend(job.request.kind), job.device, most_bytes))
         self.steps = RankSteps(
@@ -207,7 +204,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._closing.callback(self.steps.close)
 
     def step(self, splits: Sequence[Sequence[int]], budget_s: float) -> tuple[list[int], Measurement] | Failure:
-        """Run this rank's part of a step of all ranks."""
+        """Run this rank's part of a step of all ranks. Return the ranks' peaks and the time, or a failure."""
         assert self.steps is not None, "`begin_steps` sets it"
         return self.steps.measured([split[self.peers.rank] for split in splits], budget_s=budget_s)
 
@@ -216,16 +213,16 @@ class Worker(AbstractContextManager["Worker"]):
         return () if self._isolated is None else self._isolated.notes
 
     def store(self, key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
-        """Save a plan as a profile. One rank of each machine does so."""
+        """Save a plan as a profile. Only the first rank of each machine saves it."""
         return profiles.stored(key, plan) if self._is_first_of_machine else (None, ())
 
     def amend(self, plan: Plan, changes: dict[str, Any]) -> None:
-        """Change the saved profile of a plan."""
+        """Apply changes to the saved profile of a plan."""
         if self._is_first_of_machine and plan.path is not None:
             profiles.amend(plan.path.stem, plan, changes)
 
     def idle(self) -> None:
-        """Do nothing. The message keeps collectives of waiting ranks from timing out, and reports Ctrl-C."""
+        """Do nothing. This order prevents collectives of waiting ranks from timing out, and reports Ctrl-C."""
 
     @property
     def _is_first_of_machine(self) -> bool:
@@ -233,10 +230,10 @@ class Worker(AbstractContextManager["Worker"]):
 
 
 class Workers:
-    """All workers of a job, as the driver sees them.
+    """Call functions on all workers of a job, from the process that drives the tuning.
 
     Attributes:
-        own: The worker in the driver's process: rank 0, or the only one.
+        own: The worker in the driver's process, which is rank 0 or the only process.
     """
 
     def __init__(self, own: Worker) -> None:
@@ -244,13 +241,13 @@ class Workers:
         self._raised: list[tuple[BaseException, int]] = []
 
     def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call a function with every worker at the same time, and return the answers in the order of the ranks.
+        """Call a function with every worker at the same time, and return the results in the order of the ranks.
 
-        In a job of several ranks, the function must be importable, and its arguments and answers must be picklable.
+        In a job of several ranks, the function must be importable. Its arguments and results must be picklable.
 
         Raises:
-            Exception: Rank 0 raised it.
-            RankFailedError: Another rank raised.
+            Exception: The function raised on rank 0.
+            RankFailedError: The function raised on another rank.
             DoesNotFitError: The workload does not fit on a rank's device.
             KeyboardInterrupt: Ctrl-C was pressed on any rank.
         """
@@ -288,13 +285,13 @@ class Workers:
         return tuple(dict.fromkeys(itertools.chain(*self.ask(Worker.losses))))
 
     def amended(self, plan: Plan, **changes: Any) -> Plan:
-        """Return a plan with changes. Its profiles on all machines get them, too."""
+        """Return a plan with changes. Also apply the changes to its profiles on all machines."""
         if self.job.request.profile != "off":
             self.ask(Worker.amend, plan, changes)
         return replace(plan, **changes).kept_at(plan.path)
 
     def end_for(self, error: BaseException) -> _End:
-        """Return the message that ends the tuning on the other ranks if rank 0 raised an error."""
+        """Return the message that ends the tuning on the other ranks after rank 0 raised an error."""
         order = next((order for raised, order in self._raised if raised is error), None)
         if order is not None:
             return _End(order=order)
@@ -309,7 +306,7 @@ class _End:
     Attributes:
         value: The result, which every rank returns.
         error: An encoded exception, which every rank raises.
-        order: The number of the order that failed. Each rank raises its own error for it.
+        order: Number of the order that failed. Each rank raises the error that the order raised on it.
     """
 
     value: Any = None
@@ -318,7 +315,7 @@ class _End:
 
 
 def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
-    """Run a tuning on rank 0, and serve it on the other ranks. Every rank returns or raises the same."""
+    """Run a tuning on rank 0, and run its orders on the other ranks. Every rank returns or raises the same."""
     peers = worker.peers
     if peers.rank > 0:
         return _serve(worker)  # type: ignore[no-any-return]  # rank 0 returned it
@@ -341,7 +338,7 @@ def _leave(peers: Peers, end: _End) -> None:
 
 
 def _serve(worker: Worker) -> Any:
-    """Serve rank 0's orders until it ends the tuning."""
+    """Run rank 0's orders until rank 0 ends the tuning."""
     peers = worker.peers
     raised: dict[int, BaseException] = {}
     while True:
@@ -363,10 +360,10 @@ def _serve(worker: Worker) -> Any:
 
 
 def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the description of a workload that is the same on all ranks. Raise InputError if it differs.
+    """Return the description of a workload on all ranks. Raise InputError if it differs between ranks.
 
-    Code may refer to values of one rank (its number, its part of the data). If only these differ, the description gets
-    a digest of all ranks' values.
+    Code may refer to values of one rank (its number, its part of the data). If only the digests of code differ, the
+    description gets a digest of all ranks' values.
     """
     found = dict(described[0])
     for name in found:
@@ -379,7 +376,7 @@ def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_waiting(workload: Workload) -> None:
-    """Raise WorkloadError if the model's forward waits for other ranks, because each rank measures its device alone."""
+    """Raise WorkloadError if the model's forward waits for other ranks, because ranks are measured separately."""
     for part in (part for one in workload.modules for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
@@ -391,7 +388,7 @@ def refuse_waiting(workload: Workload) -> None:
 
 
 def torch_device(device: Device) -> torch.device:
-    """Return the torch device of a device. All CPU budgets are on one torch device."""
+    """Convert a `Device` to a torch device. All CPU budgets share one torch device."""
     return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
 
 
