@@ -1,9 +1,9 @@
 """Find the number of samples that fit on each device.
 
 A ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size. On
-accelerators a real step costs less than a trace. There a few real steps decide, and traces choose the first size. For
-simulated GPUs the trace decides. On a CPU without a budget, time is the limit, and the batch grows until it stops
-paying off. The search never doubles the batch until it runs out of memory.
+accelerators a real step costs less than a trace, so a few real steps decide, and traces choose the first size. For
+simulated GPUs the trace decides. On a CPU without a budget, time is the limit, and the batch grows until a larger batch
+is hardly faster. The search never doubles the batch until it runs out of memory.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from autosplit.text import size_text
 _log = logging.getLogger(__name__)
 
 KNEE_GAIN = 0.03
-"""Least gain in throughput by doubling the batch on a plain CPU. The search ends after two smaller gains in a row."""
+"""Smallest gain in throughput that justifies doubling the batch on a plain CPU: 3%."""
 
 LONGEST_STEP_S = 2.0
-"""Longest step on a plain CPU. After a longer step, no larger batch is tried."""
+"""Longest step on a plain CPU, in seconds. After a longer step, no larger batch is tried."""
 
 MOST_GROWTH = 1.5
-"""Largest growth of the batch from one step to the next, on a GPU that uses the host's memory. With 2, a step of 75% of
-the capacity ran out of memory on an emulated device, because the allocator reserved more than the steps before showed.
+"""Largest growth factor of the batch from one step to the next, on a GPU that uses the host's memory.
+
+With a factor of 2, a step of 75% of the capacity ran out of memory on an emulated device. The allocator reserved more
+than the earlier steps had shown.
 """
 
 DOUBLING_BUDGET_S = 0.5
-"""Seconds after which a batch on a plain CPU is not repeated again."""
+"""Time limit in seconds for repeating one batch size on a plain CPU."""
 
 
 def ceiling_of(
@@ -53,8 +55,6 @@ def ceiling_of(
     """Find the ceiling of one device in one role.
 
     Args:
-        prober: Runs and predicts the steps.
-        index: Position of the device.
         role: Role of the device. Only device 0 may be ``primary``.
         elsewhere: For ``primary``, the samples of the other devices in the same step. Default: none.
         accumulates: Whether a step has several micro-steps, so that gradients are in memory throughout the second.
@@ -95,9 +95,9 @@ def ceiling_of(
 
 
 def predicted_ceiling(prober: Prober, index: int, role: Role, *, accumulates: bool, start: int) -> int:
-    """Predict a ceiling from traces alone, or 0 if not even one sample fits. Without traces, return `start`."""
+    """Predict a ceiling from traces only. Return 0 if not even one sample fits, and `start` if there are no traces."""
     if not prober.has_traces:
-        return start  # trials will show
+        return start  # Trials will show whether this size fits.
     traces = _Traces(prober, index, prober.shapes(index, role, (), accumulates))
     return traces.largest(max(1, start), prober.max_batch_size)
 
@@ -110,8 +110,7 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
     samples, begin with the sample batch's size.
 
     Args:
-        prober: Runs and predicts the steps.
-        needed: Samples that must run at once, even if they do not pay off.
+        needed: Samples that must run at once, even if a smaller batch is as fast.
     """
     most, steps = prober.max_batch_size, prober.counts.steps
     points: list[tuple[int, float]] = []
@@ -126,7 +125,7 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
         except UserCodeError:
             if points or n >= sample:
                 raise
-            n = sample  # this size runs
+            n = sample  # The workload is known to run at this size.
             continue
         if peak_bytes > prober.runtime.capacities_bytes[0]:
             limit: Limit = "memory"
@@ -152,7 +151,6 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
 
 
 def _stops_paying(points: list[tuple[int, float]]) -> bool:
-    """Return whether two doublings in a row gained too little. One small gain may be noise."""
     rates = [n / seconds for n, seconds in points]
     return len(rates) > 2 and max(rates[-2:]) < (1 + KNEE_GAIN) * max(rates[:-2])
 
@@ -196,12 +194,10 @@ def _made(
 
 @dataclass
 class _Traces:
-    """Predicts the memory of one device in one kind of step from traces.
+    """Predict the memory of one device in one kind of step from traces.
 
     Attributes:
-        prober: Traces the steps.
-        index: Position of the device.
-        shape_of: Makes the shape of the step with n samples on the device.
+        shape_of: Function that makes the step with n samples on the device.
         known: Predicted bytes by number of samples.
     """
 
@@ -211,13 +207,13 @@ class _Traces:
     known: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, n: int) -> int:
-        n = max(n, self.prober.least_batch())  # a smaller batch can't be traced
+        n = max(n, self.prober.least_batch())  # A smaller batch can't be traced.
         if n not in self.known:
             self.known[n] = self.prober.traced(self.shape_of(n))[self.index]
         return self.known[n]
 
     def largest(self, start: int, most: int) -> int:
-        """Return the largest size that fits, or 0. Trace it, and search again if its prediction was wrong."""
+        """Return the largest size that fits, or 0. Trace this size, and search again if its prediction was wrong."""
         least, capacity_bytes = self.prober.least_batch(), self.prober.runtime.capacities_bytes[self.index]
         while True:
             found = largest_fitting(self, capacity_bytes, least=0, most=most, start=start)
@@ -229,7 +225,7 @@ class _Traces:
 def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallSearch, Limit]:
     """Find a ceiling by real steps.
 
-    On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact.
+    On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact there.
     """
     prober, index, least = traces.prober, traces.index, traces.prober.least_batch()
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
@@ -278,7 +274,7 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
             break
         n = search.next()
         if n is None and prober.exact and not careful and search.found < most and search.failed != search.found + 1:
-            n = search.found + 1  # add one sample at a time until a step fails
+            n = search.found + 1  # Add one sample at a time until a step fails.
     prober.found_on[kind] = index, search.found
     return search, limit
 
@@ -314,11 +310,11 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
 
 
 def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
-    """Return the reason why the smallest step did not run. `needed_bytes` is the prediction of its trace."""
+    """Return the reason why the smallest step did not run. `needed_bytes` is the trace's prediction."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes
-    lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # only an isolated runtime has notes
+    lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # Only an isolated runtime has notes.
     if fits and (lost or prober.out_of_time):
         return (
             f"No step of the workload finished on {where}: {'; '.join(lost).rstrip('.') or 'the time limit was over'}. "

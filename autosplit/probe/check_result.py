@@ -1,4 +1,4 @@
-"""Store the results of the gradient check: plain values, with figures and advice."""
+"""Define the results of the gradient check: plain values, with figures and advice."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 EXACT = 1e-6
-"""Smallest relative difference that is printed in percent. Smaller ones are printed as numbers."""
+"""Relative difference below which an error is printed as a number instead of in percent."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One result of the gradient check: whether splitting the batch changes something.
+    """One result of the gradient check: whether splitting the batch changes one part of the training.
 
     Attributes:
         subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``,
@@ -24,12 +24,12 @@ class Check:
         accumulation_error: The same difference for two uneven micro-batches, accumulated with the weights of
             `plan.steps` and of DDP ranks.
         depends: Whether the subject changes when the batch is split.
-        advice: The recommended change; empty if none is needed.
-        remark: A remark on the figures; empty if there is none.
+        advice: The recommended change. Empty if none is needed.
+        remark: A remark on the figures. Empty if there is none.
         reduce: For ``"gradient"`` and a loss that the model computes itself: the unit over which `plan.wrap` averages
             the devices' losses. ``"samples"``, ``"tokens"`` (labels that are not -100) or ``"next tokens"`` (tokens
-            without the first of each sequence). It is detected by removing some of the sample batch's `labels`. None if
-            no unit makes the gradient exact, or if there are no labels; then `plan.wrap` averages over samples.
+            without the first of each sequence). The check detects it by removing some of the sample batch's `labels`.
+            None if no unit makes the gradient exact, or if there are no labels. Then `plan.wrap` averages over samples.
         count: For ``"loss"``: a Python expression for the divisor of the mean loss of a micro-batch `batch`, for
             ``plan.steps(loader, count=lambda batch: ...)``. None if the loss is a mean over samples, or if the divisor
             is unknown.
@@ -46,11 +46,10 @@ class Check:
 
     @property
     def most(self) -> float:
-        """The larger of the two differences. Unknown ones count as 0."""
+        """The larger of the two differences. An unknown difference counts as 0."""
         return max(self.split_error or 0.0, self.accumulation_error or 0.0)
 
     def __str__(self) -> str:
-        """Return the result in one line."""
         verdict = "changes" if self.depends else "stays the same"
         split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
         said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
@@ -70,19 +69,19 @@ _COUNT = re.compile(
 def is_count_expression(text: str) -> bool:
     """Return whether a text is a Python expression that the gradient check could have written to count a `batch`.
 
-    A plan may come from anyone, and its count is printed as code to paste.
+    A plan from a file is untrusted, and its count is printed as code to paste.
     """
     return text.isprintable() and _COUNT.fullmatch(text) is not None
 
 
 def changed(checks: Iterable[Check]) -> list[Check]:
-    """Return the checks that changed: first those with advice, and among them the largest differences first."""
+    """Return the checks whose subject changes: those with advice first, and by falling difference."""
     found = [check for check in checks if check.depends]
     return sorted(found, key=lambda check: (not check.advice, -check.most))
 
 
 def error_text(error: float | None) -> str:
-    """Format a relative difference, as ``2e-16`` or, if it is large, in percent. None gives ``not checked``."""
+    """Format a relative difference, as ``2e-16`` or, if it is large, in percent. None becomes ``not checked``."""
     if error is None:
         return "not checked"
     if error == 0:

@@ -20,7 +20,7 @@ from autosplit.solve.memory import Ceiling, Role
 from autosplit.workload.fits import COPYING
 
 _UNBOUNDED_BYTES = 2**62
-"""More memory than any device has."""
+"""More bytes than any device has."""
 
 
 @ends_tracebacks
@@ -38,10 +38,10 @@ def find_ceiling(
     """Find the largest number of samples that a device can run in one training step.
 
     The ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size.
-    For simulated GPUs it is predicted only. The workload is not changed.
+    For simulated GPUs it is only predicted. The workload is not changed.
 
     Args:
-        workload: A `Workload`, or a function that returns one.
+        workload: A `Workload`, or a function that returns a `Workload`.
         device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
         role: ``"rank"``: a DDP process. ``"primary"``: device 0 of BalancedDataParallel, without samples on other
             devices. ``"replica"``: another device of BalancedDataParallel. ``"eval"``: a forward without gradients of a
@@ -108,6 +108,6 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
     if device.kind == "cpu" and not device.budgeted:
-        return (device,), (capacity_bytes,), 0  # its memory is only predicted, so one device is enough
+        return (device,), (capacity_bytes,), 0  # Its memory is only predicted, so one device is enough.
     companion = replace(device, budgeted=False, capacity_bytes=_UNBOUNDED_BYTES)
     return (companion, replace(device, index=device.index + 1)), (_UNBOUNDED_BYTES, capacity_bytes), 1

@@ -1,8 +1,8 @@
 """Check whether splitting a batch changes the training.
 
 Compare three gradients: of the whole sample batch, of BalancedDataParallel with an uneven split over two devices, and
-of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples, as for DDP ranks: n·W/N each. If the
-gradients differ, look for the cause. Advice is given only if the numbers support it.
+of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples: rank r of W, with n of N samples, has
+the weight n·W/N. If the gradients differ, look for the cause. Give advice only if the numbers support it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ from autosplit.workload.workload import Workload
 _log = logging.getLogger(__name__)
 
 MADE_SAMPLES = 8
-"""Samples to request from `make_batch` if the sample batch has too few."""
+"""Number of samples to request from `make_batch` if the sample batch has too few."""
 
 PASS_S = 0.5
-"""Seconds for one forward and backward during a tuning. There are between three and about ten of them."""
+"""Time limit in seconds for one forward and backward during a tuning. A check has about three to ten of them."""
 
 FIRST_S = 1.0
-"""Seconds after which a forward with the fewest samples is cancelled.
-
-The first forward of a process includes warm-up.
-"""
+"""Time limit in seconds for a forward with the fewest samples. It includes the warm-up of the process."""
 
 KEPT_GRADIENTS = 6
-"""Most gradients in memory at a time: the copy, its gradient, and the gradients to compare."""
+"""Number of gradient-sized tensors in memory at a time: the copy, its gradient, and the gradients to compare."""
 
 
 @ends_tracebacks
@@ -52,23 +49,23 @@ def check(workload: Any) -> tuple[Check, ...]:
     """Check which parts of a training change when the batch is split.
 
     The gradient of the whole sample batch is compared with two others: of the batch split unevenly over two devices,
-    and of two accumulated micro-batches of different sizes. DDP ranks have the same weights as the latter. A copy runs
-    on the CPU, in float64 if the model can, without dropout and autocast. The workload is not changed.
+    and of two accumulated micro-batches of different sizes. DDP ranks have the same weights as these micro-batches. A
+    copy runs on the CPU, in float64 if the model can, without dropout and autocast. The workload is not changed.
 
     Args:
-        workload: A `Workload`, or a function that returns one.
+        workload: A `Workload`, or a function that returns a `Workload`.
 
     Returns:
         The check of the whole gradient first (with `step=`, one for each optimizer), then the checks of its causes.
 
     Raises:
-        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; or the gradient is not
-            finite; or gradients need more memory than this machine has.
+        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`. Or the gradient is not
+            finite. Or gradients need more memory than this machine has.
         UserCodeError: The workload's own code raised on its sample batch.
     """
     source = workload_source(workload, None, {})
     with kept_rng():
-        first = build(source, parse_devices("sim:H100-80GB"))  # a large model is built without memory
+        first = build(source, parse_devices("sim:H100-80GB"))  # For this device, a large model is built without memory.
         needed_bytes, available_bytes = _gradients_bytes(first.workload.modules), available_host_bytes()
         if needed_bytes > available_bytes:
             raise WorkloadError(
@@ -87,7 +84,7 @@ def check(workload: Any) -> tuple[Check, ...]:
 
 
 NOT_FINITE = "gradient-not-finite"
-"""The code of an error, and the kind of a note: the loss or its gradient has NaN or infinity."""
+"""Code of the error, and kind of the note, if the loss or its gradient has NaN or infinity."""
 
 NOT_FINITE_TEXT = (
     "The loss of the sample batch, or its gradient, is NaN or infinite. Expected finite numbers. Train a few steps in "
@@ -98,13 +95,16 @@ NOT_FINITE_TEXT = (
 def checks_for(
     workload: Workload, rebuild: Callable[[], Workload] | None = None
 ) -> tuple[tuple[Check, ...], tuple[Note, ...]]:
-    """Check a workload before it is tuned, if that is cheap. Errors do not end the tuning.
+    """Check a workload before it is tuned, if the check is cheap. Errors do not end the tuning.
 
-    Use as many samples as one pass can process in about `PASS_S`.
+    Use as many samples as one pass can process in about `PASS_S` seconds.
 
     Args:
-        rebuild: Build the workload again, with memory. It is called if the workload has no memory and few enough
-            parameters.
+        rebuild: Function that builds the workload again, with memory. It is called if the workload has no memory and
+            few enough parameters.
+
+    Returns:
+        The checks, and a note with the reason if there are none.
     """
     with kept_rng():
         try:
@@ -126,21 +126,20 @@ def checks_for(
 
 
 def not_checked(why: object) -> Note:
-    """Return the note of a plan whose gradients were not checked. The profile keeps it."""
+    """Return the note of a plan whose gradients were not checked. The profile stores the note."""
     reason = str(why).rstrip(".")
     text = f"The gradient check was not run: {reason}. Run it with autosplit check FILE (autosplit.check(workload))."
     return Note("not-checked", text)
 
 
 def _without_rounding(found: Check) -> Check:
-    """Set errors within rounding to 0. Otherwise two equal plans would differ in them."""
+    """Set errors within rounding to 0. Otherwise equal plans would differ in their rounding."""
     errors = ("split_error", "accumulation_error")
     rounded: dict[str, Any] = {name: 0.0 for name in errors if not found.depends and getattr(found, name) is not None}
     return replace(found, **rounded)
 
 
 def _with_model(workload: Workload) -> Workload:
-    """Return the workload with the model that its factory returns."""
     if workload.modules:
         return workload
     model: Any = workload.model
@@ -169,7 +168,7 @@ def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
-    """Raise TooDearError if the model is too large or has no memory. Return whether it has memory."""
+    """Raise TooDearError if the model is too large, or can't get memory. Return whether it has memory."""
     model: Any = workload.model
     is_made = bool(workload.modules)
     modules = workload.modules if is_made else (built_without_memory(model, fake_mode()),)

@@ -24,13 +24,13 @@ from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
 
 LEAST_SAMPLES = 4
-"""Fewest samples of a check. Fewer can't be split unevenly, and repeated samples would hide their differences."""
+"""Smallest number of samples of a check. Fewer can't be split unevenly, and repeated samples would hide differences."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest relative difference that counts as rounding."""
+"""Largest relative difference that counts as rounding, by dtype."""
 
 ROUNDINGS = 10
-"""Factor on the measured rounding error. It is measured by scaling the loss, as micro-batches do."""
+"""Factor on the measured rounding error. The error is measured by scaling the loss, as micro-batches do."""
 
 MOST_ROUNDING = 1e-2
 """Largest measured difference that counts as rounding."""
@@ -38,7 +38,7 @@ MOST_ROUNDING = 1e-2
 
 @dataclass(frozen=True)
 class Begun:
-    """A copy that has run the whole batch. `refusal` is the reason why it is not in float64."""
+    """A copy that has run the whole batch. `refusal` is the reason why the copy is not in float64."""
 
     copy: QuietCopy
     whole: Gradients
@@ -70,14 +70,14 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
 
 
 def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
-    """Split a batch size unevenly. A model with BatchNorm layers gets at least two samples in each part."""
+    """Split a batch size unevenly. If the model has BatchNorm layers, each part gets at least two samples."""
     normed = any(isinstance(part, BATCH_NORMS) for module in workload.modules for part in module.modules())
     first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
     return first, size - first
 
 
 class Comparison:
-    """The gradient check of one workload on one batch of at least `LEAST_SAMPLES` samples. The model must be made."""
+    """Check one workload on one batch of at least `LEAST_SAMPLES` samples. The model must be built."""
 
     def __init__(self, workload: Workload, batch: Any, remark: str = "") -> None:
         self.workload, self.batch = workload, batch
@@ -137,7 +137,7 @@ class Comparison:
         return (*gradients, *norms, *([self._cause(whole, rest)] if rest.over(self.tolerance) else []))
 
     def _widens_tolerance(self, whole: Gradients, differences: _Differences) -> bool:
-        """Add random numbers and rounding to the tolerance. Return whether the differences may be due to the former."""
+        """Widen the tolerance by random draws and rounding. Return whether draws may explain the differences."""
         drawn = self._drawn(whole)
         if drawn > self.tolerance:
             self.remarks.append(
@@ -153,9 +153,9 @@ class Comparison:
         return False
 
     def _drawn(self, whole: Gradients) -> float:
-        """Return the difference between two seeds, which is due to random numbers alone.
+        """Return the difference between two seeds, which is due to random numbers only.
 
-        A step= may draw numbers for all samples before they are split. Those do not count.
+        A step= may draw numbers for all samples before they are split. Such numbers do not count.
         """
         with watching_draws(self.copy.trainee.models.modules) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
@@ -170,7 +170,7 @@ class Comparison:
         return _Differences(split, accumulation, (split_state, self.copy.state), tuple(parts))
 
     def _state_checks(self, begun: Begun) -> tuple[Check, ...]:
-        """Compare the buffers that forwards change, except those of BatchNorm layers, which have their own checks."""
+        """Compare the buffers that forwards change. BatchNorm layers have their own checks."""
         copy, states = self.copy, () if self.differences is None else self.differences.states
         if not begun.state or not states:
             return ()
@@ -178,7 +178,7 @@ class Comparison:
         if names:
             copy.again()
             names = [name for name in names if name in copy.state]
-        if names:  # try another seed: a codebook may replace entries at random
+        if names:  # Try another seed: a codebook may replace entries at random.
             copy.whole(seed=1)
             drawn = lost_names(begun.state, copy.state, copy.modules, self.tolerance)
             names = [name for name in names if name not in drawn]
@@ -193,7 +193,6 @@ class Comparison:
         return first / (first + second), second / (first + second)
 
     def _gradients(self, differences: _Differences, *, is_random: bool = False) -> tuple[Check, ...]:
-        """Return one check for the gradient of each optimizer."""
         remark = " ".join(self.remarks)
         checks = []
         for subject, split in differences.split.items():
@@ -201,7 +200,7 @@ class Comparison:
             depends = not is_random and max(split, accumulation or 0.0) > self.tolerance
             figures = _finite(split), _finite(accumulation)
             checks.append(Check(subject, *figures, depends, remark=remark, reduce=self.reduce))
-            remark = ""  # report it only once
+            remark = ""  # Report the remark only once.
         return tuple(checks)
 
     # Causes other than BatchNorm
@@ -210,7 +209,7 @@ class Comparison:
         """Return the cause of a difference that remains with frozen BatchNorm layers: batch, model, or loss."""
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
-        # If some weights of the parts' gradients give the whole gradient, no sample affects another sample.
+        # If some weights of the parts' gradients yield the whole gradient, no sample affects another sample.
         copy, rule = self.copy, None
         if rest.parts:
             rule = rule_of(copy, whole, rest.parts, self.tolerance)
@@ -228,7 +227,7 @@ class Comparison:
         return Check(subject, *figures, depends=True, advice=advice, count=count)
 
     def _table(self, whole: Gradients) -> str:
-        """Return advice on a tensor that was cut although it holds no samples, next to inputs and targets."""
+        """Return advice on a tensor that was cut although its rows are not samples, or "" if there is none."""
         leaves = [*named_leaves(self.batch, "sample_batch")]
         tensors = [position for position, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for position in tensors if len(tensors) > 1 + (self.workload.loss_fn is not None) else ():
@@ -241,7 +240,7 @@ class Comparison:
         return ""
 
     def _mends(self, position: int, whole: Gradients) -> bool:
-        """Return whether the gradients agree if one tensor of the batch is not cut."""
+        """Return whether the gradients are equal if one tensor of the batch is not cut."""
         other = Comparison(self.workload, marked(self.batch, {position}))
         try:
             with ExitStack() as closing:
@@ -326,9 +325,8 @@ class _Differences:
 
     Attributes:
         split: Differences of the split batch, for each optimizer.
-        accumulation: Difference of accumulated micro-batches; None if it was not checked.
-        states: The buffers that were changed by the split batch, and by the micro-batches.
-        parts: Gradients of the micro-batches.
+        accumulation: Difference of accumulated micro-batches. None if it was not checked.
+        states: The buffers that the split batch changed, and those that the micro-batches changed.
     """
 
     split: dict[str, float]
@@ -337,7 +335,7 @@ class _Differences:
     parts: tuple[Gradients, ...] = ()
 
     def over(self, tolerance: float) -> bool:
-        """Return whether any difference is above a tolerance."""
+        """Return whether any difference exceeds a tolerance."""
         return max(*self.split.values(), self.accumulation or 0.0) > tolerance
 
 

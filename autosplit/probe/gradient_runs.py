@@ -1,6 +1,6 @@
-"""Run a copy of a workload to get its gradient of a batch, whole, split over devices, and accumulated, without dropout.
+"""Run a copy of a workload to get its gradient of a batch: whole, split over devices, or accumulated. Disable dropout.
 
-Each run starts with the same parameters, buffers and random numbers, and without gradients. No parameter is updated. So
+Each run starts with the same parameters, buffers and random numbers, and without gradients. No parameter is updated, so
 the gradient of one optimizer does not depend on the update of another.
 """
 
@@ -38,15 +38,15 @@ Gradients = dict[str, Tensor]
 GRADIENT = "gradient"
 
 _SCALE = 0.7
-"""Scale of a loss. Scaling by a power of two would cause no rounding."""
+"""Scale of a loss. It is not a power of two, because such a scale would cause no rounding."""
 
 
 class TooDearError(Exception):
-    """A run took longer than its limit."""
+    """A run took longer than its limit, or would need too much memory."""
 
 
 class _Quiet(TorchFunctionMode):
-    """Disables dropout in all functions of torch while it is active."""
+    """Disable dropout in all functions of torch while it is active. Raise TooDearError after the deadline."""
 
     def __init__(self, deadline_s: float | None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Quiet(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Functions without tensors must not raise, because some of them switch gradients on again at the end of
-        # no_grad. And the clean-up after the first TooDearError must not be interrupted.
+        # no_grad. Nor must the clean-up after the first TooDearError be interrupted.
         may_fail = any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
         if may_fail and self.deadline_s is not None and time.monotonic() > self.deadline_s:
             raise TooDearError
@@ -65,7 +65,7 @@ class _Quiet(TorchFunctionMode):
         if _DROPOUT.fullmatch(name) or name == "native_dropout":
             given = args[0] if args else named["input"]
             return (given, torch.ones_like(given, dtype=torch.bool)) if name == "native_dropout" else given
-        if name in _RECURRENT:  # dropout is the only positional float
+        if name in _RECURRENT:  # Dropout is the only positional float.
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif name in _WITH_DROPOUT:
             position = _WITH_DROPOUT[name]
@@ -94,7 +94,8 @@ class QuietCopy:
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
-        # Without `step`, no optimizer runs. Drop the optimizer, because a copy of a live one would copy its state.
+        # Without `step`, no optimizer runs. Drop the optimizer, because a copy of a live optimizer would copy its
+        # state.
         quiet = replace(
             workload,
             precision="none",
@@ -117,7 +118,7 @@ class QuietCopy:
         except BaseException:
             self.trainee.restore()
             raise
-        # Keep `Whole` marks.
+        # Keep `Whole` marks, so that these tensors are not cut.
         self.batch = map_tensors(
             lambda t: t.detach().to("cpu", dtype if t.is_floating_point() else None), batch, keeps_marks=True
         )
@@ -150,14 +151,14 @@ class QuietCopy:
         return gradients
 
     def again(self) -> None:
-        """Run the whole batch twice, and set `state` to the changes of the second run, which do not include caches."""
+        """Run the whole batch twice, and set `state` to the changes of the second run. The first run fills caches."""
         with self._alike():
             self._run(self.trainee.models, self.batch)
             with self._watching_state():
                 self._run(self.trainee.models, self.batch)
 
     def rescaled(self) -> Gradients:
-        """Return the gradient of the whole batch with other rounding: scale the loss, and undo that in the gradient."""
+        """Return the gradient of the whole batch with other rounding: scale the loss, and undo this in the gradient."""
         with self._alike():
             found = self._run(self.trainee.models, self.batch, scale=_SCALE)
         return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
@@ -180,7 +181,7 @@ class QuietCopy:
 
     @property
     def micro_sizes(self) -> tuple[int, int]:
-        """The samples of each micro-batch. The last one is smaller, as in a plan."""
+        """Number of samples of each micro-batch. The last micro-batch is smaller, as in a plan."""
         return max(self.shares), min(self.shares)
 
     @property
@@ -189,7 +190,7 @@ class QuietCopy:
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
 
     def label_means(self) -> list[LabelMean]:
-        """Return the cross entropies in the loss of the whole batch, each with the counts it may be a mean over."""
+        """Return the cross entropies in the loss of the whole batch, with the counts that each may be averaged over."""
         if self.workload.step is not None:
             return []
         with self._alike():
@@ -216,14 +217,14 @@ class QuietCopy:
         with ExitStack() as stack:
             for module in self.trainee.models.modules:
                 stack.enter_context(BufferCopies(moving_buffers(module)))
-            torch.set_default_dtype(self.dtype)  # tensors made in the forward must match the parameters
+            torch.set_default_dtype(self.dtype)  # Tensors made in the forward must match the parameters.
             stack.callback(torch.set_default_dtype, before)
             stack.enter_context(_Quiet(deadline_s))
             yield
 
     @contextmanager
     def _watching_state(self) -> Iterator[None]:
-        """Store the buffers that the run changes. This includes buffers that a forward replaces by a new tensor."""
+        """Record the buffers that the run changes, including buffers that a forward replaces by a new tensor."""
         before = {path: buffer.clone() for path, buffer in self._buffers()}
         yield
         self.state = {
@@ -292,7 +293,7 @@ def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
 def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
     """Return ``|found - whole| / |whole|`` for each gradient.
 
-    It is infinite if there is no gradient to compare, or if it is not finite.
+    The result is infinite if there is no gradient to compare, or if the difference is not finite.
     """
     errors = {}
     for subject, gradient in whole.items():
@@ -307,10 +308,7 @@ def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
 
 
 def _seed(seed: int) -> None:
-    """Seed all generators that a workload may use.
-
-    `torch.manual_seed` would also set a seed for CUDA, so it is not used.
-    """
+    """Seed the generators that a workload may use. `torch.manual_seed` is not used, because it would also seed CUDA."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -327,10 +325,7 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
-    """Copy a loss that is a module, so that its weights have the dtype of the outputs.
-
-    Return any other loss unchanged.
-    """
+    """Copy a loss that is a module, so that its weights have the outputs' dtype. Return other losses unchanged."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     try:

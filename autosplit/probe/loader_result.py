@@ -1,4 +1,4 @@
-"""Store the results of measuring a DataLoader: its fastest settings, and the throughput of all tried settings."""
+"""Define the results of measuring a DataLoader: its fastest settings, and the throughput of all tried settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class LoaderSettings:
     Attributes:
         num_workers: Number of worker processes. With 0, the training process loads the batches, and its steps wait for
             them.
-        prefetch_factor: Batches that each worker loads ahead; None without workers.
+        prefetch_factor: Batches that each worker loads ahead. None without workers.
         pin_memory: Whether batches are put into pinned memory, which allows asynchronous copies to a GPU.
-        persistent_workers: Whether workers are kept after an epoch, so that only the first epoch waits for their start.
+        persistent_workers: Whether workers stay after an epoch, so that only the first epoch waits for their start.
     """
 
     num_workers: int = 0
@@ -55,7 +55,7 @@ class MeasuredLoader:
         settings: The settings with the fewest workers among those within 5% of the fastest.
         samples_per_s: Throughput with these settings, in one process.
         present: The loader's own settings, without those that have no effect on this machine.
-        present_samples_per_s: Throughput with the loader's own settings; None if it was not measured, because there are
+        present_samples_per_s: Throughput with the loader's own settings. None if it was not measured, because there are
             more workers than cores or the time was up.
         first_pass_samples_per_s: Throughput of the very first pass over the measured samples, in one process without
             workers. Compare it with the first entry of `tried`, which read the same samples again.

@@ -1,10 +1,10 @@
-"""Find what a loss is a mean or a sum over, by running it on a few samples.
+"""Find the unit that a loss is a mean or a sum over, by running the loss on a few samples.
 
 Let sample i count for n_i by a rule, and let the loss of sample i alone be l_i. For a mean over those counts,
 
     loss(samples) = sum_i n_i l_i / sum_i n_i
 
-holds for every set of samples; for a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
+holds for every set of samples. For a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
 the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair is not
 enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers 5.23
 declares GPT-2's labels as unshifted, but its loss shifts them.
@@ -31,10 +31,10 @@ from autosplit.text import printable
 from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
 
 MOST_SAMPLES = 8
-"""Samples that a loss is run on."""
+"""Largest number of samples that a loss is run on."""
 
 TOLERANCE = 1e-2
-"""Relative tolerance. bf16 has eight significant bits. A wrong rule has a larger error, or does no harm."""
+"""Relative tolerance of a rule. bf16 has eight significant bits. A wrong rule has a larger error, or does no harm."""
 
 NOISE = 1e-6
 """Largest difference between the errors of two rules that fit equally well."""
@@ -78,9 +78,9 @@ class Finding(NamedTuple):
 
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
-        error: Relative difference between the loss and the rule's prediction; NaN if nothing could be examined.
-        counter: Counts a batch by the rule `CROSS_ENTROPY`; None for the other rules.
-        reason: Why nothing could be examined; empty otherwise.
+        error: Relative difference between the loss and the rule's prediction. NaN if the loss could not be examined.
+        counter: Function that counts a batch by the rule `CROSS_ENTROPY`. None for the other rules.
+        reason: Why the loss could not be examined. Empty otherwise.
     """
 
     rule: str
@@ -90,11 +90,10 @@ class Finding(NamedTuple):
 
     @property
     def counts(self) -> Count:
-        """The count of a batch by the rule; a sum's batches count their samples."""
+        """The function that counts a batch by the rule. For a sum, it counts samples."""
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:
-        """Describe the rule in a few words, such as ``"a sum"``."""
         over = str(self.counter) if self.counter is not None else RULES.get(self.rule, "")
         return "a sum" if self.rule == SUM else f"a mean over {over}"
 
@@ -104,8 +103,7 @@ class Samples:
     """A few samples to make batches of.
 
     Attributes:
-        number: Number of samples.
-        batch_of: Make a batch of the samples with these indices.
+        batch_of: Function that makes a batch of the samples with these indices.
     """
 
     number: int
@@ -128,14 +126,14 @@ class Samples:
     def in_data_set(cls, dataset: Any, collate: Callable[[list[Any]], Any]) -> Samples:
         """Return samples from all over a dataset, which may be sorted by class.
 
-        If possible, they are rows of one batch, so that all have the same padding. Ragged tensors can't be cut, so then
-        each batch is collated separately.
+        If possible, they are rows of one batch, so that all have the same padding. Ragged tensors can't be cut, so
+        their batches are collated separately.
         """
         number = min(len(dataset), MOST_SAMPLES)
         drawn = [dataset[index * len(dataset) // number] for index in range(number)]
 
         def collated(indices: Sequence[int]) -> Any:
-            return collate([copy.copy(drawn[index]) for index in indices])  # some collators take parts out of a dict
+            return collate([copy.copy(drawn[index]) for index in indices])  # some collators take parts out
 
         batch = collated(range(number))
         if all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (number,) for leaf in leaves_of(batch)):
@@ -144,7 +142,7 @@ class Samples:
 
 
 def _has_lists(tree: Any, size: int) -> bool:
-    """Return whether a batch has a list with one item per sample that is not a list of tensors that are cut."""
+    """Return whether a batch has a list with one item per sample, except a list of tensors that are cut."""
     children = [child for _, child in children_of(tree) or ()]
     if isinstance(tree, list) and len(tree) == size:
         return not all(isinstance(child, torch.Tensor) and child.shape[:1] == (size,) for child in children)
@@ -152,17 +150,16 @@ def _has_lists(tree: Any, size: int) -> bool:
 
 
 class _UnexaminedError(Exception):
-    """The rule of a loss cannot be found with these samples. The message has the reason."""
+    """The rule of a loss can't be found with these samples. The message has the reason."""
 
 
 def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, otherwise: str) -> Finding:
-    """Find out whether a loss is a sum, or which units it is a mean over.
+    """Find out whether a loss is a sum, or which unit it is a mean over.
 
     Args:
-        loss_of: Returns the loss of a batch as a number or a tensor. It must be deterministic. If it raises, the result
-            has its error as the reason.
-        samples: `Samples`, or a batch of them.
-        otherwise: The rule to return if the samples do not determine one. It is preferred if several rules fit.
+        loss_of: Function that returns the loss of a batch as a number or a tensor. It must be deterministic. If it
+            raises, the result has its error as the reason.
+        otherwise: The rule to return if the samples do not determine a rule. If several rules fit, it is preferred.
     """
     try:
         samples = samples if isinstance(samples, Samples) else Samples.in_batch(samples)
@@ -218,7 +215,7 @@ def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, l
 
 def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelMean]) -> dict[Any, list[float]]:
     labels = labels_of(everything)
-    # A sequence of one label has no other label to predict.
+    # A sequence of one label has no next label to predict.
     rules = ["samples"] if labels is None else [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
     counts: dict[Any, list[float]] = {rule: [count_by(rule, single, 1) for single in singles] for rule in rules}
     return counts | {one: [one(single) for single in singles] for one in cross_entropies}
@@ -243,10 +240,10 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     """Return the rule that fits best.
 
     If several rules fit equally well, the samples do not distinguish them. The rule of a cross entropy comes first if
-    its graph shows class weights or ignored labels, even if none of the samples has them.
+    its graph has class weights or ignored labels, even if none of the samples has them.
     """
     if errors[SUM] > TOLERANCE:
-        del errors[SUM]  # so that a loss that fits no rule is reported by its distance from a mean
+        del errors[SUM]  # Then a loss that fits no rule is reported by its distance from a mean.
 
     def rank(rule: Any) -> tuple[float, int]:
         is_cross_entropy = isinstance(rule, LabelMean)
@@ -262,9 +259,7 @@ def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> Non
     """Warn if a loss fits no rule, or if it could not be examined.
 
     Args:
-        finding: The rule.
-        where: Name of the object that takes `count=`, such as ``"the Trainer"``.
-        stacklevel: Stack level of the warning.
+        where: Name of the object that has the argument `count=`, such as ``"the Trainer"``.
     """
     cure = f"Pass count= to {where}: a function that returns the number that the loss of a batch is divided by."
     if math.isnan(finding.error):

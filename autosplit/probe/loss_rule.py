@@ -1,4 +1,4 @@
-"""Find what a loss is a mean or a sum over: weight the gradients of two micro-batches to get the whole gradient."""
+"""Find the unit that a loss is a mean or a sum over: find weights of two micro-batches that give the whole gradient."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Rule:
 
     Attributes:
         over: The unit, as a text.
-        reduction: The `loss_reduction` that makes accumulation exact; None if neither does.
-        count: A Python expression that counts the unit in a `batch`, for `plan.steps`; None if the unit is unknown.
+        reduction: The `loss_reduction` that makes accumulation exact. None if neither does.
+        count: A Python expression that counts the unit in a `batch`, for `plan.steps`. None if the unit is unknown.
     """
 
     over: str
@@ -30,10 +30,10 @@ class Rule:
 
 
 def rule_of(copy: QuietCopy, whole: Gradients, parts: Sequence[Gradients], tolerance: float) -> Rule | None:
-    """Find the unit that a loss averages over. The workload's `loss_reduction` must be known to be wrong.
+    """Find the unit that a loss averages over. Call it only if the workload's `loss_reduction` is known to be wrong.
 
     Returns:
-        The rule; None if no weights of the micro-batches are exact, so the loss depends on the whole batch.
+        The rule. None if no weights of the micro-batches are exact, so the loss depends on the whole batch.
     """
 
     def fits(first: float, second: float) -> bool:
@@ -64,12 +64,13 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 
 
 def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
-    """Find the unit over which to average the losses that replicas compute. Ignore some labels to find it.
+    """Find the unit over which to average the losses that replicas compute, by ignoring some labels.
 
-    Samples of equal length would not distinguish samples from tokens, but the next batch may have other lengths.
+    If all samples had the same number of labels, a mean over samples and one over tokens would be equal. But the next
+    batch may have other lengths.
 
     Returns:
-        The unit that makes the gradient exact; None if none does, or if the batch has no labels to ignore.
+        The unit that makes the gradient exact. None if none does, or if the batch has no labels to ignore.
     """
     given = copy.batch
     batch = _with_fewer_labels(given) if copy.workload.batch_dim == 0 else None
@@ -91,7 +92,7 @@ def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "token
 
 
 def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
-    """Ignore half of the labels of the sample that has the most labels, but not its first label."""
+    """Return a batch that ignores half of the labels of the sample with the most labels, but not its first label."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not is_integer(labels) or labels.dim() == 0:
         return None

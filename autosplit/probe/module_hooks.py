@@ -76,7 +76,7 @@ def _cut_error(norm: Any, given: Tensor, sizes: tuple[int, int]) -> float:
 
 
 def freeze(norms: list[NormSeen]) -> None:
-    """Switch BatchNorm layers of a copy to running statistics. Layers without any get zeros and ones."""
+    """Switch BatchNorm layers of a copy to running statistics. Missing statistics become zeros and ones."""
     for seen in norms:
         norm = seen.norm
         norm.training = False
@@ -88,7 +88,7 @@ def freeze(norms: list[NormSeen]) -> None:
 
 @contextmanager
 def watching_draws(models: Sequence[nn.Module]) -> Iterator[list[bool]]:
-    """Yield a list with one entry for each forward of a model: whether it drew random numbers itself."""
+    """Yield a list with one entry for each forward of a model: whether the forward drew random numbers."""
     draws: list[bool] = []
     begun = [_random_state()]
 
@@ -112,7 +112,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 class Print(NamedTuple):
-    """One number for each sample of a module's output.
+    """A fingerprint of a module's output: one number for each sample.
 
     `width` is the number of values that a sample has. It is 0 if the tensor has no sample dimension.
     """
@@ -126,10 +126,9 @@ class Print(NamedTuple):
 def printing(
     modules: list[tuple[str, nn.Module]], models: Sequence[nn.Module], sizes: tuple[int, ...]
 ) -> Iterator[list[list[Print]]]:
-    """Yield one list per forward of a model, with fingerprints of its modules' outputs in order of time.
+    """Yield one list per forward of a model, with fingerprints of its modules' outputs in the order of the calls.
 
     Args:
-        modules: The modules with their paths.
         models: The models that are called with the batch or its parts.
         sizes: Samples of each part. The forwards of all parts follow each other.
     """
@@ -153,29 +152,30 @@ def _numbers(tensor: Tensor, samples: int) -> tuple[int, Tensor]:
     """Project each sample's part of a tensor onto a fixed direction."""
     is_plain = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() > 0
     if is_plain and tensor.dim() > 1 and tensor.size(0) != samples == tensor.size(1):
-        tensor = tensor.movedim(1, 0)  # the time dimension comes first
+        tensor = tensor.movedim(1, 0)  # The time dimension comes first.
     if not is_plain or not tensor.numel() or tensor.size(0) % samples:
         return 0, tensor.new_empty(0)
-    parts = tensor.reshape(samples, -1).double()  # samples and time may share one dimension
+    parts = tensor.reshape(samples, -1).double()  # Samples and time may share one dimension.
     return parts.size(1), parts @ torch.cos(torch.arange(1, parts.size(1) + 1, dtype=torch.float64))
 
 
 def first_difference(whole: list[list[Print]], cut: list[list[Print]], parts: int, tolerance: float) -> str | None:
-    """Find the module in whose output a sample first differs between the whole batch and its parts.
+    """Find the first module whose output for a sample differs between the whole batch and its parts.
 
     Args:
         whole: Fingerprints of the whole batch.
-        cut: Fingerprints of a run in which each forward of a model was run once for each part.
+        cut: Fingerprints of a run that ran each forward of a model once for each part.
         tolerance: Relative difference that counts as equal.
 
     Returns:
-        The module's path; None if nothing differs, or if the runs can't be compared.
+        The module's path. None if nothing differs, or if the runs can't be compared.
     """
     for position, forward in enumerate(whole if len(cut) == parts * (len(whole) - 1) + 1 else ()):
         for seen, *pieces in zip(forward, *cut[position * parts : (position + 1) * parts], strict=False):
             if any(piece.path != seen.path for piece in pieces):
                 return None
-            # If the values per sample depend on the batch, the tensor is not per sample, such as a similarity matrix.
+            # If the number of values per sample depends on the batch, the tensor is not per sample (such as a
+            # similarity matrix).
             if not seen.width or any(piece.width != seen.width for piece in pieces):
                 continue
             numbers = torch.cat([piece.numbers for piece in pieces])

@@ -1,4 +1,4 @@
-"""Fit the memory of device 0 in steps of all devices."""
+"""Fit a linear model of device 0's memory, for steps of all devices."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ def primary_fit(prober: Prober, alone: Ceiling, share: int, others: Sequence[int
     """Fit device 0's peak memory to its samples and the whole batch, with samples on the other devices.
 
     Args:
-        prober: Runs and predicts the steps.
         alone: Device 0's ceiling without samples on the other devices.
         share: About the most samples on device 0.
         others: About the most samples on the other devices.
-        accumulates: Whether a step has several micro-steps.
     """
     traced = _fit_by_traces(prober, share, sum(others), accumulates=accumulates) if prober.has_traces else None
     if prober.decides_by_steps:
         measured = fit_by_steps(prober, traced, share, others, accumulates=accumulates)
         if measured is not None:
             return measured
-    if traced is None:  # without traces, count every sample of the batch as if it were on device 0
+    if traced is None:  # Without traces, count every sample of the batch as if it were on device 0.
         return MemoryFit(alone.fixed_bytes, alone.bytes_per_sample, alone.bytes_per_sample)
     if not alone.confirmed or not alone.batch_size:
         return traced
@@ -42,7 +40,7 @@ def primary_fit(prober: Prober, alone: Ceiling, share: int, others: Sequence[int
 def _fit_by_traces(prober: Prober, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
     """Fit device 0's peak memory to three traces.
 
-    Another moment of the step may become the peak at other sizes, so the peak is only piecewise linear. Fit it near
+    At other sizes, the peak may come at another moment of the step, so the peak is only piecewise linear. Fit it near
     the limit, with about the most samples on device 0 and on the other devices.
     """
     # A batch of one does not lie on the line through larger batches. See Note [A batch of one] in affine_traces.
@@ -54,24 +52,20 @@ def _fit_by_traces(prober: Prober, share: int, elsewhere: int, *, accumulates: b
     def point(own: int, others: int) -> tuple[int, int, int]:
         return own, own + others, prober.traced(balanced((own, others), accumulates=accumulates))[0]
 
-    # If it was wrong, the points below are traced.
+    # If this prediction was wrong, the points below are traced instead of predicted.
     prober.foretold(balanced((share, elsewhere), accumulates=accumulates))
-    # The second point has more samples on device 0. The third has more samples on the other devices only.
+    # The second point has more samples on device 0. The third point has more samples on the other devices only.
     return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 
 
 def fit_by_steps(
     prober: Prober, traced: MemoryFit | None, share: int, others: Sequence[int], *, accumulates: bool
 ) -> MemoryFit | None:
-    """Fit device 0's peak memory to real steps on all devices, with about half of the samples that fit on each.
+    """Fit device 0's peak memory to real steps on all devices, with about half of the samples that fit on each device.
 
     Args:
-        prober: Runs the steps.
-        traced: The linear model from traces. Two steps are run to correct its slopes by a common factor. Without
-            it, three steps are run to fit a new model.
-        share: Samples on device 0.
-        others: Samples on the other devices.
-        accumulates: Whether a step has several micro-steps.
+        traced: The linear model from traces. Two steps are run to correct its slopes by a common factor. Without it,
+            three steps are run to fit a new model.
     """
     least = prober.least_batch()
 
@@ -100,7 +94,7 @@ def fit_by_steps(
 def room_beside(
     prober: Prober, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
 ) -> tuple[int, ...]:
-    """Return the most samples on the other devices that leave room for device 0's own samples."""
+    """Return the most samples on the other devices that leave enough memory for device 0's own samples."""
 
     def lowered(total: int) -> tuple[int, ...]:
         return proportional_split(total, tuple(max(1, n) for n in most), most)

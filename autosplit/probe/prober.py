@@ -1,4 +1,4 @@
-"""Run training steps of one workload or predict them by traces, and count the steps that were run."""
+"""Run training steps of one workload or predict them from traces, and count the steps that were run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """The number of real steps, and the number of real steps that ran out of memory."""
+    """The number of real steps, and how many of them ran out of memory."""
 
     steps: int = 0
     ooms: int = 0
@@ -37,18 +37,14 @@ class Counts:
 
 @dataclass
 class Prober:
-    """Runs and predicts steps of one workload on one runtime.
+    """Run and predict steps of one workload on one runtime.
 
     Attributes:
-        runtime: Runs or simulates the steps.
-        tracer: Traces the steps.
-        max_batch_size: The largest batch to try.
-        report: Called with progress messages.
-        num_ranks: DDP processes in the job; 0 for one on each device.
+        report: Function that is called with progress messages.
+        num_ranks: Number of DDP processes in the job. 0 for one on each device.
         exact: Confirm that one more sample than a ceiling runs out of memory.
-        deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed;
+        deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed.
             None for no limit.
-        counts: Number of real steps and of OOMs so far.
         memories: The memory of the steps that ran on accelerators.
         found_on: The last device and its ceiling, by the device's name and capacity, role, and number of micro-steps.
     """
@@ -81,7 +77,7 @@ class Prober:
         return is_accelerator(self.runtime.devices[0].kind)
 
     def keeps_distance(self, index: int) -> bool:
-        """Return whether real steps may not come near a device's limit, because the device uses the host's memory."""
+        """Return whether real steps must stay clear of a device's limit, because the device uses the host's memory."""
         return self.decides_by_steps and self.runtime.devices[index].integrated
 
     @property
@@ -91,10 +87,7 @@ class Prober:
 
     @property
     def has_traces(self) -> bool:
-        """Whether memory can be predicted.
-
-        A model that runs only on its GPU can't be traced, so only real steps count.
-        """
+        """Whether traces can predict memory. A model that runs only on its GPU can't be traced."""
         return self.tracer.fake or not self.decides_by_steps
 
     @functools.cached_property
@@ -102,7 +95,7 @@ class Prober:
         return self.runtime.tracer if isinstance(self.runtime, SimulatedRuntime) else AffineTraces(self.tracer)
 
     def least_batch(self) -> int:
-        """Return the smallest batch to train on: 2 if a BatchNorm layer sees one value per sample, otherwise 1."""
+        """Return the smallest batch to train on: 2 if a BatchNorm layer gets one value per sample, otherwise 1."""
         if not self.tracer.norms_over_samples:
             return 1
         return self._least_traced if self.has_traces else 2
@@ -120,14 +113,14 @@ class Prober:
             return 2
         return 1
 
-    # By traces
+    # Predictions from traces
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
         """Predict the peak bytes of each device in a step."""
         before = self.tracer.runs
         with named_steps(shape):
             found = traced_peaks(self._traces, shape, self.runtime.devices)
-        if not self.tracer.fake:  # a trace with real tensors is a real step
+        if not self.tracer.fake:  # A trace with real tensors is a real step.
             self.count(self.tracer.runs - before)
         return found
 
@@ -138,7 +131,7 @@ class Prober:
     def foretold(self, shape: StepShape) -> bool:
         """Trace a step and return whether its prediction was right.
 
-        If it was wrong, trace similar steps instead of predicting.
+        If the prediction was wrong, similar steps are traced from now on instead of predicted.
         """
         if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
             return True
@@ -147,12 +140,12 @@ class Prober:
             self.traced(shape)
         if self._traces.given_up == given_up:
             return True
-        self._measured.clear()  # another code path may have other times, too
+        self._measured.clear()  # Another code path may also have other times.
         return False
 
     @functools.cached_property
     def largest_traced(self) -> int:
-        """The largest batch to trace: unlimited with fake tensors, a quarter of the host's memory with real tensors."""
+        """The largest batch to trace. With real tensors, it fits a quarter of the host's memory."""
         if self.tracer.fake:
             return self.max_batch_size
         n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
@@ -163,7 +156,7 @@ class Prober:
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
         """Return the traced parts of the devices' peaks, or None if they are unknown."""
         if not (self.tracer.fake or self.runtime.simulated):
-            return (None,) * len(peaks)  # a trace with real tensors is a step, which needs its memory
+            return (None,) * len(peaks)  # A trace with real tensors is a step, which needs its memory.
         with named_steps(shape):
             found = traced_parts(self._traces, shape, self.runtime.devices)
         measured = not self.runtime.simulated
@@ -181,7 +174,7 @@ class Prober:
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
-        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it.
+        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of this ceiling.
 
         Half of 3 is 2, because a single sample may use another code path.
         """
@@ -191,18 +184,19 @@ class Prober:
         slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
-    # By running
+    # Real steps
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step to measure its memory, and count the steps that were run."""
         if not self.decides_by_steps:
             evaluates = shape.arrangement == "eval"
-            # The first step creates the optimizer state. With copies of the state, they must fit in the second step.
+            # The first step creates the optimizer state. Copies of the state must then fit in the second step, so one
+            # more step runs.
             first = 3 if self.tracer.workload.copies else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        accelerators: Any = self.runtime  # in this process or in a separate one
+        accelerators: Any = self.runtime  # It runs in this process or in a separate process.
         try:
             self.memories[shape] = memory = accelerators.memory(shape)
         except Exception:
@@ -249,7 +243,7 @@ class Prober:
         return max(1e-9, measured.seconds - measured.update_s)
 
     def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
-        """Time a micro-step of one device as a DDP rank."""
+        """Return the seconds of a micro-step of one device as a DDP rank."""
         self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
@@ -265,14 +259,12 @@ class Prober:
         micro-step. All other micro-steps are equal.
 
         Args:
-            splits: Split of each micro-step.
-            budget_s: Seconds for repeating the step.
             copies_s: Seconds that a step spends on copies of parameters and gradients, once for all its micro-steps.
         """
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
-        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # the timed run measures them
+        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # the timed run measures the peaks
         timed = self.measured(begin, budget_s=budget_s)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:
@@ -306,7 +298,7 @@ class Prober:
             split = tuple(n if position == index else samples for position, samples in enumerate(others))
             if role in ("primary", "replica"):
                 # Only the replica's own memory matters here, so device 0 may have the same number of samples. The
-                # simulation can predict that step from the steps that plans need.
+                # simulation can predict this step from the steps that plans need.
                 beside = role == "replica" and self.runtime.simulated and index > 0
                 return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
@@ -328,7 +320,7 @@ def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:
 
 @contextmanager
 def named_steps(shape: StepShape) -> Iterator[None]:
-    """Add the batch size to errors of the user's code, because not only the sample batch's size is run."""
+    """Add the batch size to errors of the user's code, because other sizes than the sample batch's are run, too."""
     try:
         yield
     except (AutosplitError, OutOfMemoryError):

@@ -15,10 +15,10 @@ LARGEST_LOOKED_AT = 65536
 """Largest batch to try if neither `max_batch_size` nor an effective batch size limits it."""
 
 MOST_SAMPLES = 2**31 - 1
-"""Samples of the largest batch. Kernels can't count further."""
+"""Largest number of samples per batch. Kernels count in 32-bit integers."""
 
 LONGEST_NAME = 64
-"""Most characters of a profile's name."""
+"""Largest number of characters of a profile's name."""
 
 STRATEGIES = ("auto", "balanced", "ddp")
 PROFILES = ("auto", "refresh", "off")
@@ -28,7 +28,7 @@ class Deadline:
     """A time limit that begins now. Time that is spent waiting for other processes does not count.
 
     Attributes:
-        end_s: `time.monotonic()` at the end; None for no limit.
+        end_s: `time.monotonic()` at the end. None for no limit.
     """
 
     def __init__(self, limit_s: float | None = None, whole: Deadline | None = None) -> None:
@@ -41,7 +41,7 @@ class Deadline:
         return None if self.end_s is None else max(0.0, self.end_s - time.monotonic())
 
     def extend(self, seconds: float) -> None:
-        """Move the end, also of the deadline that this one is a part of."""
+        """Move the end, and also the end of the deadline that this deadline is a part of."""
         if self.end_s is not None:
             self.end_s += seconds
         if self._whole is not None:
@@ -58,20 +58,12 @@ class Request:
     """The checked arguments of a tuning.
 
     Attributes:
-        devices: The devices.
         capacities_bytes: Memory that training may use on each device, without the reserve.
-        reserved_bytes: Memory that is kept free on each device.
-        strategy: One of `STRATEGIES`.
-        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number; None for
+        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number. None for
             one forward of any size.
-        max_batch_size: Largest batch of a forward; None for no limit.
-        n_trials: Most trials.
+        max_batch_size: Largest batch of a forward. None for no limit.
         deadline: The time after which no trial begins.
-        storage: Optuna URL of the study; None for memory.
-        profile: One of `PROFILES`.
-        name: Name that distinguishes profiles of equal workloads, or None.
-        seed: Random seed of the search.
-        defaulted: Whether the devices are the default.
+        storage: Optuna URL of the study. None to keep the study in memory.
         sampler: An Optuna sampler, or None to use the cost model.
         reserve: The reserve as the user passed it. In bytes, it may depend on the free memory of a GPU.
     """
@@ -111,7 +103,7 @@ class Request:
 
     @property
     def least_effective(self) -> int:
-        """The fewest samples of an optimizer step; 1 without an effective batch size."""
+        """The fewest samples of an optimizer step. 1 without an effective batch size."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
     def facts(self) -> dict[str, Any]:
@@ -151,7 +143,7 @@ def checked_request(
             code="max-batch-size",
         )
     whole_number("n_trials", n_trials, minimum=1)
-    if whole_number("seed", seed, minimum=0) >= 2**32:  # the limit of numpy, which Optuna uses
+    if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy, which Optuna uses, has this limit.
         raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.", code="seed")
     _check_time_limit(time_limit_s)
     if storage is not None and not isinstance(storage, str):
@@ -224,7 +216,6 @@ def _check_time_limit(limit_s: Any) -> None:
 
 
 def _check_name(name: object) -> None:
-    """Raise InputError if a name can't be printed unambiguously in a list."""
     if name is None:
         return
     fine = isinstance(name, str) and name.isprintable() and name == name.strip() and 0 < len(name) <= LONGEST_NAME
@@ -237,7 +228,7 @@ def _check_name(name: object) -> None:
 
 
 def _whole_text(text: str) -> Any:
-    """Return a text as a whole number, or the text itself if it is not one, so that the next check can report it."""
+    """Return a text as a whole number. Return any other text unchanged, so that the next check can report it."""
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
 

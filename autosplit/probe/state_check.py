@@ -27,7 +27,6 @@ def state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Che
     """Return the check result for the buffers that `lost_names` returned.
 
     Args:
-        names: Paths of the buffers.
         whole: The buffers after the whole batch.
         cut: The buffers after the batch was split over devices and, if that was run, after it was accumulated.
     """
@@ -45,7 +44,7 @@ def state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Che
 
 
 def _difference(whole: Tensor, cut: Tensor | None) -> float:
-    """Return ``|cut - whole| / |whole|``, 1 if the buffer was not changed, 0 if the shapes cannot be compared."""
+    """Return ``|cut - whole| / |whole|``, 1 if the buffer was not changed, 0 if the shapes can't be compared."""
     if cut is None:
         return 1.0
     if cut.shape != whole.shape or whole.is_complex():

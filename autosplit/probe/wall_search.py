@@ -1,8 +1,8 @@
 """Find the largest batch that runs with few real steps.
 
-The *wall* is the size at which memory runs out. A trace, if there is one, shows how memory depends on the batch. Real
-steps, each closer to the wall, measure the memory that the trace leaves out. On accelerators the wall is never known
-exactly (it is *blurred*), because the allocator reserves more memory than tensors use.
+The *wall* is the size at which memory runs out. A trace, if there is one, predicts how memory depends on the batch.
+Real steps, each closer to the wall, measure the memory that the trace leaves out. On accelerators the wall is never
+known exactly (it is *blurred*), because the allocator reserves more memory than tensors use.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from dataclasses import dataclass, field
 from autosplit.solve.memory import largest_fitting
 
 LONGEST_LEAP = 16
-"""Largest growth of the batch from one step to the next without a trace.
+"""Largest growth factor of the batch from one step to the next, without a trace.
 
 A line through two small steps is inaccurate.
 """
 
 FIRST_SHARE = 8
-"""Divisor of the size that a trace predicts, for the first step. The prediction may be several times too large."""
+"""Divisor of the predicted size for the first step. The prediction may be several times too large."""
 
 AGREE = 0.97
-"""Two estimates of the size at the wall count as equal if their ratio is at least this."""
+"""Smallest ratio of two estimates of the wall at which they count as equal."""
 
 LEAST_GAIN = 0.01
-"""Least growth of the batch that justifies another step, as a fraction."""
+"""Smallest growth of the batch that justifies another step, as a fraction."""
 
 LEAST_BLURRED_GAIN = 0.03
-"""`LEAST_GAIN` if the wall is blurred, because no step can show the exact size at which memory runs out."""
+"""`LEAST_GAIN` if the wall is blurred. Then no step can show the exact size at which memory runs out."""
 
 STEP_DOWN = 0.02
-"""Least reduction of the batch after a step that ran out of memory, as a fraction. After a second failure it is 4x."""
+"""Smallest reduction of the batch after an out-of-memory step, as a fraction. After a second failure it is 4x."""
 
 COUNTED_STEP_DOWN = 0.05
 """`STEP_DOWN` if bytes are counted exactly. Then the next step that runs shows how many samples to add again."""
 
 MOST_STEPS = 8
 STEPS_NEEDED = 3
-"""Steps that a size near the wall may take. No size is begun that could exceed `MOST_STEPS` in total."""
+"""Number of steps that a size near the wall may take. No size is begun that could exceed `MOST_STEPS` in total."""
 
 MOST_BLURRED_STEPS = 24
-"""Most steps if the wall is blurred or there is no trace. Most searches need half of them."""
+"""Largest number of steps if the wall is blurred or there is no trace. Most searches need half of them."""
 
 MOST_FAILURES = 6
 
@@ -54,16 +54,12 @@ class WallSearch:
     """A search for the largest batch of one device.
 
     Attributes:
-        traced: Predicts the bytes of n samples from traces. None if there are no traces.
+        traced: Function that predicts the bytes of n samples from traces. None if there are no traces.
         capacity_bytes: Bytes that the allocator may reserve.
-        least: The smallest batch to try.
-        most: The largest batch to try.
         start: The first size to try without a trace.
-        known: A size that is known to run, from an equal device or a trace with real tensors; 0 if there is none.
+        known: A size that is known to run, from an equal device or a trace with real tensors. 0 if there is none.
         allocated: Peak bytes of tensors, by number of samples.
         reserved: Peak bytes that the allocator reserved, by number of samples.
-        failed: The smallest batch that did not run.
-        steps: Steps that were run.
         counted: Whether bytes are counted exactly rather than by an allocator. Then a step that failed needed more
             bytes than the capacity.
         blind: Whether steps fail for a reason other than memory, such as a kernel's limit or a process that died.
@@ -110,7 +106,7 @@ class WallSearch:
         if high - low <= 1 or self._failures >= MOST_FAILURES:
             return None
         if not self.found:
-            if self.counted:  # try half, then the least: probably nothing fits
+            if self.counted:  # Try half, and then the smallest batch. Probably no batch fits.
                 return max(self.least, high // 2) if self._failures == 1 else self.least
             return max(self.least, min(self._below(high), high // 2 if self._failures > 1 else high - 1))
         most = MOST_STEPS if self._is_sharp and self.traced is not None else MOST_BLURRED_STEPS
@@ -124,7 +120,7 @@ class WallSearch:
 
     @property
     def _is_sharp(self) -> bool:
-        """Whether the allocator reserves only what tensors use, so that the wall is exact."""
+        """Whether the allocator reserves only the memory that tensors use, so that the wall is exact."""
         return self.reserved == self.allocated
 
     def _first(self) -> int:
@@ -142,7 +138,7 @@ class WallSearch:
             return (low + high) // 2
         if len(self.allocated) == 1 and self.failed is None and not self.known:
             return self._second(low, full)
-        if self.traced is None and is_far:  # a long extrapolation is inaccurate
+        if self.traced is None and is_far:  # A long extrapolation is inaccurate.
             return min(int(AGREE * full), LONGEST_LEAP * low)
         if self._is_sharp:
             least = (low + high) // 2 if self.counted else 0
@@ -150,11 +146,11 @@ class WallSearch:
         blur = self.reserved[low] / self.allocated[low]
         careful = self._fitting(lambda n: self.corrected(n) * blur, low, high)
         if careful == self.most and self.failed is None:
-            return careful  # the wall is above the largest size to try
+            return careful  # The wall is above the largest size to try.
         return careful if low * (1 + LEAST_BLURRED_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
 
     def _below(self, high: int) -> int:
-        """Return a size well below one that ran out of memory.
+        """Return a size well below a size that ran out of memory.
 
         The failure does not show how many bytes were missing.
         """
@@ -162,9 +158,7 @@ class WallSearch:
         return max(1, high - max(1, int(high * share * self._failures**2)))
 
     def _second(self, low: int, full: int) -> int:
-        """Choose the second size.
-
-        Choose the wall itself only if the error of the first prediction hardly matters there.
+        """Choose the second size: the wall itself only if the error of the first prediction hardly matters there.
 
         The memory beyond the trace may be constant, or grow with the samples. So compute the wall for both cases.
         """
@@ -178,7 +172,7 @@ class WallSearch:
         return careful // 2 if careful > 4 * low else careful if careful > low else (low + full + 1) // 2
 
     def predicted(self, capacity_bytes: int) -> int:
-        """Predict the largest size that fits into more bytes than the search could use, from the steps that ran."""
+        """Predict the largest size that fits into `capacity_bytes`, which is more than the search could use."""
         low, high = self.found, self.failed or self.most + 1
         if not low:
             return 0
@@ -200,12 +194,12 @@ class WallSearch:
         return traced(n) + beyond + slope * (n - n0)
 
     def _beyond(self, n: int, traced: Callable[[int], float]) -> float:
-        """Return the bytes of n samples beyond their trace. For a size that failed, return the least that it needed."""
+        """Return the bytes of n samples beyond their trace. For a size that failed, return a lower bound."""
         if n in self.allocated:
             return self.allocated[n] - traced(n)
         return max(0.0, self.capacity_bytes + 1 - traced(n), *(self._beyond(size, traced) for size in self.allocated))
 
     def _fitting(self, peak_bytes: Callable[[int], float], low: int, high: int) -> int:
-        """Return the largest size between two sizes whose peak fits."""
+        """Return the largest size between `low` and `high` whose peak fits."""
         start = min(max(self.start, low + 1), high - 1)
         return largest_fitting(peak_bytes, self.capacity_bytes, least=low, most=high - 1, start=start)
