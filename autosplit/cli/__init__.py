@@ -1,5 +1,5 @@
 """Run the command line: commands, tables, JSON and exit codes.
 
-Modules of this package may import all packages except `integrations`. Begin with `parser` (the flags) and `commands`
-(one module each).
+Read `parser` (the flags) and `commands` (one module each) first. Modules of this package may import all packages except
+`integrations`.
 """

@@ -57,7 +57,7 @@ def _most_text(checks: Sequence[Check]) -> str:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Return a line for each check, those that changed first. Many checks with the same advice share one line."""
+    """Return a line for each check, changed subjects first. Many checks with the same advice share one line."""
     ordered = sorted(checks, key=lambda check: not check.depends)
     lines: list[str] = []
     for _, group in itertools.groupby(ordered, key=lambda check: (check.depends, check.advice)):
@@ -70,7 +70,7 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 _CHECKS_IN_FULL = 3
-"""Most checks with the same advice that get one line each in a plan's report. More share one line."""
+"""Largest number of checks with the same advice that get one line each. More checks share one line."""
 
 
 def _alike_text(alike: Sequence[Check]) -> str:

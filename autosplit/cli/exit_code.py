@@ -1,6 +1,6 @@
-"""End the process with the right exit code, also under torchrun (whose own is always 1) and at a second Ctrl-C.
+"""End the process with the right exit code, also at a second Ctrl-C and under torchrun.
 
-This module does not import torch, which may be half imported when Ctrl-C comes.
+torchrun's own exit code is always 1. This module does not import torch, which may be half imported when Ctrl-C comes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STARTER_VARIABLE = "AUTOSPLIT_STARTER"
 
 
 def reported(exit_code: int) -> int:
-    """Return the exit code of this process. Below torchrun it is 0, and rank 0 writes the real code to a file."""
+    """Return this process's exit code. Below torchrun it is 0, and rank 0 writes the real code to a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if not path:
         return exit_code
@@ -49,18 +49,19 @@ _SET_DEATH_SIGNAL = 1
 def exit_at_second_ctrl_c(
     last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
 ) -> None:
-    """End this process at the second Ctrl-C. The first one is handled by Python.
+    """End this process at the second Ctrl-C. Python handles the first Ctrl-C.
 
     Python runs signal handlers between two instructions of the main thread. The main thread may be in a long
     instruction, or wait in a `finally`. So a separate thread listens for the signal.
 
     Args:
-        last: Called in that thread before the process ends. It returns the exit code.
-        first: Called in that thread at the first Ctrl-C. It must not wait, or the second Ctrl-C has no effect.
+        last: Function that is called in that thread before the process ends. It returns the exit code.
+        first: Function that is called in that thread at the first Ctrl-C. It must not wait, or the second Ctrl-C has no
+            effect.
         apart_s: Seconds within which signals belong to the same key press.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        return  # Windows needs sockets for this, so Python handles the second, too
+        return  # on Windows this needs sockets, so Python handles the second Ctrl-C, too
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

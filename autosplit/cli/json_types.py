@@ -1,4 +1,4 @@
-"""Types of the answers with ``--json``. docs/json.md and docs/json-schema.json are made from them."""
+"""Define the types of the commands' ``--json`` output. docs/json.md and docs/json-schema.json use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def answer_of(value: object, answer: type[T]) -> T:
-    """Return a value as one of these types: each field is the attribute, or the key, of the same name."""
+    """Convert a value to one of these types. Each field is the attribute, or the key, of the same name."""
     return msgspec.convert(value, answer, from_attributes=True)
 
 
@@ -292,4 +292,4 @@ ANSWERS: Mapping[str, type] = {
 """The type of each command's answer."""
 
 FILES: Mapping[str, type] = {"doctor --share": SharedResult}
-"""The type of a file that a command writes."""
+"""The type of each file that a command writes, by the command."""

@@ -1,4 +1,4 @@
-"""The command line: run a command, and turn its errors into one line and an exit code.
+"""Run a command of the command line, and turn its errors into one line and an exit code.
 
 Exit codes: 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best plan so far is shown and saved), 5 the user's
 own code raised. The answer goes to stdout and everything else to stderr. `parser` has the commands and their options.
@@ -24,7 +24,7 @@ from autosplit.errors import AutosplitError, InputError, shown
 _INTERRUPTED_BEFORE = {"doctor": "the diagnosis was complete", "loader": "the loader was measured"}
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
-"""Errors of a stdout that accepts no more: its disk is full, its terminal is gone, or it is read-only."""
+"""Errors of a stdout that can't be written: its disk is full, its terminal is gone, or it is read-only."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _run(words)
-        sys.stdout.flush()  # raises here if stdout cannot be written, and not when the process ends
+        sys.stdout.flush()  # raise errors of stdout now instead of when the process ends
         return code
     except AutosplitError as error:
         return failed(str(error), error.exit_code, getattr(error, "frames", ()))
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         before = _INTERRUPTED_BEFORE.get(words[0], "any plan was found")
         return failed(f"Interrupted before {before}. Run the command again.", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        sent_nowhere(sys.stdout)  # the reader, such as `head`, closed the pipe
+        sent_nowhere(sys.stdout)  # The reader, such as `head`, closed the pipe.
         return 0
     except OSError as error:
         if (message := _message_for_user(error)) is None:
@@ -76,7 +76,7 @@ def run() -> NoReturn:
     """Run the command line of this process and exit. A second Ctrl-C exits at once, with the same exit code."""
     streams_made_fit()
     if sys.argv[1:2] in (["show"], ["profiles"]):
-        gc.disable()  # these commands end soon and keep their objects: collection takes a tenth of their time
+        gc.disable()  # collecting garbage would take a tenth of these short commands' time
     # A rank may get one Ctrl-C twice: from the terminal and from torchrun.
     exit_at_second_ctrl_c(_left, first=show_stopping, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
@@ -89,7 +89,6 @@ def run() -> NoReturn:
 
 
 def _left() -> int:
-    """Restore the terminal, and return the exit code."""
     exit_code = reported(EXIT_INTERRUPTED)
     restored_terminal()
     return exit_code

@@ -28,7 +28,6 @@ def shown_by(path: Path) -> str:
 
 
 def _is_file(which: str) -> bool:
-    """Return whether the argument names a file rather than a key."""
     return bool(which) and (Path(which).is_file() or not which.isalnum())
 
 
@@ -48,10 +47,7 @@ def profile_path(key: str) -> Path:
 
 
 def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
-    """Load a plan by its file or the first digits of a key.
-
-    Without either, load the newest profile and print its name.
-    """
+    """Load a plan by its file or the first digits of a key. By default, load the newest profile and print its name."""
     if which is not None:
         path = plan_file(which)
         return path, Plan.load(path) if _is_file(which) else read_profile(path)
@@ -67,7 +63,7 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
 
 
 def _newest_profile() -> tuple[Path, Plan] | None:
-    """Return the newest profile that can be read. Prefer finished searches to interrupted ones."""
+    """Return the newest profile that can be read. Prefer finished searches to interrupted searches."""
     interrupted = None
     for path in profile_paths():
         try:
@@ -81,7 +77,6 @@ def _newest_profile() -> tuple[Path, Plan] | None:
 
 
 def _description(path: Path, plan: Plan) -> str:
-    """Return a short description of a plan, for a user who did not name it."""
     devices = " + ".join(f"{count}x {name}" for name, count in Counter(one.name for one in plan.devices).items())
     name = plan.request.get("name")
     parts = [str(plan.workload.get("model") or "a model").rpartition(".")[2], devices]

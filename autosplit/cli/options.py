@@ -1,8 +1,9 @@
-"""Options that several commands share, and what an option's declaration means.
+"""Define the options that several commands share, and convert an option's declaration for argparse.
 
 An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``. The
-metavar decides the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the metavar
-means that the option can be given several times. A declaration without dashes is an argument: ``"spec FILE[:NAME]"``.
+metavar determines the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the
+metavar means that the option can be given several times. A declaration without dashes is an argument: ``"spec
+FILE[:NAME]"``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Options = Mapping[str, str]
 
 def whole(text: str) -> int:
     """Read a whole number. The called function checks its range."""
-    # int() raises an error of its own for thousands of digits.
+    # int() raises another error for thousands of digits.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         raise ArgumentTypeError(f"{shown(text)} is not a whole number. Write digits, such as 64 or 1024.")
     return int(text)
@@ -71,7 +72,7 @@ TYPES: Mapping[str, Callable[[str], object]] = {
     "SECONDS": seconds,
     "SPEC=MONEY": price,
 }
-"""The functions that read a value, by metavar. Other values are strings."""
+"""Functions that read a value, by metavar. Other values are strings."""
 
 _COUNTS = {"which": "?", "key": "?", "keys": "*", "arguments": "+"}
 _KEYWORDS = {
@@ -84,7 +85,7 @@ _KEYWORDS = {
 
 
 def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of an option, and the keywords that `argparse.ArgumentParser.add_argument` gets with them."""
+    """Return the names of an option, and its keywords for `argparse.ArgumentParser.add_argument`."""
     found = re.fullmatch(r"((?:-\S+ ?)+|\w+ )(.*?)( \.\.\.)?", declaration)
     assert found is not None, declaration
     names, metavar = found[1].split(), found[2]
@@ -132,7 +133,7 @@ WORKLOAD = {
 """The options of every command that runs a workload."""
 
 MODEL_OPTIONS = ("seq_len", "image_size", "task", "lora", "optimizer")
-"""The keywords that `commands` gets as one argument, `model_options`."""
+"""Keywords that `commands` gets as one argument, `model_options`."""
 
 PRECISION = {
     "--precision none|bf16|fp16": "Default: the workload's. If you name several, as in none,bf16, autosplit takes the "

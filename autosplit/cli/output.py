@@ -79,7 +79,6 @@ def note(message: str, manner: Manner) -> None:
 
 
 def _red(line: str, word: str) -> str:
-    """Colour the word that a line begins with, if stderr is a terminal with colours."""
     if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in DUMB:
         return line
     return f"\x1b[1;31m{word}\x1b[0m{line.removeprefix(word)}"
@@ -110,17 +109,14 @@ def _fitted(line: str) -> list[str]:
 
 @contextmanager
 def progress(manner: Manner) -> Iterator[Callable[[Progress], None]]:
-    """Keep stdout for the answer while the context runs.
-
-    Draw a progress bar, or write one line per stage, or nothing.
-    """
+    """Draw a progress bar, write one line per stage, or write nothing. Redirect stdout to stderr meanwhile."""
     drawn = progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
     with stdout_kept_clean(), drawn as report:
         yield report
 
 
 class _Lines(logging.Handler):
-    """Writes a line for each log record. Records below a warning get the seconds since the start."""
+    """Write a line for each log record. Records below a warning get the seconds since the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +136,7 @@ class _Lines(logging.Handler):
 def logged(manner: Manner) -> Iterator[None]:
     """Write the log of ``autosplit`` to stderr: warnings, everything with ``--verbose``, or nothing with ``--quiet``.
 
-    The lines do not go to the handlers that the user's code adds to other loggers.
+    The handlers that the user's code adds to other loggers do not get these lines.
     """
     log = logging.getLogger("autosplit")
     level, propagate = log.level, log.propagate

@@ -1,4 +1,4 @@
-"""The commands: their options, their help, and the parser of a command line.
+"""Define the commands, their options and their help, and parse a command line.
 
 `commands` has a module for each command, which is imported when the command runs. So `--help` needs neither torch nor
 rich.
@@ -28,7 +28,7 @@ class Command:
     Attributes:
         body: The module of `commands` and its function. The function gets a `Manner` and the options that were given.
         text: The help. The list of commands shows its first line.
-        example: Lines that run.
+        example: Command lines that run.
         panels: The options under the headings of the help.
     """
 
@@ -246,7 +246,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
 }
-"""Every command by the words that name it."""
+"""Every command, by the words that name it."""
 
 EXIT_CODES = """Exit codes:
   0  done
@@ -259,13 +259,11 @@ Ctrl-C stops with the best plan so far. A second Ctrl-C stops at once."""
 
 class _Layout(RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: Any) -> str:
-        """Print ``-o, --output PATH`` before Python 3.13, too."""
+        """Print ``-o, --output PATH``, also before Python 3.13."""
         return super()._format_action_invocation(action).replace("-o PATH,", "-o,")
 
 
 class _Parser(ArgumentParser):
-    """A parser that raises InputError."""
-
     def error(self, message: str) -> NoReturn:
         """Raise InputError with the message of argparse, which begins with the flag."""
         message = message.removeprefix("argument ").replace(": '", " '", 1)
@@ -314,7 +312,6 @@ def make_parser() -> _Parser:
 
 
 def _add_options(parser: _Parser, panels: Mapping[str, Options]) -> list[str]:
-    """Add options under their headings, and return the metavars of the arguments."""
     arguments = []
     for title, options in panels.items():
         group = parser.add_argument_group(title)
@@ -326,7 +323,7 @@ def _add_options(parser: _Parser, panels: Mapping[str, Options]) -> list[str]:
 
 
 def _listed(group: str) -> str:
-    """Return the list of the commands of a group. argparse would print another line above it."""
+    """List the commands of a group. argparse would add a line above the list."""
     found = {name.rpartition(" ")[2]: one.text for name, one in COMMANDS.items() if name.rpartition(" ")[0] == group}
     return "\n".join(["Commands:", *(f"  {name:<10}{text.splitlines()[0]}" for name, text in found.items())])
 
@@ -371,7 +368,7 @@ def _refuse_unknown_command(parser: _Parser, words: Sequence[str]) -> None:
 
 
 def _with_separator(words: Sequence[str]) -> list[str]:
-    """Put ``--`` before the first word that is not an option of `launch`. argparse leaves the words after it alone."""
+    """Put ``--`` before the first word that is not an option of `launch`, so argparse ignores later words."""
     declared = " ".join([*o.OF_ALL, *itertools.chain(*COMMANDS["launch"].panels.values())])
     own = {word for word in declared.split() if word.startswith("-")}
     place = 1

@@ -14,7 +14,7 @@ from autosplit.text import printable
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a plan is saved, and how to make it again.
+    """The place where a plan is saved, and the command that makes it again.
 
     Attributes:
         saved_as: The first digits of a profile's key, or the path of a plan's file. None if the plan is not saved.
@@ -30,7 +30,7 @@ UNSAVED = Origin()
 
 
 def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
-    """Return the lines that use a plan: Python for real devices, a command for simulated ones.
+    """Return the lines that use a plan: Python for real devices, a command for simulated devices.
 
     The Python code expects `model`, `optimizer`, `loss_fn` and `loader`, the DataLoader of the user's script.
     """
@@ -96,7 +96,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
     if any(check.count for check in of_loss) and not count:
         yield "# The plan's count of a batch is left out, because autosplit did not write it. Run autosplit check."
-    # `count` corrects the accumulation. The advice also has what corrects the split, if the split is wrong, too.
+    # `count` corrects only the accumulation. If the split is wrong, too, the advice also has its correction.
     yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.split_error)
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
@@ -115,7 +115,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
 
 
 def _count_of(plan: Plan) -> str:
-    """Return a Python expression for the divisor of the loss of a `batch`, or an empty text if it is the samples."""
+    """Return a Python expression for the divisor of a batch's loss, or "" for the number of samples."""
     counts = (one.count for one in plan.checks if one.depends and one.subject == "loss")
     return next((count for count in counts if count and is_count_expression(count)), "")
 
@@ -143,7 +143,7 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 def _device_of_batches(plan: Plan, of: str) -> str:
     """Return the expression for the device to which `steps` moves batches. Empty if the wrapper moves the inputs.
 
-    With several devices, the first device would need memory for the inputs of all.
+    With several devices, the first device would need memory for the inputs of all devices.
     """
     if of == "ctx":
         return "ctx.device"
@@ -166,7 +166,7 @@ def _batch_and_loss(plan: Plan) -> tuple[str, str]:
 
 
 def _command_again(plan: Plan) -> str:
-    """Return a command with the same request for real GPUs. The plan does not have the workload's file."""
+    """Return a command with the same request for real GPUs. FILE replaces the workload's file, which is not stored."""
     keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
     asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
     sizes = asked["effective_batch_size"]
@@ -183,7 +183,6 @@ def _command_again(plan: Plan) -> str:
 
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
-    """Return the lines for a plan with only DDP ranks."""
     given = "" if origin.saved_as is None else f" --plan {shlex.quote(origin.saved_as)}"
     return (
         _given(plan),

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from autosplit.plan.explanation import Explanation
 
 MOST_REASONS = 2
-"""Most reasons in the short report. At 80 columns, a limit takes one line, and the time costs take two."""
+"""Largest number of reasons in the short report. At 80 columns, a limit takes one line, and the time costs take two."""
 
 MOST_NOTE_LINES = 3
-"""Most lines of notes in the short report at 80 columns.
+"""Largest number of lines of notes in the short report at 80 columns.
 
-With two devices and three lines of reasons, it has 24 lines.
+With this number, two devices and three lines of reasons, the report has 24 lines.
 """
 
 REMARKS = (NEAREST_PROFILE, UNMEASURED_RATES)
-"""The kinds of notes that only the full report shows, because they require no action."""
+"""Kinds of notes that only the full report shows, because they require no action."""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
@@ -74,7 +74,7 @@ def short_report(plan: Plan, origin: Origin) -> Group:
 
 
 def full_report(plan: Plan, origin: Origin) -> Group:
-    """Build the full report: like the short one, with DDP's numbers, all reasons and notes, and lines to paste."""
+    """Build the full report: the short report, plus DDP's numbers, all reasons and notes, and lines to paste."""
     from rich.console import Group
 
     explanation = plan.explain()
@@ -91,7 +91,6 @@ def full_report(plan: Plan, origin: Origin) -> Group:
 
 
 def _status(plan: Plan) -> Iterator[Text]:
-    """Yield a line if the plan is simulated or incomplete."""
     from rich.text import Text
 
     if plan.simulated:
@@ -101,7 +100,6 @@ def _status(plan: Plan) -> Iterator[Text]:
 
 
 def _styles(plan: Plan) -> dict[str, str]:
-    """Return the styles of the rows that a terminal shows in colour: the gains, and the recommendation."""
     gain = {} if plan.shares_processor else {"gain": "green", "with DDP": "green"}
     return {**gain, "recommended": "bold green"}
 
@@ -124,7 +122,7 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
 
 
 def _strategies(plan: Plan, explanation: Explanation) -> Iterator[tuple[str, str]]:
-    """Yield DDP's throughput and its gain over equal ranks, and the strategy to use."""
+    """Yield DDP's throughput and its gain over equal ranks, and the recommended strategy."""
     ddp = plan.ddp
     if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or plan.shares_processor:
         return
@@ -142,7 +140,6 @@ def _gain_over_equal_ranks(plan: Plan) -> str:
 
 
 def _unused_lines(plan: Plan) -> list[str]:
-    """Return the reasons why devices get no samples."""
     unused = [device for device in plan.devices if not device.share]
     full = [device.label for device in unused if not device.ceiling.batch_size]
     slow = [device.label for device in unused if device.ceiling.batch_size]
@@ -165,7 +162,7 @@ def _limit_lines(plan: Plan) -> list[str]:
 
 
 def _notes_to_act_on(plan: Plan) -> list[str]:
-    """Return notes that may require action: checks that changed, and notes other than remarks."""
+    """Return notes that may require action: checks whose subject changes, and notes other than remarks."""
     is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
     depends = dependence_line(plan.checks) if is_cut else ""
     notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind not in REMARKS)]
@@ -230,7 +227,6 @@ def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
-    """Return the numbers that the user sets, the results, and the gain."""
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
@@ -323,7 +319,7 @@ def ddp_lines(plan: Plan) -> list[str]:
 
 
 def ddp_heading(explanation: Explanation) -> str:
-    """Return the heading of DDP's numbers. If BalancedDataParallel is also possible, add which one is faster."""
+    """Return the heading of DDP's numbers. If BalancedDataParallel is also possible, add which strategy is faster."""
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading
@@ -333,7 +329,7 @@ def explained_lines(explanation: Explanation) -> list[str]:
     """Return the reasons, without those that are elsewhere in the report or have no effect."""
     left_out = {"bounds", "ddp"}
     if explanation.shares_processor or explanation.even_measured is not None:
-        left_out.add("even")  # the row "gain" has it
+        left_out.add("even")  # the row "gain" already has it
     if explanation.more_memory is not None and not explanation.more_memory.pays:
         left_out.add("memory")
     others = (text for subject, text in explanation.sentences().items() if subject not in left_out)

@@ -1,4 +1,4 @@
-"""Handle SIGTERM and SIGHUP like Ctrl-C, so that the best plan is kept. Schedulers and closed terminals send them."""
+"""Handle SIGTERM and SIGHUP, which schedulers and closed terminals send, like Ctrl-C. So the best plan is saved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAMES = ("SIGTERM", "SIGHUP")
 def stop_like_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGTERM and SIGHUP within the context, and restore the handlers afterwards.
 
-    A signal that is ignored, as SIGHUP under nohup, stays ignored. Nothing changes outside of the main thread, or in
-    processes of torchrun, because torchrun sends SIGTERM to the healthy ranks when another rank has failed.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. Nothing changes outside of the main thread. Nor does
+    anything change in processes of torchrun, which sends SIGTERM to the healthy ranks when another rank has failed.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
@@ -34,9 +34,9 @@ def stop_like_ctrl_c() -> Iterator[None]:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """Do what Ctrl-C does at this moment: `held_interrupts` delays it inside of torch's callbacks."""
+    """Do the same as Ctrl-C at this moment: `held_interrupts` delays it inside of torch's callbacks."""
     handler = signal.getsignal(signal.SIGINT)
     if callable(handler):
         handler(signal.SIGINT, frame)
-    else:  # started in the background of a shell, which makes it ignore Ctrl-C
+    else:  # A shell started the process in the background, so Ctrl-C is ignored.
         raise KeyboardInterrupt

@@ -21,12 +21,12 @@ class Profile:
     Attributes:
         key: 32 hexadecimal digits. Commands accept the first digits as a name.
         path: The file.
-        saved_at: Time when the file was written, as ISO 8601 with the offset from UTC; None if it is unknown.
-        age_s: Seconds since then; None if unknown.
-        problem: Why the file can't be read; None if it can. Otherwise all following values are empty.
+        saved_at: Time when the file was written, as ISO 8601 with the offset from UTC. None if it is unknown.
+        age_s: Seconds since then. None if unknown.
+        problem: Why the file can't be read. None if it can. Otherwise all following values are empty.
         name: The ``name=`` given to `tune`, or None.
         model: The model's class, or the function that makes the model.
-        parameters: Number of the model's parameters; None if it is unknown.
+        parameters: Number of the model's parameters. None if it is unknown.
         devices: Labels of the devices, in order.
         device_names: Model names of the devices, in the same order.
         request: Arguments of `tune`, without those that were not given.
@@ -69,7 +69,7 @@ def profile_at(path: Path) -> Profile:
     """Describe a profile's file, even if it is not valid."""
     saved_at: str | None = None
     age_s: float | None = None
-    with contextlib.suppress(OSError, ValueError, OverflowError):  # it was removed, or its time is out of range
+    with contextlib.suppress(OSError, ValueError, OverflowError):  # The file was removed, or its time is out of range.
         written_s = path.lstat().st_mtime
         saved_at = datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
         age_s = max(0.0, time.time() - written_s)

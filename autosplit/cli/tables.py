@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def print_plain(what: RenderableType, console: Console) -> None:
-    """Print without cropping, because a line to paste may be longer than the terminal.
-
-    Strip trailing blanks of plain text.
-    """
+    """Print without cropping, because a line to paste may be long. Strip trailing blanks of plain text."""
     if console.is_terminal:
         console.print(what, crop=False)
         return
@@ -100,7 +97,7 @@ def shares_text(split: Sequence[int]) -> str:
 
 
 def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
-    """Return the sources of simulated GPUs' speeds. If all are equal, return it once."""
+    """Return the sources of simulated GPUs' speeds. If all sources are equal, return the source once."""
     if len(set(rates)) == 1:
         return rates[0]
     return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))

@@ -1,6 +1,6 @@
 """Set up the terminal: a console for a stream, a progress bar, and a stdout that gets only the answer.
 
-rich is imported by the functions that need it, not by this module.
+The functions that need rich import it, because importing rich takes time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from autosplit.tuning.progress import Progress
 
 PLAIN_WIDTH = 100
-"""Width without a terminal, in columns, unless ``COLUMNS`` is set."""
+"""Width in columns without a terminal, unless ``COLUMNS`` is set."""
 
 NARROW = 80
-"""Least width for a progress bar, in columns. A narrower terminal shows a percentage."""
+"""Smallest width in columns for a progress bar. A narrower terminal shows a percentage."""
 
 BAR_WIDTH = 12
-"""Width of the bar, in columns. It leaves room for the longest message of a tuning (51) on a terminal of 100."""
+"""Width of the bar in columns. On a terminal of 100, the longest message of a tuning (51) fits next to it."""
 
 KEYS_SHOWN = 4
-"""Columns that a bar leaves free for the ``^C`` that a terminal writes. Otherwise it would break the line."""
+"""Columns that a bar leaves free for the terminal's ``^C``, which would otherwise break the line."""
 
 SILENT_S = 10.0
 """Seconds before anything is written to a stderr that is not a terminal.
@@ -78,13 +78,13 @@ def width_of(stream: TextIO) -> int:
 def streams_made_fit() -> None:
     """Make stdout and stderr accept any text. Discard text for a closed stream, and escape characters it can't encode.
 
-    Closed descriptors are opened, too. Otherwise the next file that is opened would get such a number, and output would
-    go into it.
+    Closed descriptors are opened, too. Otherwise the next file that is opened would get the number of stdout or stderr,
+    and output would go into this file.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # it is closed, so open() returns its number
+        except OSError:  # The descriptor is closed, so open() returns its number.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -95,10 +95,7 @@ def streams_made_fit() -> None:
 
 
 def sent_nowhere(stream: TextIO) -> None:
-    """Redirect a stream that can't be written to /dev/null.
-
-    Otherwise Python reports an error when it flushes at the end.
-    """
+    """Redirect an unwritable stream to /dev/null. Otherwise Python reports an error when it flushes at the end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -142,8 +139,8 @@ def _stage_lines() -> Callable[[Progress], None]:
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
     """Draw a progress bar on stderr if it is a terminal: the present stage, steps and OOMs, the best trial so far.
 
-    The first message is about building the model, because every command begins with this. If stderr is not a
-    terminal, write one line for each stage of a long command.
+    The first message is about building the model, because every command begins with this. If stderr is not a terminal,
+    write one line for each stage of a long command.
     """
     if not sys.stderr.isatty():
         yield _stage_lines()
@@ -199,5 +196,5 @@ def restored_terminal() -> None:
     with contextlib.suppress(OSError):
         if os.isatty(2):
             kept = os.dup(2)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or the bar would be drawn again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise the bar would be drawn again
             os.write(kept, b"\r\x1b[2K\x1b[?25h")  # clear the line, show the cursor

@@ -47,10 +47,6 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
     """Run an autosplit command in several processes of this machine by torchrun. Return rank 0's exit code.
 
-    Args:
-        arguments: Arguments of the command.
-        num_processes: Number of processes.
-
     Raises:
         RankFailedError: A process ended without an exit code.
         KeyboardInterrupt: A signal arrived before rank 0 had a result.
@@ -71,7 +67,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             torchrun([*options, "-m", "autosplit", *arguments])
-        except SignalException as error:  # the processes got it, too
+        except SignalException as error:  # The processes got the signal, too.
             signalled = error
         except ChildFailedError as error:
             lost = error

@@ -55,11 +55,11 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
 
 
 _MOST_BYTES_OF_LENGTHS = 2**30
-"""About 200 million samples."""
+"""Largest file of lengths in bytes: about 200 million samples."""
 
 
 def lengths_in(path: str) -> list[int]:
-    """Read the lengths of samples from a file with one number per line. Raise InputError if it has anything else."""
+    """Read the lengths of samples from a file with one number per line. Raise InputError for other contents."""
     from autosplit.solve.padded_length import checked_lengths
 
     try:
@@ -102,17 +102,17 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
 
 
 def ranks_to_start(keywords: Mapping[str, Any], *, together: bool) -> int:
-    """Return the number of processes to start for DDP: one for each real device. Simulated devices need only one."""
+    """Return the number of processes to start for DDP: one for each real device, or one for simulated devices."""
     from autosplit.devices.spec import parse_devices
 
     if together or keywords.get("strategy") != "ddp":
         return 1
-    found = parse_devices(keywords.get("devices"), ask_memory=False)  # each process queries its own device
+    found = parse_devices(keywords.get("devices"), ask_memory=False)  # Each process queries its own device.
     return 1 if found[0].kind == "sim" else len(found)
 
 
 def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
-    """Return whether real steps run in a separate process: as requested, or else if they may fill the memory.
+    """Return whether real steps run in a separate process: as requested, or by default if they may fill the memory.
 
     A rank on a CPU with a budget is already a separate process, and running out of the budget does not end it.
     """
@@ -128,7 +128,7 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
 def loaded(
     spec: str, model_options: Mapping[str, Any], *, together: bool, isolate: bool
 ) -> tuple[Workload | Callable[[], Workload], Workload | Callable[[], Workload]]:
-    """Load a workload. Return it with the source to measure, which is a function if another process loads it.
+    """Load a workload. Return it, and the source to measure, which is a function if another process loads it.
 
     In a job, each rank loads the workload later, so that all ranks get an error of any rank.
     """
@@ -144,7 +144,7 @@ def loaded(
 def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:
     """Return a function that can be sent to another process.
 
-    It loads the file again, because its classes can't be sent.
+    The function loads the file again, because the file's classes can't be sent.
     """
     from autosplit.workload.from_file import Loaded
     from autosplit.workload.workload import Workload
@@ -154,7 +154,7 @@ def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable
 
 @contextmanager
 def users_errors(spec: str) -> Iterator[None]:
-    """Add the user's frames to errors of their code. Errors of autosplit pass unchanged."""
+    """Convert exceptions of the user's code to UserCodeError with the user's frames. Keep autosplit's own errors."""
     try:
         yield
     except AutosplitError:
@@ -166,7 +166,7 @@ def users_errors(spec: str) -> Iterator[None]:
 
 
 def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
-    """Tune without warnings that the report repeats."""
+    """Tune without the warnings that the report repeats."""
     from autosplit.tuning import tune as tuning
 
     with users_errors(spec), warnings.catch_warnings():

@@ -67,7 +67,6 @@ def _compare_one(
     model_options: Mapping[str, Any],
     keywords: dict[str, Any],
 ) -> int:
-    """Tune one workload for each machine."""
     from autosplit.extras import compare as comparing
     from autosplit.extras.workload_spec import workload_of_spec
 
@@ -140,10 +139,7 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
 
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
-    """Return a machine's plan as texts: split, batch and accumulation steps, or what does not fit.
-
-    For example ``(12, 24) = 36`` and ``3 steps``.
-    """
+    """Return a machine's plan as texts, such as ``(12, 24) = 36`` and ``3 steps``, or the reason why nothing fits."""
     plan, misfit = machine.plan, machine.misfit
     if plan is not None:
         batch = f"batch {plan.batch_size}"

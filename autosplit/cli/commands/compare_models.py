@@ -46,7 +46,7 @@ def lines_in(path: str) -> list[Line]:
     """Read a file with one model per line: a spec, and its options if it has any. A line may end with a # comment.
 
     Raises:
-        InputError: The file cannot be read, or contains no model. A wrong line is returned with its failure.
+        InputError: The file can't be read, or contains no model. A wrong line is returned with its failure.
     """
     try:
         texts = read_bounded(path, _MOST_BYTES).decode("utf-8-sig").splitlines()

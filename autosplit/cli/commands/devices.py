@@ -16,11 +16,11 @@ from autosplit.devices.inventory import DeviceReport
 
 
 def devices(manner: Manner) -> int:
-    """Print the devices that can be used."""
+    """Print the GPUs of this machine."""
     from autosplit.devices.catalog import GPUS_VARIABLE, gpu_catalog
     from autosplit.devices.inventory import survey_devices
 
-    # NVML and torch may print while they start. Keep stdout for the table.
+    # NVML and torch may print while they start, and stdout is for the table.
     with stdout_kept_clean():
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]

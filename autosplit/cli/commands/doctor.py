@@ -48,7 +48,6 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
 
 
 def _print(found: Examination, console: Console) -> None:
-    """Print a machine's diagnosis."""
     build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
     print_plain(pairs_table([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
     print_plain(_card_table(found), console)

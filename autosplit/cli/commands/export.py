@@ -17,7 +17,7 @@ from autosplit.files import what_stands_at
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
 ) -> int:
-    """Print a plan's settings, or save them."""
+    """Print or save a plan's settings for another tool."""
     to = _checked(to, output, force=force)
     path, plan = named_or_newest(which, manner)
     found = plan.export(to, path=path)

@@ -16,7 +16,7 @@ def init(
     output: str | None = None,
     force: bool = False,
 ) -> int:
-    """Write the file, and print what was guessed and the next command."""
+    """Write a workload file, and print the guessed sample batch and the next command."""
     from autosplit.extras.starting_workload import write_workload
 
     with progress(manner):

@@ -15,7 +15,7 @@ from autosplit.text import ms_text, rate_text
 
 
 def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
-    """Measure the loader of a file, and print the results."""
+    """Measure the DataLoader of a file, and print the results."""
     from autosplit.extras.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader
 

@@ -60,7 +60,6 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
 
 
 def _print(found: MeasuredStep, console: Console) -> None:
-    """Print a step: each device's memory and its parts, the time, the bounds, and the notes."""
     if found.simulated:
         print_plain(Text("simulated: predicted for GPUs that this machine does not have", "yellow"), console)
     print_plain(_memory_table(found), console)
@@ -80,7 +79,6 @@ def _print(found: MeasuredStep, console: Console) -> None:
 
 
 def _memory_table(found: MeasuredStep) -> Table:
-    """Return a table with a row for each device, with the parts of its memory, the largest first."""
     share = ("batch",) if len(found.split) > 1 else ()
     table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
     table.columns[-2].no_wrap = True  # the last column wraps instead

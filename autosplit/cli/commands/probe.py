@@ -73,7 +73,6 @@ def probe(
 
 
 def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | None) -> None:
-    """Raise InputError for invalid flags before the user's file is run, which may take long."""
     for role in roles:
         if role not in get_args(Role):
             raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.", code="role")
@@ -131,7 +130,6 @@ def _find_ceilings(
 
 
 def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
-    """Print a table of ceilings: their limits, their memory, and how they were found."""
     if simulated:
         print_plain(Text("simulated: predicted for GPUs that this machine does not have", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)
@@ -165,7 +163,7 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """Raise InputError before a long search if a plot can't be drawn, for lack of matplotlib or by its suffix."""
+    """Raise InputError before a long search if a plot can't be drawn: without matplotlib, or with an unknown suffix."""
     check_drawing("--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -183,7 +181,6 @@ def _check_plot(path: str) -> None:
 
 
 def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
-    """Draw memory by batch size for each ceiling above 0: its line, its points, and the capacity."""
     from matplotlib.figure import Figure  # without pyplot, which shares state with user code
 
     found = [ceiling for ceiling in ceilings if ceiling.batch_size]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 LEAST_FOR_NOTES = 30
-"""Least width for a column of notes, in columns. Narrower terminals get lists instead of a table."""
+"""Smallest width of a column of notes. Terminals that are too narrow for it get lists instead of a table."""
 
 _UNITS = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (365.0, "d"))
 _EVERYWHERE = ("key", "model", "devices", "plan", "age")
@@ -43,7 +43,7 @@ def list_profiles(manner: Manner) -> int:
 
 
 def show_path(manner: Manner, *, key: str | None = None) -> int:
-    """Print the folder of the cache, which may not exist yet, or the file of a profile."""
+    """Print the folder of the profiles, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
     if manner.as_json:
         from autosplit.cli.json_types import Place
@@ -111,7 +111,7 @@ def _confirm(count: int, folder: Path) -> None:
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
-    """Print the profiles and their folder, or a line that there are none."""
+    """Print the profiles and their folder, or that there are none."""
     from rich.text import Text
 
     if not found:
@@ -145,7 +145,6 @@ def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
 
 
 def _cells(profile: Profile) -> dict[str, str]:
-    """Return the cells of a profile by column. Missing values are empty."""
     read = profile.problem is None
     notes = [] if profile.problem is None else [f"can't be read: {profile.problem}"]
     notes += ["simulated"] if profile.simulated else []
@@ -198,7 +197,7 @@ def _plan_text(profile: Profile) -> str:
 
 
 def _age_text(age_s: float) -> str:
-    """Format an age in one unit: ``3 h``; below a minute ``now``."""
+    """Format an age in one unit, such as ``3 h``, or as ``now`` below a minute."""
     if age_s < 60:
         return "now"
     amount = age_s

@@ -12,13 +12,13 @@ from autosplit.profiles.store import read_profile
 
 
 def show(manner: Manner, *, which: str | None = None) -> int:
-    """Print the plan of a file or a key. Without either, print the newest profile."""
+    """Print a plan by its file or key. By default, print the newest profile."""
     _print(*named_or_newest(which, manner), manner)
     return 0
 
 
 def show_profile(manner: Manner, *, key: str | None = None) -> int:
-    """Print a profile by its key, or the newest for None."""
+    """Print a profile by its key. By default, print the newest profile."""
     if key is None:
         return show(manner)
     path = profile_path(key)

@@ -86,7 +86,7 @@ def tune(
 
 
 def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
-    """Return the devices as a keyword argument. Several machines are for `autosplit compare`."""
+    """Return the devices as a keyword argument. Raise InputError for several machines."""
     if len(devices) > 1:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
@@ -128,7 +128,7 @@ def _tuned(
         best = tuned_quietly(spec, workload, **keywords, progress=report)
         return fit(best), None
     except KeyboardInterrupt as error:
-        # TuningInterrupted carries the best plan so far. An earlier Ctrl-C carries none.
+        # TuningInterrupted has the best plan so far. An earlier KeyboardInterrupt has no plan.
         best = getattr(error, "plan", best)
         if best is None:
             raise
@@ -142,7 +142,6 @@ def _origin(
     model_options: Mapping[str, Any],
     saved: str | None,
 ) -> Origin:
-    """Return where this plan is saved, and the command that tunes the same on real GPUs."""
     if "storage" in keywords:  # these lines are printed and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
