@@ -1,4 +1,4 @@
-"""Optional features that use a plan or a workload. The core imports none of them.
+"""Add optional features that use a plan or a workload. Extras may import all core packages.
 
-The exceptions are listed in tests/test_layers.py. Extras may import all core packages.
+The core imports none of them, with the exceptions that are listed in tests/test_layers.py.
 """

@@ -1,4 +1,4 @@
-"""Check that the ranks of a job can communicate, with one process per device and torch's back end for them."""
+"""Check that the ranks of a job can communicate, with one process per device and torch's back end for the devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autosplit.devices.examination import Meeting
 from autosplit.errors import first_line
 
 LIMIT_S = 40.0
-"""Time limit for processes to start, connect and all-reduce. On a busy machine, importing torch takes 10 seconds."""
+"""Seconds for processes to start, connect and all-reduce. On a busy machine, importing torch takes 10 s."""
 
 _BYTES = 64 * 2**20
 _TIMES = 5
 
 
 def met(devices: Sequence[torch.device]) -> Meeting:
-    """Start one process per device, all of one kind, and all-reduce gradients between them."""
+    """Start one process per device, all devices of one kind, and all-reduce gradients between the processes."""
     name, count = dist.get_default_backend_for_device(devices[0].type), len(devices)
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(count) as ranks:
         store = Path(folder) / "store"
@@ -33,11 +33,11 @@ def met(devices: Sequence[torch.device]) -> Meeting:
             if any(one.ready() and not one.successful() for one in asked):
                 break
             time.sleep(0.02)
-        answered = [one for one in asked if one.ready()]  # the pool terminates the other processes
+        answered = [one for one in asked if one.ready()]  # The pool terminates the other processes.
         try:
             seconds = [one.get() for one in answered]
             failure = None if len(seconds) == count else f"{count - len(seconds)} of {count} processes did not answer"
-        except Exception as error:  # noqa: BLE001 (any failure is a result of this check)
+        except Exception as error:  # any failure is a result of this check # noqa: BLE001
             failure = first_line(error)
     if failure is None:
         return Meeting(name, count, gb_per_s=_BYTES / max(seconds) / 1e9)
@@ -56,7 +56,7 @@ def _seconds(rank: int, size: int, name: str, device: torch.device, store: Path)
     best_s = float("inf")
     for _ in range(_TIMES):
         dist.all_reduce(gradients[:1])  # the first call connects the ranks, each call synchronises their start
-        float(gradients[0])  # waits for the device
+        float(gradients[0])  # wait for the device
         start_s = time.perf_counter()
         dist.all_reduce(gradients)
         float(gradients[0])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autosplit.plan.record import PlanDevice
 
 SCHEMA_VERSION = 1
-"""Schema version of a comparison's JSON."""
+"""Version of a comparison's JSON."""
 
 LARGEST_PRICE = 1e15
 """Largest price per hour in any currency. A larger number is a typing error."""
@@ -31,13 +31,13 @@ LARGEST_PRICE = 1e15
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a workload does not fit a machine.
+    """The reason why a workload does not fit a machine.
 
     Attributes:
         reason: The reason as a sentence.
-        device: The device that is too small, as ``"sim:0"``, or None if it is not a single device.
-        needed_bytes: Memory of the smallest step on that device, or 0 if unknown.
-        capacity_bytes: Memory limit of the device, or 0 if unknown.
+        device: The device that is too small, as ``"sim:0"``. None if it is not a single device.
+        needed_bytes: Memory of the smallest step on that device. 0 if unknown.
+        capacity_bytes: Memory limit of the device. 0 if unknown.
     """
 
     reason: str
@@ -51,7 +51,7 @@ class ComparedMachine:
     """A machine with its plan and its price.
 
     Attributes:
-        devices: Its device spec, unchanged.
+        devices: The device spec that the user passed.
         plan: None if the workload does not fit.
         predicted: Whether samples/s are predicted instead of measured: the GPUs are simulated, or DDP was solved.
         price_per_hour: In the user's currency.
@@ -102,7 +102,6 @@ class ComparedMachine:
         }
 
     def __str__(self) -> str:
-        """Return the machine in one line."""
         how = "predicted" if self.predicted else "measured"
         if self.plan is None:
             return f"{self.devices}: {self.misfit.reason if self.misfit else 'no plan'} ({how})"
@@ -121,12 +120,12 @@ def _headroom(device: PlanDevice) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several machines compared.
+    """The results of a comparison of several machines.
 
     Attributes:
-        machines: The best machine first. With prices, sorted by cost, and machines without a price follow. Without
+        machines: The best machine first. With prices, sorted by cost, followed by machines without a price. Without
             prices, sorted by samples/s. Machines that the workload does not fit are last.
-        not_compared: Machines left out after Ctrl-C.
+        not_compared: Machines that were left out because of Ctrl-C.
     """
 
     machines: tuple[ComparedMachine, ...]
@@ -135,7 +134,7 @@ class Comparison:
 
     @property
     def best(self) -> ComparedMachine | None:
-        """The first machine, if the workload fits it."""
+        """The first machine. None if the workload fits no machine."""
         return next((machine for machine in self.machines if machine.plan is not None), None)
 
     @property
@@ -161,15 +160,14 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        """Return a line for each machine, and the notes."""
         return "\n".join([*map(str, self.machines), *self.notes])
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """Raised by Ctrl-C during a comparison.
+    """The comparison was interrupted by Ctrl-C.
 
     Attributes:
-        comparison: The completed machines, or None without any.
+        comparison: The completed machines. None if there are none.
     """
 
     def __init__(self, comparison: Comparison | None) -> None:
@@ -177,7 +175,6 @@ class ComparisonInterrupted(KeyboardInterrupt):
         self.comparison = comparison
 
     def __str__(self) -> str:
-        """Return a one-line message."""
         return "comparing was interrupted"
 
 
@@ -196,7 +193,7 @@ def asked_machines(
     prices: Mapping[str, float] | Iterable[tuple[str, float]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[AskedMachine, ...]:
-    """Check the machines, their prices (with or without ``sim:``) and the options of `tune` before anything runs."""
+    """Check the machines, their prices and the options of `tune` before anything runs. Prices may omit ``sim:``."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}. Expected a list with a spec for each machine. Write devices=['sim:2xL4', "
@@ -238,12 +235,11 @@ def asked_machines(
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
-    """Return a key that is equal for equal machines: ``sim:L4+L4`` is ``sim:2xL4``. Free memory is not part of it."""
+    """Return a key that is equal for equal machines: ``sim:L4+L4`` is ``sim:2xL4``. Free memory does not count."""
     return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
 
 
 def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
-    """Return the index of the machine that a price is for."""
     identities = []
     for spec in (f"sim:{name.strip()}", name.strip()) if isinstance(name, str) else ():
         with suppress(DeviceError):
@@ -283,18 +279,17 @@ def compare(
 ) -> Comparison:
     """Tune a workload for several machines in turn, and compare the plans.
 
-    Each plan is saved in its profile, as by `tune`. A second comparison therefore returns at once, and `tune` with one
-    of the devices returns the full plan.
+    Each plan is saved as a profile, as by `tune`. So a second comparison returns at once, and `tune` with one of the
+    devices returns the full plan.
 
     Args:
         model_or_workload: As for `tune`.
-        sample_batch: As for `tune`.
         devices: A device spec for each machine: ``["sim:2xL4", "sim:A100-40GB", "cuda"]``. Simulated machines are
             predicted, real machines are measured.
-        prices: Price per hour of each machine in one currency. The keys are specs, with or without ``sim:``:
-            ``{"2xL4": 1.2}``.
-        time_limit_s: Time limit for all machines together. Each gets a part of the remaining time.
-        progress: Called with a `Progress` from time to time. Default: as for `tune`.
+        prices: Price per hour of each machine in one currency, such as ``{"2xL4": 1.2}``. The keys are specs, with or
+            without ``sim:``.
+        time_limit_s: Time limit for all machines together. Each machine gets a part of the remaining time.
+        progress: Function that is called with a `Progress` from time to time. Default: as for `tune`.
         options: Any other keyword of `tune`.
 
     Returns:
@@ -372,7 +367,7 @@ def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], 
 
 
 def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
-    """Yield remarks if the plans are not comparable, or not the fastest way to train."""
+    """Yield remarks if the plans are not comparable, or if DDP would be faster."""
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (

@@ -1,4 +1,4 @@
-"""Compare several models on several machines, as a table in Markdown or HTML with the measured error of each figure."""
+"""Compare several models on several machines, as a table in Markdown or HTML with the measured error of each number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.probe.request import LARGEST_LOOKED_AT
 from autosplit.text import rate_text
 
 MARK = "written by autosplit compare"
-"""A text near the beginning of each table. A file with it may be replaced."""
+"""Text near the beginning of each table. A file that contains it may be replaced."""
 
 TITLE = "Models and machines"
 
@@ -33,21 +33,20 @@ class ErrorBand:
     p90: float
 
     def __str__(self) -> str:
-        """Return the error as in a cell of the table."""
         return f"{self.median:.0%}, 90%: {self.p90:.0%}"
 
 
 IMAGES = ErrorBand("image models", 0.06, 0.19)
-"""320 steps in fp16 on an RTX 3090, which the prediction was not fitted to: benchmarks/results/published.json."""
+"""Errors of 320 steps in fp16 on an RTX 3090, not used in fitting (benchmarks/results/published.json)."""
 
 TOKENS = ErrorBand("transformers", 0.04, 0.14)
-"""22 steps in fp32 on H100, A100, V100 and L4: benchmarks/results/published.json."""
+"""Errors of 22 steps in fp32 on H100, A100, V100 and L4 (benchmarks/results/published.json)."""
 
 HEADINGS = ("model", "machine", "largest batch", "precision", "samples/s", "error", "cost of 1M samples")
 
 
 def error_band(sample_batch: Any) -> ErrorBand | None:
-    """Return the measured error for a kind of model, recognised by its sample batch. None if nothing was measured."""
+    """Return the measured error for the kind of model that has such a sample batch, or None if nothing was measured."""
     from autosplit.workload.tree import tensors_of
 
     tensors = [*tensors_of(sample_batch)]
@@ -75,7 +74,7 @@ class ComparedModel:
     error: ErrorBand | None = None
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of each machine under `HEADINGS`."""
+        """Yield the table's row of each machine, with the columns of `HEADINGS`."""
         if self.comparison is None:
             yield (self.name, f"not compared: {self.failure}", *[""] * (len(HEADINGS) - 2))
             return
@@ -100,7 +99,7 @@ def _figures(machine: ComparedMachine, error: ErrorBand | None) -> tuple[str, ..
 
 
 def to_dict(models: Iterable[ComparedModel]) -> dict[str, Any]:
-    """Return plain values for JSON."""
+    """Return the models as plain values for JSON."""
     return {
         "schema_version": SCHEMA_VERSION,
         "models": [
@@ -174,4 +173,4 @@ def as_html(models: Iterable[ComparedModel]) -> str:
 
 
 FORMATS: Mapping[str, Any] = {"markdown": as_markdown, "html": as_html}
-"""The functions that write a table, by the name of the format."""
+"""Functions that write a table, by the name of the format."""

@@ -35,7 +35,7 @@ from autosplit.torch_versions import accelerator_index
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
 WITHOUT_GPU = "cpu:256MiB"
-"""Device of a machine without an accelerator. Its budget is tracked exactly, so memory can be compared."""
+"""Device of a machine without an accelerator. Its budget is tracked exactly, so measured memory can be compared."""
 
 SLOW_PRODUCTS, SLOW_MEMORY = 0.2, 0.5
 """Fractions of the catalogue's rates below which a GPU is reported.
@@ -45,7 +45,7 @@ datasheet. Elementwise operations reach 0.74 to 0.89 of the memory's rate (media
 """
 
 OFF = 0.25
-"""Relative error above which a prediction is reported."""
+"""Relative error of a prediction above which it is reported."""
 
 TF32_SINCE = 8, 0
 """Lowest compute capability of GPUs with tensor cores for float32."""
@@ -61,7 +61,7 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
         devices: A device spec. Default: every accelerator, or the CPU with a budget of 256 MiB if there is none.
 
     Raises:
-        DeviceError: The spec cannot be parsed, or selects simulated GPUs.
+        DeviceError: The spec can't be parsed, or selects simulated GPUs.
     """
     began_s = time.perf_counter()
     problems: list[Problem] = []
@@ -125,7 +125,6 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
 
 
 def _problems_of(report: DeviceReport) -> list[Problem]:
-    """Return the problems in a GPU's inventory entry, with their cures."""
     if not report.visible:
         return []
     name = f"{report.kind}:{report.logical_index}"
@@ -171,7 +170,6 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
 
 
 def _row_of(name: str) -> GpuSpec | None:
-    """Return the catalogue's row for a GPU's vendor name, or None."""
     try:
         return find_card(name)
     except DeviceError:
@@ -179,7 +177,7 @@ def _row_of(name: str) -> GpuSpec | None:
 
 
 def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None]:
-    """Return the rates of matrix products by dtype. For float32, measure TF32 tensor cores too."""
+    """Return the rates of matrix products by dtype. For float32, also measure TF32 tensor cores."""
     flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
     if place.type == "cuda" and torch.cuda.get_device_capability(place) >= TF32_SINCE:
         precision = torch.get_float32_matmul_precision()
@@ -202,7 +200,7 @@ def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         return _COMPUTE_MODES.get(int(nvml.nvmlDeviceGetComputeMode(handle)))
-    except Exception:  # noqa: BLE001 (a value that NVML cannot read stays unknown)
+    except Exception:  # a value that NVML can't read stays unknown # noqa: BLE001
         return None
 
 
@@ -298,7 +296,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
 
 
 def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
-    """Train with a plan as a user does, and return the time of an optimizer step and each device's peak."""
+    """Train with a plan as a user does. Return the time of an optimizer step and each device's peak."""
     model = plan.wrap(_small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     count = plan.effective_batch_size
@@ -319,8 +317,8 @@ def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
         return time.perf_counter() - began_s
 
     with plan.budgets() if budgeted else nullcontext() as tracker:
-        epoch()  # creates optimizer state and chooses kernels
-        for place in places:  # measure as the plan does: the bytes that the allocator reserves for a steady step
+        epoch()  # The first epoch creates optimizer state and chooses kernels.
+        for place in places:  # Like the plan, measure the bytes that the allocator reserves for a steady step.
             backend(place.type).empty_cache()
             backend(place.type).reset_peak_memory_stats(place)
         epoch()

@@ -1,6 +1,6 @@
 """Build a workload from a model's name: a config.json of transformers, or a model of timm or torchvision.
 
-Weights are random and nothing is downloaded. Memory and time depend on shapes alone.
+Weights are random and nothing is downloaded, because memory and time depend only on shapes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from autosplit.extras.low_bit_adamw import named_optimizer
 from autosplit.workload.workload import Workload
 
 SAMPLES = 4
-"""Samples in the batch. The gradient check needs at least this many."""
+"""Number of samples in the batch. The gradient check needs at least this many."""
 
 DEFAULT_SEQ_LEN = 512
 DEFAULT_IMAGE_SIZE = 224
 
 MOST_CONFIG_BYTES = 2**20
-"""Most bytes to read of a config.json. Published files have a few KiB."""
+"""Largest number of bytes to read from a config.json. Published files have a few KiB."""
 
 MOST_LAYERS = 10_000
-"""Most layers to build. A file with more would fill the memory with modules."""
+"""Largest number of layers to build. With more, the modules themselves would fill the memory."""
 
 CLASSES_OF_TASKS = {
     "causal-lm": {"CAUSAL_LM": "AutoModelForCausalLM"},
@@ -74,8 +74,8 @@ def workload_from_name(
 ) -> Workload:
     """Build a workload from a model's name, with random weights and a batch that includes labels.
 
-    Nothing is downloaded, and code that a configuration names does not run. For ``sim:`` devices pass `tune` a function
-    that calls this one, so that a large model is built without allocating its memory::
+    Nothing is downloaded, and code that a configuration names does not run. For ``sim:`` devices, pass `tune` a
+    function that calls this function, so that a large model is built without allocating its memory::
 
         autosplit.tune(lambda: autosplit.workload_from_name("hf:llama/config.json"), devices="sim:8xA100-80GB")
 
@@ -163,7 +163,7 @@ def _offline() -> Iterator[None]:
     """Prevent huggingface_hub from connecting, whatever a configuration requests."""
     try:
         from huggingface_hub import constants
-    except ImportError:  # then no library can connect
+    except ImportError:  # Without huggingface_hub, no library can connect.
         yield
         return
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -222,7 +222,7 @@ def _of_transformers(
 
 
 def _config_values(path: Path) -> dict[str, Any]:
-    """Read a config.json. Reject a configuration that needs custom code or missing weights."""
+    """Read a config.json. Raise InputError if it needs custom code or weights that can't be predicted."""
     if not path.is_file():
         raise InputError(
             f"{path} does not exist. Expected a model's config.json, or a folder that contains it. autosplit "
@@ -290,7 +290,7 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
             code="config-layers",
         )
     config.architectures = config.architectures or []  # transformers iterates over this list
-    # Training does not use the cache, and it would count as an output to gather.
+    # Training does not use the cache. Without this line, the cache would count as an output to gather.
     config.use_cache = False
     return config
 
@@ -347,7 +347,7 @@ def _build_of_transformers(
     dtype = config.dtype or torch.float32
     assumed: tuple[str, ...] = ()
     if dtype is torch.float16:
-        dtype = torch.bfloat16  # has the same size, and optimizers diverge with float16 weights
+        dtype = torch.bfloat16  # bfloat16 has the same size, and optimizers diverge with float16 weights
         assumed = (
             f"{path.name} has float16 weights, which diverge in training: the plan assumes bfloat16 (same size)",
         )
@@ -388,7 +388,6 @@ def _check_seq_len(path: Path, seq_len: int | None, most: int | None) -> None:
 
 
 def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tuple[Any, tuple[str, ...]]:
-    """Make token sequences without padding, and their labels."""
     config, text = model.config, model.config.get_text_config()
     most = _positions_left(model) or _positions(config)
     _check_seq_len(path, seq_len, most)

@@ -22,17 +22,17 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
     """Return the plan with the speed and the fastest settings of the training's DataLoader.
 
     If the loader is slower than the devices and no effective batch size was requested, the returned plan has the
-    smallest batch that keeps up with the loader. The saved profile is unchanged.
+    smallest batch that is as fast as the loader. The saved profile is unchanged.
 
-    In a job, call this function on every rank after `tune`, if the plan is for DDP alone (``strategy="ddp"``). The
-    ranks exchange their measurements, and each returns the same plan.
+    In a job, call this function on every rank after `tune`, if the plan is for DDP only (``strategy="ddp"``). The ranks
+    exchange their measurements, and each returns the same plan.
 
     Args:
         plan: The plan that `tune` returned.
-        loader: The DataLoader (each rank's own), or what `measure_loader` returned for it.
+        loader: The DataLoader (each rank's own), or the result of `measure_loader` for it.
 
     Raises:
-        InputError: The speed of the loader cannot be measured, or the job does not have as many ranks as the plan.
+        InputError: The speed of the loader can't be measured, or the job does not have as many ranks as the plan.
         RankFailedError: The measurement failed on another rank.
     """
 
@@ -79,7 +79,7 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
 
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:
-    """Return the plan with the smallest batch that keeps up with the loader, or None if the batch must not change."""
+    """Return the plan with the smallest batch that is as fast as the loader, or None if the batch must not change."""
     if plan.effective_batch_sizes is not None or plan.lengths is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)

@@ -28,37 +28,37 @@ from autosplit.torch_versions import private
 from autosplit.workload.sample_batch import generators_of
 
 GAIN = 1.05
-"""Required speed-up of settings that use more resources. Smaller differences are within the noise of runs."""
+"""Smallest speed-up factor that justifies more resources. Smaller differences are within the noise of runs."""
 
 MOST_FRUITLESS = 2
-"""The search ends after this many doublings of the workers without a gain. One worker is often no faster than none."""
+"""Number of doublings without a gain after which the search ends. One worker is often no faster than no worker."""
 
 PREFETCH_FACTORS = (2, 4, 8)
-"""Values of `prefetch_factor` to try: torch's default first, larger values while they gain."""
+"""Values of `prefetch_factor` to try. The first is torch's default, and larger values follow while they gain."""
 
 ENOUGH_ERROR = 0.02
-"""Relative standard error of samples/s at which a measurement ends, well below the 5% of `GAIN`."""
+"""Relative standard error of samples/s at which a measurement ends. It is well below the 5% of `GAIN`."""
 
 SEGMENT_S, LEAST_SEGMENTS, SETTING_LIMIT_S = 0.02, 5, 4.0
-"""Least seconds of a segment, least segments of a setting, and seconds after which its measurement ends."""
+"""Shortest segment in seconds, fewest segments of a setting, and time limit of a setting in seconds."""
 
 WINDOW_S, MOST_BATCHES = 1.0, 64
-"""Seconds and most batches of the first pass. Every setting loads only these batches, repeatedly."""
+"""Time limit in seconds and batch limit of the first pass. Every setting loads only these batches, repeatedly."""
 
 COLD = 1.25
-"""If a second pass is faster by this factor, it read cached data, and the first pass read from disk."""
+"""Speed-up factor of a second pass above which it read cached data, and the first pass read from disk."""
 
 COLD_S = 0.1
-"""Least duration of a first pass for this check. Data in memory takes a few ms, including the start."""
+"""Shortest first pass, in seconds, for this check. Data in memory takes a few ms, including the start."""
 
 MEMORY_SHARE = 0.9
-"""Workers may use this fraction of the free host memory, divided by the number of processes."""
+"""Fraction of the free host memory that workers may use, divided by the number of processes."""
 
 Timer = Callable[[LoaderSettings], TimedLoader]
 
 
 class _TimeIsUpError(Exception):
-    """Raised to end the search at the time limit."""
+    """The time limit ends the search."""
 
 
 def measure_loader(
@@ -66,18 +66,18 @@ def measure_loader(
 ) -> MeasuredLoader:
     """Find the settings with which a DataLoader loads the most samples/s, by loading its first batches.
 
-    The loader, its data set and all random states are unchanged. Only loading is measured. If the model processes fewer
+    The loader, its dataset and all random states are unchanged. Only loading is measured. If the model processes fewer
     samples/s than the result, one or more workers hide the loading time.
 
     Args:
-        loader: A DataLoader with a map-style data set. Its batches, `collate_fn` and `worker_init_fn` are used.
+        loader: A DataLoader with a map-style dataset. Its batches, `collate_fn` and `worker_init_fn` are used.
         processes: Number of processes of this machine that load at the same time, such as the ranks of DDP. Default:
             ``LOCAL_WORLD_SIZE``, which torchrun sets, or 1.
         time_limit_s: No further settings are tried after this time.
 
     Raises:
-        InputError: It is not a DataLoader, its data set is iterable, it has no batches, or its workers cannot load.
-        UserCodeError: The data set raised.
+        InputError: It is not a DataLoader, its dataset is iterable, it has no batches, or its workers can't load.
+        UserCodeError: The dataset raised.
     """
     processes = _processes() if processes is None else processes
     whole_number("processes", processes, minimum=1)
@@ -160,7 +160,8 @@ def search(
     Args:
         present: The user's settings. They are timed too, unless they have more than `most_workers`.
         pins: Whether there is a GPU to copy to.
-        fits: Returns whether host memory is enough for a number of workers, given the last measured number.
+        fits: Function that returns whether host memory is enough for a number of workers, given the last measured
+            number.
     """
     tried: list[TimedLoader] = []
     notes: list[Note] = []
@@ -194,7 +195,6 @@ def search(
 def _time_workers(
     gains: Callable[[LoaderSettings], bool], most: int, fits: Callable[[int, int], bool], notes: list[Note]
 ) -> None:
-    """Time more workers while they gain. Add a note if memory stops this."""
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
@@ -214,9 +214,9 @@ def worker_counts(most: int) -> list[int]:
 
 
 def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
-    """Return the settings with the least resources among those within 5% of the fastest. Prefer pinned memory.
+    """Return the settings with the fewest resources among those within 5% of the fastest. Prefer pinned memory.
 
-    Pinned memory costs little here, and copies to the GPU can then overlap with kernels.
+    Pinned memory costs little here, and then copies to the GPU can overlap with kernels.
     """
     fastest = max(one.samples_per_s for one in tried)
     near = [one for one in tried if one.samples_per_s * GAIN >= fastest]
@@ -237,7 +237,7 @@ def rate_of(
     the workers loaded these batches in advance.
 
     Args:
-        ahead: Batches that each worker loads in advance, or 0 without workers.
+        ahead: Batches that each worker loads in advance. 0 without workers.
     """
     began = clock()
     next(arrivals)
@@ -285,7 +285,6 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
 
 
 def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[Any]], float]:
-    """Load the first batches in order. Return their indices and the samples/s."""
     sampler = copy.copy(loader.batch_sampler)
     assert sampler is not None, "`check_loader` requires a batch sampler"
     if hasattr(sampler, "sampler"):
@@ -309,8 +308,6 @@ def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[An
 
 
 class _Repeated:
-    """A batch sampler that repeats batches of indices endlessly."""
-
     def __init__(self, batches: Sequence[Sequence[Any]]) -> None:
         self.batches = batches
 
@@ -338,7 +335,7 @@ def _with(
 
 
 def check_loader(loader: Any) -> None:
-    """Raise InputError if the speed of a loader cannot be measured."""
+    """Raise InputError if the speed of a loader can't be measured."""
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader.", code="loader-type"
@@ -359,7 +356,7 @@ def check_loader(loader: Any) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Copy an object graph except tensors, arrays, functions and classes, which are shared with the original."""
+    """Copy an object graph except tensors, arrays, functions and classes, which the copy shares with the original."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -385,7 +382,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _copied(dataset: Any) -> tuple[Any, list[Note]]:
-    """Copy a data set without its samples, so the user's counters, caches and generators are unchanged."""
+    """Copy a dataset without its samples, so that the user's counters, caches and generators stay unchanged."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:

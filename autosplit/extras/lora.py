@@ -15,7 +15,7 @@ from autosplit.errors import InputError, WorkloadError, one_line, shown
 from autosplit.extras.nf4_linear import quantize_linear
 
 QUANTIZED = ("nf4", "nf4-single")
-"""Storage of frozen weights: NF4 with double quantisation, and NF4 with scales in float32."""
+"""Ways to store frozen weights: NF4 with double quantisation, and NF4 with scales in float32."""
 
 _TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
@@ -23,7 +23,7 @@ _TASK_TYPES = {
     "classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
 }
-"""peft's types of tasks. With a classifier's type, peft also trains the classifier's last layer."""
+"""peft's task types. With a classifier's type, peft also trains the classifier's last layer."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Lora:
     """The settings of LoRA, named as in `peft.LoraConfig`.
 
     Args:
-        r: The rank.
         alpha: The product is scaled by ``alpha / r``.
         dropout: The dropout of the adapters' inputs.
         targets: Names of the layers that get an adapter, or ``"all-linear"``. Default: peft's choice for the
@@ -69,7 +68,7 @@ class Lora:
         return found
 
     def added_to(self, model: Any, task: str) -> tuple[nn.Module, str]:
-        """Add adapters to a model of transformers, and freeze its weights. Return the model and a note about them.
+        """Add adapters to a model of transformers, and freeze its weights. Return the model and a note.
 
         Raises:
             WorkloadError: peft is not installed, or finds no layer for an adapter.
@@ -90,7 +89,7 @@ class Lora:
             with warnings.catch_warnings():  # peft 0.21.2 reads a name that transformers 5.23 deprecates
                 warnings.simplefilter("ignore", FutureWarning)
                 adapted: nn.Module = peft.get_peft_model(model, config)
-        except ValueError as error:  # no such layer, or an architecture that peft does not know
+        except ValueError as error:  # The model has no such layer, or peft does not know its architecture.
             raise WorkloadError(
                 f"peft can't add LoRA to {type(model).__name__}: {one_line(error)}. Expected names of the model's "
                 "layers. Pass targets=all-linear, or other names.",
@@ -133,7 +132,7 @@ def peft_library() -> Any:
     """
     try:
         return importlib.import_module("peft")
-    except Exception as error:  # peft's own imports raise several kinds if transformers has another version
+    except Exception as error:  # If transformers has another version, peft's own imports raise several kinds of errors.
         raise WorkloadError(
             f"peft can't be imported ({one_line(error)}). lora= needs it to add the adapters. "
             'Install it: pip install "autosplit[peft]"',

@@ -1,9 +1,9 @@
-"""AdamW with the memory of bitsandbytes' optimizers, to plan without a GPU. Train with bitsandbytes.
+"""Define AdamW with the memory of bitsandbytes' optimizers, to plan without a GPU. Train with bitsandbytes.
 
 The sizes are those of bitsandbytes 0.50.2 (`optim.optimizer.Optimizer2State`): two bytes of state per weight, and two
-float32 scales for each 256 weights. A tensor with fewer than 4,096 elements keeps its state in float32. Paged states of
-100,000 elements and more are in managed memory, which torch's allocator does not count. The driver moves them to the
-host if the GPU is full. A plan counts none of them.
+float32 scales for each 256 weights. A tensor with fewer than 4,096 elements has its state in float32. Paged states of
+100,000 elements or more are in managed memory. The driver moves them to the host if the GPU is full. torch's allocator
+does not count managed memory, so plans do not include it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autosplit.torch_versions import FakeTensor
 
 BLOCK = 256
 SMALLEST_8BIT, SMALLEST_PAGED = 4096, 100_000
-"""Elements of the smallest tensors whose states have 8 bits, and whose states are paged."""
+"""Smallest number of elements of a tensor whose state has 8 bits, and of a tensor whose state is paged."""
 
 
 def named_optimizer(name: str) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
@@ -41,13 +41,11 @@ def named_optimizer(name: str) -> Callable[[Iterable[Any]], torch.optim.Optimize
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW with states of 8 or 32 bits, whose update is one op per parameter and makes no temporary tensors.
+    """AdamW with states of 8 or 32 bits. Its update is one op per parameter and makes no temporary tensors.
 
-    The rounding differs from bitsandbytes, which has a nonlinear code. So use it for plans only.
+    Use it for plans only. Its rounding differs from bitsandbytes, which has a nonlinear code.
 
     Args:
-        params: As for `torch.optim.AdamW`.
-        lr: As for `torch.optim.AdamW`.
         bits: 8 or 32, the bits of each of the two states.
         paged: Whether large states are in managed memory. On the CPU they are ordinary tensors, as in bitsandbytes.
     """
@@ -91,7 +89,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     schema="(Tensor(a!) parameter, Tensor(b!)[] held, Tensor gradient, float[] numbers, int step) -> ()",
 )
 def adamw_update(parameter: Tensor, held: list[Tensor], gradient: Tensor, numbers: list[float], step: int) -> None:
-    """Update a parameter and its states: two of them, and their scales if they have 8 bits."""
+    """Update a parameter and its states. `held` contains two states and, if they have 8 bits, their scales."""
     lr, beta1, beta2, eps, decay = numbers
     mean, root = (_restored(held, index) for index in (0, 1))  # the state is the root of the second moment
     gradient = gradient.float()

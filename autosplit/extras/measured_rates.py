@@ -1,7 +1,7 @@
 """Measure the rates of this machine's devices: matrix products, memory, kernel launches, and copies.
 
-Each rate is the best of a few short runs, timed by the wall clock with the device idle before and after. It is an upper
-limit for a training step.
+Each rate is the best of a few short runs, timed by the wall clock with the device idle before and after. So it is an
+upper limit for a training step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autosplit.accelerators import backend, is_accelerator
 
 _RUNS = 5
 _LEAST_S = 0.01
-"""Least duration of a run. The clock and the wait for the device are 0.1% of it."""
+"""Shortest run in seconds. The clock and the wait for the device take 0.1% of it."""
 
 _COPIED_BYTES = 64 * 2**20
 _LAUNCHES = 2000

@@ -1,7 +1,7 @@
-"""A linear layer with weights in 4 bits, stored as bitsandbytes stores them, to plan QLoRA without a GPU.
+"""Define a linear layer with weights in 4 bits, stored as bitsandbytes stores them, to plan QLoRA without a GPU.
 
-`bitsandbytes.nn.Linear4bit` quantises in CUDA kernels, which fake tensors cannot run. `Nf4Linear` holds the same bytes
-and makes the same temporary tensors with one op per kernel. Train with bitsandbytes, and plan with this class.
+`bitsandbytes.nn.Linear4bit` quantises in CUDA kernels, which fake tensors can't run. `Nf4Linear` has the same bytes and
+makes the same temporary tensors, with one op per kernel. Train with bitsandbytes, and plan with this class.
 
 The layout is that of bitsandbytes 0.50.2 (`functional.quantize_4bit`, `autograd._functions.MatMul4Bit`) and of the
 paper (Dettmers et al., QLoRA, arXiv:2305.14314):
@@ -11,7 +11,7 @@ paper (Dettmers et al., QLoRA, arXiv:2305.14314):
 - Forward and backward each restore the whole weight in the compute dtype and free it after the product. No activation
   is saved for the backward, because the weight gets no gradient.
 
-bitsandbytes has fused kernels that restore no weight, for products with few tokens. They take less memory.
+For products with few tokens, bitsandbytes has fused kernels that restore no weight. They need less memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autosplit.errors import WorkloadError
 from autosplit.torch_versions import FakeTensor
 
 BLOCK, SCALES_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share a scale of their own."""
+"""Number of weights that share a scale, and number of scales that share a second scale (double quantisation)."""
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -83,7 +83,7 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer with its weight in NF4, to plan with. It is an `nn.Linear` for peft.
+    """A frozen linear layer with its weight in NF4, for plans. peft accepts it as a subclass of `nn.Linear`.
 
     Args:
         layer: The layer to quantise. Its bias is kept, and frozen.
@@ -131,7 +131,7 @@ class Nf4Linear(nn.Linear):
         """Return the product in the dtype of `x`.
 
         Raises:
-            WorkloadError: `x` is on a GPU. bitsandbytes has the kernels.
+            WorkloadError: `x` is on a GPU. Only bitsandbytes has kernels for it.
         """
         if x.device.type != "cpu" and not isinstance(x, FakeTensor):
             raise WorkloadError(
@@ -146,13 +146,8 @@ class Nf4Linear(nn.Linear):
 def quantize_linear(model: nn.Module, *, double: bool = True, compute_dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Replace all linear layers of a model by `Nf4Linear`, in place, and return the model.
 
-    The last child of the model keeps its weight: the output layer of a language model, or the head of a classifier.
-    transformers leaves it out, too, if it loads a model with a `BitsAndBytesConfig`.
-
-    Args:
-        model: The model to quantise.
-        double: As for `Nf4Linear`.
-        compute_dtype: As for `Nf4Linear`.
+    The last child of the model stays unchanged: the output layer of a language model, or the head of a classifier.
+    transformers also leaves it out if it loads a model with a `BitsAndBytesConfig`.
     """
     *inner, _last = model.named_children()
     found = [(model, name, child) for name, child in inner]

@@ -2,7 +2,6 @@
 
 A mean gradient over n samples has the expected squared norm |G|^2 + S/n. G is the gradient of the whole distribution,
 and S the trace of a sample's covariance. A step has micro-batches (n_i, g_i) and the gradient (N, g):
-
     sum n_i |g_i - g|^2 = sum n_i |g_i|^2 - N |g|^2    has the expectation (k - 1) S, for any sizes n_i
     |g|^2 - S / N                                      has the expectation |G|^2
 
@@ -25,15 +24,16 @@ from autosplit.parallel.oom_cuts import AddedGradients
 from autosplit.parallel.step_listener import StepListener, Sums
 
 WINDOW = 1000
-"""Most optimizer steps in the estimate. The noise scale grows while the loss falls, so the latest steps count.
+"""Largest number of optimizer steps in the estimate.
 
-The estimate uses the latest half of all steps, up to this number. Numerator and denominator are averaged separately, so
-the large gradients of the first steps would dominate an average over the whole run. For a classifier, the estimate is
-365 after 20 steps and about 1,700 from 80 steps on.
+The noise scale grows while the loss falls, so only late steps count. The estimate uses the latest half of all steps, up
+to this number. Numerator and denominator are averaged separately, so the large gradients of the first steps would
+dominate an average over the whole run. For a classifier, the estimate is 365 after 20 steps and about 1,700 from 80
+steps on.
 """
 
 Z_95 = 1.96
-"""Standard errors on each side of the 95% interval of a normal distribution."""
+"""Number of standard errors on each side of the 95% interval of a normal distribution."""
 
 
 class NoiseScale:
@@ -53,7 +53,6 @@ class NoiseScale:
         self._num_added = 0
 
     def __len__(self) -> int:
-        """Return the number of steps in the estimate."""
         return len(self._steps)
 
     def begin_step(self, over_ranks: Callable[[Sums], Sums] | None = None) -> StepNorms:
@@ -110,7 +109,6 @@ class NoiseScale:
         return _inverse(middle + Z_95 * error), _inverse(middle - Z_95 * error)
 
     def __str__(self) -> str:
-        """Return the estimate in one line."""
         low, high = self.interval
         return f"noise scale {self.value:.3g}, 95% interval {low:.3g} to {high:.3g} ({len(self)} optimizer steps)"
 
@@ -137,13 +135,13 @@ def _inverse(gradient_over_noise: float) -> float:
 
 
 class StepNorms(StepListener):
-    """The gradient norms of one optimizer step: one norm of each parameter's gradient per micro-batch.
+    """Record the gradient norms of one optimizer step: one norm of each parameter's gradient per micro-batch.
 
     Norms are computed from the gradients that autograd passes to a parameter, before accumulation and all-reduce. No
     gradient is stored. The cost is one number per micro-batch, and one wait for the device per step.
 
     Args:
-        over_ranks: Sums values over the ranks, or None for a single process.
+        over_ranks: Function that sums values over the ranks, or None for a single process.
     """
 
     needs_gradients = True
@@ -197,7 +195,7 @@ def _squared_norm(grad: Tensor) -> Tensor:
 
 
 def _total(squares: Any) -> float:
-    """Add numbers on any devices, waiting once for each device."""
+    """Add numbers on any devices, with one wait for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for square in squares:
         by_device.setdefault(square.device, []).append(square)

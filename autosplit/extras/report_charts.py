@@ -27,7 +27,7 @@ from autosplit.solve.trial import Trial
 from autosplit.text import counted_text, rate_text, size_text, tuple_text, visible
 
 MOST_LINES = 6
-"""Most kinds of devices whose memory is drawn."""
+"""Largest number of device kinds whose memory is drawn."""
 
 Spec = dict[str, Any]
 
@@ -64,7 +64,7 @@ HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line x1="1" y1="0" x2="1" y2="6" stroke="var(--c1)" stroke-width="2"></line></pattern>'
 )
-"""The SVG pattern of hatched bars. The page defines it once."""
+"""SVG pattern of hatched bars. The page defines it once."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,8 @@ class Chart:
     """A chart for a page.
 
     Attributes:
-        name: Identifier of the chart.
-        title: Title of the chart.
         text: Description of the chart in a few sentences, for readers who can't see it.
-        spec: The chart in Vega-Lite; None if nothing can be drawn. Then `text` has the reason.
+        spec: The chart in Vega-Lite. None if nothing can be drawn. Then `text` has the reason.
     """
 
     name: str
@@ -109,7 +107,7 @@ def _chart(name: str, title: str, text: str, height: int | Spec, *layers: Spec) 
 
 
 def _visible(value: Any) -> Any:
-    """Replace the invisible characters in all texts of a chart, because device names may come from the user."""
+    """Replace invisible characters in all texts of a chart, because device names may come from the user."""
     if isinstance(value, dict):
         return {name: _visible(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,7 +120,6 @@ def _layer(values: Iterable[Spec], mark: Spec, **encoding: Any) -> Spec:
 
 
 def _axis(title: str, field: str = "x", *, zero: bool = True, **axis: Any) -> Spec:
-    """Return the encoding of a numeric axis."""
     return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": zero}, "axis": axis}
 
 
@@ -133,7 +130,7 @@ def _kinds(shown: dict[str, str], **legend: Any) -> Spec:
 
 
 def _named(names: Iterable[tuple[str, str]]) -> Iterator[Spec]:
-    """Yield the layers with the name and the figures above each bar."""
+    """Yield the layers that write the name and the numbers above each bar."""
     values = [{"row": row, "name": name, "figures": figures} for row, (name, figures) in enumerate(names)]
     for field, align, x in (("name", "left", 0), ("figures", "right", "width")):
         mark = {"type": "text", "align": align, "dy": -22}
@@ -181,7 +178,6 @@ def _devices_chart(plan: PlanRecord) -> Chart:
 
 
 def _memory_charts(plan: PlanRecord) -> list[Chart]:
-    """Describe one chart for each kind of device."""
     kinds: dict[object, list[PlanDevice]] = {}
     for device in plan.devices:
         line = device.ceiling
@@ -243,7 +239,7 @@ def _mark(kind: str, x: float, y: float, text: str) -> Spec:
 
 
 def _marks(marks: Sequence[Spec], x: Spec, y: Spec) -> Spec:
-    """Return a layer of marks with tooltips and a legend. This plan is drawn last, above the others."""
+    """Return a layer of marks with tooltips and a legend. This plan's mark is drawn last, above the others."""
     shapes = {kind: shape for kind, (shape, _, _) in _MARKS.items() if any(mark["kind"] == kind for mark in marks)}
     mark = {"type": "point", "filled": True, "opacity": 1, "stroke": "var(--paper)", "strokeWidth": 1}
     shape = _kinds(shapes, symbolFillColor=_INK, symbolStrokeColor=_INK)
@@ -348,7 +344,7 @@ def _cells(found: Landscape) -> Iterator[Spec]:
 
 
 def _curve_chart(plan: PlanRecord) -> Chart:
-    """Describe the chart of throughput by batch size, which replaces `_landscape_chart` for a plan with one device."""
+    """Describe the chart of throughput by batch size. For a plan with one device, it replaces `_landscape_chart`."""
     title = "Throughput by batch_size"
     known = curve_of(plan)
     if not known:

@@ -1,7 +1,7 @@
-"""Write a plan as one HTML file with charts, tables and all settings to copy. It needs no network.
+"""Write a plan as one HTML file with charts, tables and all settings to copy. The page needs no network.
 
-Vega draws the charts in the browser. Its source is in the page. The content security policy allows only this script
-and our style sheet, by their hashes, and forbids the page to load anything. jinja2 escapes all values.
+Vega draws the charts in the browser. Its source is in the page. The content security policy allows only this script and
+our style sheet, by their hashes, and forbids the page to load anything. jinja2 escapes all values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autosplit.text import rate_text, size_text, tuple_text, visible
 _FOLDER = Path(__file__).parent / "templates"
 
 _MARK = '<meta name="generator" content="autosplit report">'
-"""A tag near the beginning that identifies a page written by autosplit."""
+"""Tag near the beginning of a page that identifies it as written by autosplit."""
 
 _MARKED_WITHIN = 512
 
@@ -39,13 +39,13 @@ HEADLINE = ("gain", "throughput", "split", "batch_size", "accumulation_steps", "
 
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write a plan's page atomically. It may replace an earlier report, or any file with `force`."""
+    """Write a plan's page atomically. Replace only an earlier report, or any file with `force`."""
     check_page(path, force=force)
     write(Path(path), page_of(plan), f"the report {path}")
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Raise if `write_page` could not make or write the page. Call this before long work."""
+    """Raise InputError if `write_page` would fail. Call this before long work."""
     _check_packages()
     target = Path(path)
     stands = what_stands_at(target)
@@ -82,9 +82,9 @@ def page_of(plan: Plan) -> str:
     import jinja2
     import vl_convert
 
-    shown = shareable(plan)  # only this redacted plan reaches the page
+    shown = shareable(plan)  # Only this redacted plan reaches the page.
     css, own_script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    script = vl_convert.javascript_bundle(own_script)  # Vega, and our script that uses it
+    script = vl_convert.javascript_bundle(own_script)  # Vega, and our script that uses Vega
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -132,7 +132,7 @@ def _values(plan: Plan) -> dict[str, object]:
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the rest is in the table
+        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the table has the rest
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
@@ -183,7 +183,6 @@ def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield every setting of the plan as a user types it."""
     several = len(plan.devices) > 1
     if several:
         yield "split", tuple_text(plan.split)

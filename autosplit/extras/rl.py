@@ -1,6 +1,6 @@
-"""Find the micro-batches of a reinforcement-learning trainer: training, and the pass that computes log-probabilities.
+"""Find the micro-batches of a reinforcement-learning trainer, for training and for computing log-probabilities.
 
-Trainers such as verl and slime run both passes on the same GPUs, and take a number of tokens per GPU for each.
+Trainers such as verl and slime run both passes on the same GPUs, and need a number of tokens per GPU for each.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def token_budgets(
 ) -> TokenBudgets:
     """Find the micro-batches of the training pass and of the log-probability pass on one GPU.
 
-    For equal GPUs, one call is enough. For different GPUs, call it for each and pass the trainer the smallest number.
-    A batch of shorter sequences with as many tokens needs no more memory, because attention is the only part that grows
-    faster than the number of tokens.
+    For equal GPUs, one call is enough. For different GPUs, call it for each GPU and pass the trainer the smallest
+    number. A batch of shorter sequences with as many tokens needs no more memory, because only attention grows faster
+    than the number of tokens.
 
     Args:
         workload: The training step, with sequences of the greatest length.
@@ -79,7 +79,7 @@ def token_budgets(
 
     Raises:
         InputError: An argument is invalid, or the batch has no integer tensor and `tokens_per_sample` is missing.
-        WorkloadError: The workload has `evaluate=` already.
+        WorkloadError: The workload already has `evaluate=`.
         DoesNotFitError: Not even one sample fits.
     """
     built = workload if isinstance(workload, Workload) else workload()
@@ -96,7 +96,7 @@ def token_budgets(
         found = workload if isinstance(workload, Workload) else workload()
         return replace(found, evaluate=compute_log_probs, fits=("eval",))
 
-    # A function builds its model without memory for simulated GPUs, so it is called again.
+    # Call a function again: for simulated GPUs, it builds its model without memory.
     passed = with_log_probs() if isinstance(workload, Workload) else with_log_probs
     return TokenBudgets(tokens, train, find_ceiling(passed, device, role="eval", **options))
 

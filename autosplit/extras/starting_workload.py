@@ -1,7 +1,7 @@
 """Write a workload file for the model in a user's file, with a sample batch and a loss.
 
 If the file has a DataLoader, its first batch is the sample batch. Otherwise the inputs are guessed: the model runs each
-candidate, and its output decides on targets and loss.
+candidate, and its output determines targets and loss.
 
     first layer           candidates for one sample
     Conv2d(3, ...)        float (3, 224, 224), (3, 64, 64), (3, 32, 32), (3, 28, 28)
@@ -29,10 +29,10 @@ from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.workload.from_file import load_module, required_arguments, split_spec
 
 BATCH_SIZE = 8
-"""Samples of the sample batch in the file."""
+"""Number of samples in the file's sample batch."""
 
 _FIRST_LAYERS = 4
-"""Number of layers from which inputs are guessed. The first registered layer is not always the first one to run."""
+"""Number of layers from which inputs are guessed. The first registered layer is not always the first to run."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sample:
     high: int | None = None
 
     def batch(self, n: int) -> torch.Tensor:
-        """Return a random batch."""
+        """Return a random batch of n samples."""
         return torch.randn(n, *self.shape) if self.high is None else torch.randint(self.high, (n, *self.shape))
 
     def code(self) -> str:
@@ -113,7 +113,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Python expressions for the sample batch, its loss, and the names to import from the user's file."""
+    """Python expressions for the sample batch and its loss, and the names to import from the user's file."""
 
     inputs: str
     targets: str | None
@@ -122,7 +122,7 @@ class _Batch:
 
 
 def _batch_of_loader(module: ModuleType, model: nn.Module) -> _Batch | None:
-    """Return the first batch of the file's DataLoader, with the file's own loss. None if it has no DataLoader."""
+    """Return the first batch of the file's DataLoader, with the file's own loss, or None without a DataLoader."""
     loader = next((name for name, value in vars(module).items() if isinstance(value, DataLoader)), None)
     if loader is None:
         return None
@@ -134,7 +134,7 @@ def _batch_of_loader(module: ModuleType, model: nn.Module) -> _Batch | None:
     with users_errors(loader):
         first = next(iter(getattr(module, loader)))
     if not isinstance(first, (tuple, list)) or len(first) != 2 or not isinstance(first[0], torch.Tensor):
-        return _Batch(batch, None, None, (loader,))  # the model returns its loss
+        return _Batch(batch, None, None, (loader,))  # The model returns its loss.
     with torch.no_grad(), users_errors(type(model).__name__):
         output = model.eval()(first[0][:2])
     high = None if first[0].is_floating_point() else 1
@@ -244,7 +244,7 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
 
 
 def _lines(source: str, name: str, batch: _Batch, added: tuple[str, ...]) -> list[str]:
-    """Return the lines of the file. Those in `added` come before the import of the model."""
+    """Return the lines of the file. The lines in `added` come before the import of the model."""
     loss = batch.loss
     own = loss is not None and loss.name in batch.names
     imports = ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]

@@ -1,6 +1,6 @@
-"""Measure how many shorter samples fit in place of the longest samples, and their throughput, at a few lengths.
+"""Measure the batch size and the throughput that fit at a few shorter sample lengths.
 
-For each length, traces give the largest batch whose step needs no more memory than the plan's own step at the longest
+For each length, traces find the largest batch whose step needs no more memory than the plan's own step at the longest
 length. On real devices a step of that size then runs.
 """
 
@@ -23,10 +23,10 @@ from autosplit.tuning.session import TRIAL_BUDGET_S
 from autosplit.tuning.worker import Variant, Worker, Workers
 
 STEP_DOWN = 0.05
-"""Fraction by which the batch shrinks after a step that ran out of memory."""
+"""Fraction of the batch that is removed after a step that ran out of memory."""
 
 MOST_FOLLOWED = 3
-"""Most searches for the largest batch. The search is repeated if the traced step differs from its prediction."""
+"""Largest number of searches for a batch. A search is repeated if the traced step differs from its prediction."""
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
@@ -52,10 +52,7 @@ def with_lengths(
     """Add measurements for samples of different lengths to a plan, and save them in its profile.
 
     Args:
-        plan: The plan for the longest samples.
-        lengths: The length of each sample. Lengths that the plan's profile contains already are not measured again.
-        variant: The variant of the plan.
-        tell: Called with the progress.
+        lengths: The length of each sample. Lengths that the plan's profile already contains are not measured again.
     """
     least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
     if least > 1:
@@ -94,7 +91,7 @@ def _points(
         told(Progress("lengths", "building the model", 0.0))
         workers.ask(Worker.build, number)
         try:
-            # Search beyond the effective batch size too, because `max_tokens` limits tokens per device.
+            # Also search beyond the effective batch size, because `max_tokens` limits tokens per device.
             workers.trace(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
             workers.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
             found = _looked_at(plan, workers, full, samples, most, is_first=not number)
@@ -128,14 +125,13 @@ def _looked_at(
     *,
     is_first: bool,
 ) -> tuple[int, float, float] | str:
-    """Return how many samples of a length fit, and two throughputs. If nothing was measured, return the reason.
+    """Return the largest batch of a length, and two throughputs. If nothing was measured, return the reason.
 
-    The first throughput is for as many samples as fit, and the second is for the plan's batch size.
+    The first throughput is for the largest batch, and the second is for the plan's batch size.
 
     Args:
         full: For each rank, the peaks of the plan's steps at the longest length.
         least: Batch size that is known to fit: the result of the next longer length.
-        most: Upper bound of the batch size.
         is_first: Whether this is the longest length, at which the plan's own batch runs.
     """
     own = plan.batch_size
@@ -171,7 +167,7 @@ def times_of(plan: Plan, n: int) -> float:
     return min(share * n // plan.batch_size / share for share in shares)
 
 
-# Run by each rank: the plan's steps on its devices, with more samples than the plan has
+# Functions that each rank runs: the plan's steps on its devices, with more samples than the plan has
 
 
 def _is_split(worker: Worker) -> bool:
@@ -215,7 +211,7 @@ def _out_of_time(worker: Worker) -> bool:
 
 
 def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
-    """Return the most samples with which no step needs more memory than `full`, or `least` without traces."""
+    """Return the largest batch for which no step needs more memory than `full`, or `least` without traces."""
     prober = worker.prober
     if not prober.has_traces:
         return least
@@ -234,7 +230,7 @@ def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[in
 
 
 def _seconds(worker: Worker, plan: Plan, n: int) -> float | None:
-    """Run a step of n samples, and return the time of a forward and backward, or None if it runs out of memory."""
+    """Run a step of n samples. Return the time of a forward and backward, or None if memory runs out."""
     try:
         if _is_split(worker):
             splits = _splits(plan, n)

@@ -25,11 +25,11 @@ def is_model_name(spec: str) -> bool:
 def workload_of_spec(spec: str, **options: Any) -> Workload | Callable[[], Workload]:
     """Return the workload that a spec names, or a function that builds it.
 
-    The function can be sent to another process. Its caller decides where the model is built.
+    The function can be sent to another process, so the caller decides where the model is built.
 
     Args:
         spec: A file or a module, as for `load_workload`, or a model's name, as for `workload_from_name`.
-        **options: Options of `workload_from_name`, such as `seq_len`. A file takes none.
+        **options: Options of `workload_from_name`, such as `seq_len`. They are not allowed for a file.
     """
     if is_model_name(spec):
         return _by_name(spec, options)
@@ -56,9 +56,9 @@ def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
     from autosplit.extras.low_bit_adamw import named_optimizer
 
     scheme, _, name = spec.partition(":")
-    if scheme == "hf":  # an absolute path is valid in any folder
-        # The shell does not expand ~ after a colon. Use os.path.expanduser, because Path.expanduser raises for unknown
-        # users.
+    if scheme == "hf":  # Then the path is valid in any folder.
+        # The shell does not expand ~ after a colon. Use os.path.expanduser, because Path.expanduser raises an error for
+        # unknown users.
         home = os.path.expanduser(name)  # noqa: PTH111
         spec = f"hf:{Path(home).absolute()}"
     checked = dict(options)
