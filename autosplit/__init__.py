@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The module of each public name. Names are imported lazily, so `--help` and a saved plan do not load torch.
+# The module of each public name. Names are imported lazily, so that `--help` and a saved plan do not load torch.
 _HOMES = {
     "AutosplitError": "errors",
     "BalancedDataParallel": "parallel.balanced",
@@ -57,7 +57,7 @@ _HOMES = {
 __all__ = ["__version__", "ddp", *_HOMES]
 
 
-if not TYPE_CHECKING:  # type checkers would accept any name, even a misspelt name, as Any
+if not TYPE_CHECKING:  # For this function, type checkers would accept any name, even a misspelt one, as Any.
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

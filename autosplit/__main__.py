@@ -1,6 +1,6 @@
-"""`python -m autosplit` and the script `autosplit`: the command line.
+"""Start the command line, for `python -m autosplit` and the script `autosplit`.
 
-Importing it takes a moment, in which Ctrl-C may come.
+Importing the command line takes a moment. Ctrl-C during this time is handled here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Access every kind of torch accelerator through one interface.
 
 torch gives each back end a module with functions of the same names (``torch.cuda``, ``torch.xpu``, ``torch.npu``, and
-the module of any back end registered as PrivateUse1). `backend` returns it. Code for CUDA only (NVML, architectures,
-the check of peer copies) is behind ``kind == "cuda"``. Importing this module does not load torch.
+the module of any back end that is registered as PrivateUse1). `backend` returns this module. Code for CUDA only (NVML,
+architectures, the check of peer copies) is behind ``kind == "cuda"``. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
-"""Kinds of devices that use this machine's memory, or none."""
+"""Kinds of devices that use this machine's memory, or no memory."""
 
 
 def is_accelerator(kind: str) -> bool:
@@ -34,7 +34,7 @@ def is_accelerator(kind: str) -> bool:
 
 
 def accelerator_kind() -> str | None:
-    """Return torch's name of the accelerator that this process sees (``"cuda"``, ``"xpu"``), or None."""
+    """Return torch's name of the accelerator that this process can use (``"cuda"``, ``"xpu"``), or None."""
     import torch
 
     from autosplit.torch_versions import available_accelerator
@@ -48,7 +48,7 @@ def accelerator_kind() -> str | None:
 def accelerator_in_use() -> Any:
     """Return the back end of an accelerator that this process already uses, or None.
 
-    This must not initialise anything. Even asking whether a GPU is available would disable CUDA in forked processes.
+    This function must not initialise anything. Even a query for available GPUs would disable CUDA in forked processes.
     """
     import torch
 
@@ -81,7 +81,7 @@ def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None
 
 
 def own_limit_bytes(module: Any, device: torch.device) -> int:
-    """Return the user's own limit for a device's allocator, or its whole memory without a limit."""
+    """Return the user's own limit for a device's allocator, or the device's whole memory without a limit."""
     return int(_own_share(module, device) * module.get_device_properties(device).total_memory)
 
 
@@ -91,7 +91,7 @@ def _own_share(module: Any, device: torch.device) -> float:
 
 
 def checked_module(module: Any) -> nn.Module:
-    """Return a module unchanged, or raise InputError if it is not a module."""
+    """Return a module unchanged. Raise InputError if it is not a module."""
     if isinstance(module, type):
         raise InputError(
             f"model is the class {module.__name__}. Expected an instance. Pass {module.__name__}(...).",
@@ -113,8 +113,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     A few back ends replace its parameters, as torch does if configured in `torch.__future__`.
 
     Raises:
-        InputError: It is not a module. Or its parameters were replaced while something, such as an optimizer, still
-            holds the old ones.
+        InputError: The argument is not a module. Or its parameters were replaced while an optimizer, or another object,
+            still refers to the old parameters.
     """
     before = dict(checked_module(module).named_parameters())
     module.to(device)
@@ -137,8 +137,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 def _mps(mps: Any) -> Any:
     """Return Metal's module with the function names of the other back ends: one device with a caching pool.
 
-    Its allocator reports no peak. The memory that it holds shrinks only when its cache is emptied. So after a step that
-    began with an empty cache, this memory is the peak.
+    Its allocator reports no peak. The memory that it reserves shrinks only when its cache is emptied. So after a step
+    that began with an empty cache, the reserved memory is the peak.
     """
     reserved, total = mps.driver_allocated_memory, mps.recommended_max_memory
     return SimpleNamespace(

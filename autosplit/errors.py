@@ -21,7 +21,7 @@ class AutosplitError(Exception):
 
     Args:
         message: The value, the expected value and the next step.
-        code: A name for the kind of error. The default is the class's own.
+        code: A name for the kind of error. Default: the `code` of the class.
 
     Attributes:
         code: A stable name for the kind of error, such as ``"batch-empty"``. docs/errors.md lists all codes.
@@ -38,31 +38,31 @@ class AutosplitError(Exception):
 
 
 class InputError(AutosplitError, ValueError):
-    """An invalid argument: a batch below 1, a negative reserve, a missing file."""
+    """An argument is invalid: a batch below 1, a negative reserve, a missing file."""
 
 
 class ArgumentError(InputError, TypeError):
-    """A keyword that a function does not have. The message suggests the closest keyword."""
+    """A function does not have this keyword. The message suggests the closest keyword."""
 
 
 class DeviceError(InputError, RuntimeError):
-    """A device that is unknown, absent or unsuitable. It is a RuntimeError, like nn.DataParallel's device errors."""
+    """A device is unknown, absent or unsuitable. The error is a RuntimeError, like nn.DataParallel's device errors."""
 
 
 class WorkloadError(InputError):
-    """A model, batch, loss or optimizer that cannot make a training step."""
+    """A model, batch, loss or optimizer can't make a training step."""
 
 
 class PlanError(InputError):
-    """A plan that cannot be read, or cannot be used here."""
+    """A plan can't be read, or can't be used here."""
 
 
 class ProfileError(PlanError):
-    """A profile that is stale, from another setup, truncated or of an unknown version. It is reported and ignored."""
+    """A profile is stale, from another setup, truncated or of an unknown version. It is reported and ignored."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be written, is truncated, or belongs to another model."""
+    """A checkpoint can't be written, is truncated, or belongs to another model."""
 
 
 class UserCodeError(AutosplitError):
@@ -114,7 +114,7 @@ def shown(value: object) -> str:
 
 
 OWN_FOLDER = str(Path(__file__).parent)
-"""The package's folder. Frames in it are not the user's."""
+"""The package's folder. Frames of its files are not the user's."""
 
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -125,10 +125,10 @@ def is_installed(path: str) -> bool:
 
 
 def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
-    """Pick the user's own frames from a traceback. Frames of autosplit, installed packages and Python are left out.
+    """Return the user's own frames of a traceback, without those of autosplit, installed packages and Python.
 
     Returns:
-        ``"file:line in function: source"`` for each, innermost last.
+        ``"file:line in function: source"`` for each frame, innermost last.
     """
     frames = []
     while trace is not None:
@@ -165,7 +165,6 @@ def _is_users(path: str) -> bool:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with only the user's own frames."""
     if trace is None:
         return None
     rest = _users_part(trace.tb_next)
@@ -175,7 +174,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name without a message."""
+    """Return the first line of an error's message, or its class name if there is no message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -187,7 +186,7 @@ def one_line(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an exception and its causes. With `contexts`, include exceptions that were being handled."""
+    """Yield an exception and its causes. With `contexts`, also yield exceptions that were being handled."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -208,7 +207,7 @@ _ABSENT_DEVICE = ("not compiled with CUDA", "No CUDA GPUs are available", "Found
 
 
 def _absent_device_advice(error: BaseException) -> str:
-    """Return advice about a call that needs an absent GPU, or an empty text for other errors."""
+    """Return advice if a call needs an absent GPU, or an empty text for other errors."""
     if not any(text in str(error) for text in _ABSENT_DEVICE):
         return ""
     frames = user_frames(error.__traceback__)
@@ -230,7 +229,7 @@ def _layer_text(trace: TracebackType | None) -> str:
     if not layers:
         return ""
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
-    name = f"{name}.".removeprefix("module.").rstrip(".")  # remove the name of a wrapper, which is not the user's
+    name = f"{name}.".removeprefix("module.").rstrip(".")  # Remove the prefix of a wrapper, which is not the user's.
     kind = type(layers[-1])
     if not name and not kind.__module__.startswith("torch."):
         return ""  # the user's own model has a frame already
@@ -239,14 +238,14 @@ def _layer_text(trace: TracebackType | None) -> str:
 
 @contextmanager
 def users_errors(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code into an error with the user's frames. autosplit's errors pass unchanged."""
+    """Convert exceptions of the user's code to UserCodeError with the user's frames. Keep autosplit's own errors."""
     try:
         yield
     except AutosplitError:
         raise
     except SyntaxError as error:
         wrapped = from_user_code(error, what)
-        # The compiler has no frame in a file that it cannot parse.
+        # If the compiler can't parse a file, the traceback has no frame for the file.
         at = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
         raise UserCodeError(str(wrapped), (*wrapped.frames, at)) from error
     except (Exception, SystemExit) as error:
@@ -264,7 +263,7 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
 
     Args:
         error: The exception. It becomes the cause.
-        what: The code that was running.
+        what: The code that was running, as the subject of the message.
     """
     advice = (
         getattr(error, "autosplit_advice", None)

@@ -31,9 +31,9 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """Read a file that another user or program may have written.
 
     Raises:
-        LargeFileError: It has more than `most_bytes`.
+        LargeFileError: The file has more than `most_bytes`.
         IrregularFileError: It is not a regular file. A pipe would block, and /dev/zero never ends.
-        OSError: It cannot be read, or does not exist.
+        OSError: The file can't be read, or does not exist.
     """
     with open(path, "rb", opener=_open_regular) as file:
         content = file.read(most_bytes + 1)
@@ -67,10 +67,10 @@ def _kind_of(mode: int) -> str:
 
 
 def what_stands_at(path: str | os.PathLike[str]) -> str | None:
-    """Describe what exists at a path that autosplit wants to write, or return None if the path can be replaced."""
+    """Describe the object at a path if it prevents writing a file there. Return None if the path can be replaced."""
     try:
         mode = os.lstat(path).st_mode
-    except (OSError, ValueError):  # writing the file will raise the error
+    except (OSError, ValueError):  # Writing the file will raise the error.
         return None
     if stat.S_ISREG(mode):
         return None
@@ -81,11 +81,11 @@ def replace_file(path: Path, text: str, *, mode: int) -> None:
     """Replace a file atomically. A reader sees either the old or the new file.
 
     Args:
-        path: Its folder must exist.
+        path: The file, in an existing folder.
         mode: File mode before the process's umask is applied.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file can't be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -100,7 +100,7 @@ def make_private_folder(path: Path) -> None:
     """Make a folder and its missing parents with access for the owner only. An existing folder is unchanged.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder can't be made.
     """
     if not path.parent.exists():
         make_private_folder(path.parent)
@@ -108,10 +108,10 @@ def make_private_folder(path: Path) -> None:
 
 
 def moved_aside(path: Path, suffix: str) -> Path:
-    """Change the suffix of a file. An existing file of the new name is replaced.
+    """Change the suffix of a file. An existing file with the new name is replaced.
 
     Raises:
-        OSError: It cannot be moved.
+        OSError: The file can't be moved.
     """
     return path.replace(path.with_suffix(suffix))
 
@@ -139,7 +139,7 @@ def profiles_folder() -> Path:
 
 
 def profile_with_key(digits: str) -> Path | None:
-    """Return the only profile whose key begins with these hexadecimal digits, or None."""
+    """Return the profile whose key begins with these hexadecimal digits, or None if there is not exactly one."""
     if not digits or set(digits) - set("0123456789abcdef"):
         return None
     try:

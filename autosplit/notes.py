@@ -1,4 +1,4 @@
-"""Notes: information about a plan or a measurement that is not an error."""
+"""Define notes: information about a plan or a measurement that is not an error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """One note.
+    """A remark on a plan or a measurement.
 
     Attributes:
-        kind: A stable name of the note's subject, such as ``"no-gpu"``. Programs compare this, never the text.
+        kind: A stable name of the note's subject, such as ``"no-gpu"``. Programs should compare the kind, not the text.
         text: One or more sentences for the reader.
     """
 
@@ -18,5 +18,4 @@ class Note:
     text: str
 
     def __str__(self) -> str:
-        """Return the text."""
         return self.text

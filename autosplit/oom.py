@@ -1,6 +1,6 @@
 """Detect out-of-memory errors: autosplit's own class, and a predicate for errors of other libraries.
 
-A kernel that cannot process such a large tensor does not lack memory. A separate predicate detects it.
+A separate predicate detects kernels that can't process such a large tensor even with free memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
 
     Attributes:
         device: The device, as in a device spec (``"cpu:1"``, ``"cuda:0"``), or None if unknown.
-        device_index: Its position among the devices of the step, or None if unknown.
+        device_index: Position of the device in the step, or None if unknown.
         requested_bytes: Size of the failed request, or 0 if unknown.
-        live_bytes: Bytes held before the request, or 0 if unknown.
+        live_bytes: Bytes in use before the request, or 0 if unknown.
         capacity_bytes: Memory limit of the device, or 0 if unknown.
     """
 
@@ -49,7 +49,7 @@ class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
 
 
 class StepLostError(OutOfMemoryError):
-    """The isolated process that ran a step died. It counts as out of memory, the usual cause."""
+    """The isolated process that ran a step died. The error counts as out of memory, which is the usual cause."""
 
     code = "step-lost"
 
@@ -66,14 +66,16 @@ def _any_of(*patterns: str) -> re.Pattern[str]:
 
 # Complete messages and their sources are in tests/test_oom.py. Paths are torch's unless noted otherwise.
 _OOM = _any_of(
-    # The caching allocators of CUDA, HIP, XPU and similar back ends (c10/cuda/CUDACachingAllocator.cpp). Their class is
-    # enough, unless another exception repeats the text: from a compiled graph, or a worker's traceback.
+    # The caching allocators of CUDA, HIP, XPU and similar back ends (c10/cuda/CUDACachingAllocator.cpp). Usually their
+    # exception class is enough. The text is needed if another exception repeats it: from a compiled graph, or a
+    # worker's traceback.
     r"out of memory\. Tried to allocate",
     r"out of memory\. Allocation was preemptively rejected",
     r"would exceed allowed memory\. \(out of memory\)",  # c10/cuda/CUDAMallocAsyncAllocator.cpp
-    # CUDA's allocator asks NVML which processes hold memory, for its message. If NVML fails, this is the message.
+    # For its message, CUDA's allocator asks NVML which processes use memory. If NVML fails, this is the message.
     r"NVML_SUCCESS == .* INTERNAL ASSERT FAILED at .*CUDACachingAllocator\.cpp",
-    # The CUDA runtime and driver: torch, Triton and NCCL also allocate without the allocator, as for pinned memory.
+    # The CUDA runtime and driver: torch, Triton and NCCL also allocate without the allocator, for example pinned
+    # memory.
     r"(?:CUDA|HIP)(?: driver)? error: out of memory",
     r"cuda runtime error \(2\) ?: out of memory",
     r"Triton Error \[(?:CUDA|HIP)\]: .*out of memory",
@@ -101,8 +103,8 @@ _PERHAPS_OOM = _any_of(
     # (aten/src/ATen/native/cudnn/Conv_v8.cpp, Conv_v7.cpp).
     r"[Uu]nable to find an engine to execute this computation",
     r"Unable to find a valid cuDNN algorithm",
-    # A handle needs memory that the caching allocator may hold. Out-of-bounds indexing gives the same message, and
-    # gives it again after the caches are emptied.
+    # A handle needs memory that the caching allocator may have reserved. Out-of-bounds indexing causes the same
+    # message, and again after the caches are emptied.
     r"(?:CUBLAS|HIPBLAS)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cublas|hipblas)(?:Lt)?Create\(",
     r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create\(",
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
@@ -134,19 +136,20 @@ _KERNEL_LIMIT = _any_of(
 def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
     """Return whether an exception means that a device ran out of memory.
 
-    Its explicit causes count too, so a `UserCodeError` around an out-of-memory error matches. The exception is torch's
-    class, a MemoryError, or a RuntimeError with a text of the tables above. After a kernel failure that left a device
-    unusable, no exception matches.
+    Explicit causes count too, so a `UserCodeError` around an out-of-memory error matches. An exception matches if it is
+    torch's class, a MemoryError, or a RuntimeError with a text of the tables above. After a kernel failure that left a
+    device unusable, no exception matches.
 
     Args:
         smaller_ran: Whether a smaller step of the same model ran on the device. Some messages mean either too little
-            memory or that the model cannot run there at all. By default they mean too little memory.
+            memory or that the model can't run there at all. If a smaller step ran (the default), they mean too little
+            memory.
     """
     return any(_says_oom(link, smaller_ran=smaller_ran) for link in causes_of(error))
 
 
 def is_kernel_limit(error: BaseException) -> bool:
-    """Return whether an exception means that a kernel cannot process such a large tensor, even with free memory.
+    """Return whether an exception means that a kernel can't process such a large tensor, even with free memory.
 
     The exception or an explicit cause is a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid, or the
     size of one buffer.
@@ -155,7 +158,7 @@ def is_kernel_limit(error: BaseException) -> bool:
 
 
 def scarcity() -> str:
-    """Describe why accelerator memory is unavailable to this process: fragmentation, or other processes.
+    """Explain why accelerator memory is unavailable to this process: fragmentation, or other processes.
 
     Call this while an out-of-memory error is handled. By then the allocator has released all blocks that were free.
 
@@ -193,8 +196,8 @@ def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
 def _is_broken(accelerator: Any) -> bool:
     """Return whether a device fails at every call after a kernel failed (label out of range, illegal access).
 
-    A library that cannot make its handle then reports too little memory. Only devices with allocated memory are
-    checked, because the check would create a context on the others.
+    A library that can't make its handle then reports too little memory. Only devices with allocated memory are checked,
+    because the check would create a context on the others.
     """
     if accelerator is None:
         return False

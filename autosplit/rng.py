@@ -16,17 +16,16 @@ HIGHEST, LOWEST = 1 - 2**-24, 0.0
 """The largest and smallest numbers that `torch.rand` draws in float32."""
 
 MOST_DRAWS = 1000
-"""Extreme draws of a step, after which draws are random again: a loop may redraw until it accepts a number."""
+"""Number of extreme draws per step. Later draws are random, because a loop may redraw until it accepts a number."""
 
 
 class ExtremeDraws:
-    """The numbers that decide a model's path: always the highest or always the lowest possible number.
+    """Replace the random numbers that decide a model's path by the highest or the lowest possible number.
 
-    A model that skips layers at random needs the most memory when it skips none. Only a step with each number shows
-    whether the highest or the lowest number skips none.
+    A model that skips layers at random needs the most memory when it skips none. To find out whether the highest or the
+    lowest number skips none, run a step with each.
 
     Attributes:
-        number: The current number.
         count: Number of draws in the last step.
     """
 
@@ -39,13 +38,13 @@ class ExtremeDraws:
         self.number = LOWEST if self.number == HIGHEST else HIGHEST
 
     def draw(self) -> float | None:
-        """Return the extreme number, or None after `MOST_DRAWS` draws. The caller then draws a random number."""
+        """Return the extreme number. After `MOST_DRAWS` draws return None, and the caller draws a random number."""
         self.count += 1
         return self.number if self.count <= MOST_DRAWS else None
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Begin a step. Python's `random.random` returns the number too."""
+        """Begin a step. Inside it, Python's `random.random` also returns the extreme number."""
         self.count, by_chance = 0, random.random
 
         def draw() -> float:
@@ -60,7 +59,7 @@ class ExtremeDraws:
 
 
 class RngState:
-    """The state of all random number generators: Python's, NumPy's if loaded, torch's and the accelerator's.
+    """Store the state of all random number generators: Python's, NumPy's if loaded, torch's and the accelerator's.
 
     Args:
         generators: Additional generators.

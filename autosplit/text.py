@@ -15,7 +15,7 @@ from fractions import Fraction
 from autosplit.errors import InputError, shown
 
 LONGEST = 4000
-"""Most characters of one text that are shown. The middle of a longer text is left out."""
+"""Largest number of characters of a text that are shown. The middle of a longer text is left out."""
 
 _TAIL = 500
 _GAP = "..."
@@ -70,7 +70,7 @@ def _shown_as(character: str) -> str:
 def printable_json(text: str) -> str:
     r"""Escape the characters of a JSON text that a terminal would interpret, as ``\uXXXX``.
 
-    They occur only inside strings. Line ends between values are unchanged.
+    Such characters occur only inside strings. Line ends between values stay unchanged.
     """
     if text.replace("\n", "").isprintable():
         return text
@@ -160,7 +160,7 @@ def tuple_text(numbers: Sequence[int]) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Format a fraction as a percentage: no decimals from 10% upwards, one below."""
+    """Format a fraction as a percentage: no decimals from 10% upwards, one decimal below."""
     return f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
 
 
@@ -208,8 +208,6 @@ def table_html(
 
     Args:
         facts: Pairs of a name and a value.
-        columns: Headings of the table.
-        rows: Cells of the table.
         remarks: Lines below the table.
     """
     left = ' style="text-align:left"'

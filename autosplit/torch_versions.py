@@ -1,7 +1,7 @@
-"""Differences between torch versions: one function for each difference, which names the versions it is for.
+"""Hide differences between torch versions. Each difference has one function, which names the versions it is for.
 
-The rest of the package calls these functions and does not look at torch's version. docs/private-names.md lists every
-private name of torch that the package uses. If torch has dropped one that has no fallback, importing this module
+The rest of the package calls these functions and does not check torch's version. docs/private-names.md lists every
+private name of torch that the package uses. If torch has dropped a name that has no fallback, importing this module
 raises ImportError.
 """
 
@@ -42,7 +42,7 @@ except ImportError as error:
 
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""Exceptions of operators that need the values of a fake tensor."""
+"""Errors of operators that need the values of a fake tensor."""
 
 _NEEDED: Sequence[tuple[Any, str]] = (
     (torch._C, "_current_autograd_node _current_graph_task_id"),
@@ -51,7 +51,7 @@ _NEEDED: Sequence[tuple[Any, str]] = (
     (Tensor, "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version"),
     (nn.Module(), "_buffers _modules _parameters _replicate_for_data_parallel"),
 )
-"""Owners and their private names without a fallback."""
+"""Objects and their private names without a fallback."""
 
 
 def check_private_names(needed: Sequence[tuple[Any, str]] = _NEEDED) -> None:
@@ -76,12 +76,12 @@ def private(owner: object, name: str) -> Any:
 
 
 def available_accelerator() -> torch.device | None:
-    """Return the accelerator that this process sees. torch < 2.7 takes no `check_available`."""
+    """Return the accelerator that this process can use. torch < 2.7 does not have the argument `check_available`."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def built_accelerator() -> torch.device | None:
-    """Return the accelerator that torch was built for, present or not. torch 2.6 raises without one."""
+    """Return the accelerator that torch was built for, present or not. torch 2.6 raises an error if there is none."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:
@@ -89,7 +89,7 @@ def built_accelerator() -> torch.device | None:
 
 
 def accelerator_index(index: int) -> AbstractContextManager[Any]:
-    """Make an accelerator the current one within a context. In torch < 2.8 only the module of each back end has it."""
+    """Make an accelerator the current device within a context. In torch < 2.8, each back end has its own function."""
     if hasattr(torch.accelerator, "device_index"):
         return torch.accelerator.device_index(index)
     there = available_accelerator()
@@ -100,7 +100,7 @@ def accelerator_index(index: int) -> AbstractContextManager[Any]:
 
 
 def default_device() -> torch.device:
-    """Return the device of tensors that are made without one.
+    """Return the device of tensors that are made without a `device` argument.
 
     torch 2.6 and 2.7 do not report the device of `with torch.device(...)`. torch 2.6 to 2.8 raise AttributeError after
     `set_default_device(None)`. In these versions, return the device of a new tensor.
@@ -124,8 +124,8 @@ def knows_nodes_to_run() -> bool:
 def will_run(node: Any) -> bool:
     """Return whether the running backward will run a node that adds to the gradient of a leaf.
 
-    `torch.autograd.grad` runs no such node. torch raises RuntimeError if the leaf is one of its inputs. Without
-    torch's function, return True. Only traces keep replicas then, and their steps run a backward.
+    `torch.autograd.grad` runs no such node. torch raises RuntimeError if the leaf is one of the inputs. Without torch's
+    function, return True. Then only traces have persistent replicas, and their steps always run a backward.
     """
     if _WILL_RUN is None:
         return True
@@ -148,9 +148,9 @@ def run_early(node: Any) -> None:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage as long as it lives.
+    """Return a number that identifies a storage as long as it exists.
 
-    A torch without `_cdata` gets Python's `id`: torch keeps one Python object for each storage.
+    A torch without `_cdata` has one Python object for each storage, so use Python's `id`.
     """
     key: int = getattr(storage, "_cdata", id(storage))
     return key
@@ -160,7 +160,7 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Set tensors' version counters, which autograd compares to detect in-place changes.
 
     torch >= 2.8 takes tuples, torch 2.6 and 2.7 one tensor at a time. Without the function the counters are unchanged.
-    A backward of a graph that was recorded earlier then raises torch's error about an in-place change.
+    Then a backward of a graph that was recorded earlier raises torch's error about an in-place change.
     """
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is None or not tensors:
@@ -173,7 +173,7 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 
 def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Group dense tensors of one dtype and device into lists of at most `most_bytes`. A larger tensor is alone."""
+    """Group dense tensors of one dtype and device into lists of at most `most_bytes`. Larger tensors are separate."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -187,7 +187,7 @@ def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target: in one call, or one by one if torch has no `_foreach_copy_`."""
+    """Copy each source into its target: in one call, or one after the other if torch has no `_foreach_copy_`."""
     together = getattr(torch, "_foreach_copy_", None)
     if together is not None:
         together(targets, sources)
@@ -212,7 +212,7 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
     nn.BatchNorm2d,
     nn.BatchNorm3d,
 )
-"""Classes of BatchNorm layers. With torch's private base class, users' subclasses of it count, too."""
+"""Classes of BatchNorm layers. With torch's private base class, users' subclasses of it also count."""
 
 NORMS: tuple[type[nn.Module], ...] = (
     getattr(nn.modules.batchnorm, "_NormBase", nn.SyncBatchNorm),
@@ -249,7 +249,7 @@ class CudnnAttention:
     """Rules of a torch version for running attention with cuDNN.
 
     Attributes:
-        is_preferred: torch tries cuDNN first on compute capability 9 and 10.
+        is_preferred: Whether torch tries cuDNN first on compute capability 9 and 10.
         takes_any_dropout: If False, dropout must be a multiple of 1/16.
         head_size: The largest head size on compute capability 9.0.
     """
@@ -284,7 +284,7 @@ def cublas_workspace_bytes(capability: int) -> int:
 
 
 def cublaslt_workspace_bytes() -> int:
-    """Return the bytes of cuBLASLt's separate workspace. In torch >= 2.12 it uses cuBLAS's workspace."""
+    """Return the bytes of cuBLASLt's separate workspace. 0 in torch >= 2.12, where cuBLASLt uses cuBLAS's workspace."""
     return 0 if torch.__version__ >= "2.12" else 2**20
 
 
@@ -308,10 +308,10 @@ def use_module_alone(wrapped: Any) -> None:
 def fsdp_groups(module: Any) -> list[Any]:
     """Return FSDP2's parameter groups of a module that was passed to `fully_shard`.
 
-    torch 2.13 keeps a list of groups. torch 2.6 to 2.11 keeps one group, or None for a module without parameters.
+    torch 2.13 stores a list of groups. torch 2.6 to 2.11 store one group, or None for a module without parameters.
 
     Raises:
-        RuntimeError: This torch keeps the groups elsewhere.
+        RuntimeError: This torch stores the groups elsewhere.
     """
     return _groups_of(private(module, "_get_fsdp_state")())
 
