@@ -2,8 +2,8 @@
 
 An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``. The
 metavar determines the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the
-metavar means that the option can be given several times. A declaration without dashes is an argument: ``"spec
-FILE[:NAME]"``.
+metavar means that the option can be given several times. A declaration without dashes is an argument, such as
+``"spec FILE[:NAME]"``.
 """
 
 from __future__ import annotations

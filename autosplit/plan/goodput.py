@@ -61,8 +61,8 @@ class Goodput:
         effective_batch_size: The effective batch size with the highest goodput.
         interval: The recommendations at both ends of the noise scale's 95% interval. Without an interval, the
             recommendation twice. For an infinite end, the largest size that was tried.
-        learning_rate_factor: Factor for an SGD learning rate that was chosen for the plan's effective batch size: ``(1
-            + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, use its square root.
+        learning_rate_factor: Factor for an SGD learning rate that was chosen for the plan's effective batch size. It is
+            ``(1 + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, use its square root.
         gain: Goodput of the recommendation over the goodput of the plan's effective batch size.
     """
 

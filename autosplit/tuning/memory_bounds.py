@@ -273,7 +273,7 @@ class MemoryBounds:
 
 
 def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
-    """Increase a ceiling to at least a trial's samples. A time limit may have ended the search for the ceiling early."""
+    """Increase a ceiling to at least a trial's samples. A time limit may have ended the ceiling's search early."""
     share = best.split[index]
     if ceiling.batch_size >= share:
         return ceiling
