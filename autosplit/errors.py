@@ -207,7 +207,6 @@ _ABSENT_DEVICE = ("not compiled with CUDA", "No CUDA GPUs are available", "Found
 
 
 def _absent_device_advice(error: BaseException) -> str:
-    """Return advice if a call needs an absent GPU, or an empty text for other errors."""
     if not any(text in str(error) for text in _ABSENT_DEVICE):
         return ""
     frames = user_frames(error.__traceback__)

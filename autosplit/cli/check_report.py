@@ -74,7 +74,6 @@ _CHECKS_IN_FULL = 3
 
 
 def _alike_text(alike: Sequence[Check]) -> str:
-    """Return one line for several checks with the same advice, with the largest errors."""
     split, accumulated = (
         error_text(max((error for error in errors if error is not None), default=None))
         for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)

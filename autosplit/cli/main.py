@@ -60,7 +60,6 @@ def _run(words: list[str]) -> int:
 
 
 def _message_for_user(error: OSError) -> str | None:
-    """Return the message for an OSError that the user can fix, or None."""
     if error.errno == errno.ENAMETOOLONG:
         return f"{shown(error.filename)} is longer than a file name can be. Correct the name."
     if error.filename is None and error.errno in UNWRITABLE:  # errors of our own files have a name

@@ -118,7 +118,6 @@ def stdout_kept_clean() -> Iterator[None]:
 
 
 def _stage_lines() -> Callable[[Progress], None]:
-    """Return a function that writes a line to stderr for each stage of a long command."""
     last, begun_s = "", time.monotonic()
 
     def report(progress: Progress) -> None:

@@ -365,7 +365,6 @@ def _build_of_transformers(
 
 
 def _positions(config: Any) -> int | None:
-    """Return the number of positions of a model, or None if its positions are relative."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 

@@ -321,7 +321,6 @@ class _Repeated:
 def _with(
     loader: DataLoader[Any], dataset: Any, batches: Iterable[Sequence[Any]], settings: LoaderSettings
 ) -> DataLoader[Any]:
-    """Return a copy of the user's loader that loads these batches of indices with other settings."""
     return DataLoader(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # the loader only iterates over it

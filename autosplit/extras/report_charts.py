@@ -124,7 +124,6 @@ def _axis(title: str, field: str = "x", *, zero: bool = True, **axis: Any) -> Sp
 
 
 def _kinds(shown: dict[str, str], **legend: Any) -> Spec:
-    """Return the encoding that gives each kind of mark its colour or its shape, with a legend."""
     scale = {"domain": list(shown), "range": list(shown.values())}
     return {"field": "kind", "type": "nominal", "scale": scale, "legend": legend}
 

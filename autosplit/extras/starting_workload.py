@@ -166,7 +166,6 @@ def _model_in(module: ModuleType, place: str) -> str:
 
 
 def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Sample]:
-    """Yield possible inputs of one sample, by the first layers of a model."""
     layers = (layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False)))
     for _, layer in zip(range(_FIRST_LAYERS), layers, strict=False):
         if isinstance(layer, nn.Embedding):

@@ -198,7 +198,6 @@ def _faster_notes(plan: PlanRecord, search: EvenProblem, even: EvenRanks, tool: 
 
 
 def _training_notes(plan: PlanRecord, even: EvenRanks, tool: Tool) -> list[str]:
-    """Return notes on differences between the tool's training and the workload."""
     notes = []
     parts = even.num_ranks * even.accumulation_steps
     depends = [check for check in plan.checks if check.depends]

@@ -78,7 +78,6 @@ class MeasuredStep:
         return ", ".join(map(time_text, self.bound_by))
 
     def __str__(self) -> str:
-        """Return the configuration and its throughput in one line."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split}, {forwards} per optimizer step of {self.effective_batch_size}: "

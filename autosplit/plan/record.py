@@ -289,7 +289,6 @@ class PlanRecord:
         return f"<Plan for {devices}:\n {self}>"
 
     def __str__(self) -> str:
-        """Return the plan as one line. `autosplit show` prints the full plan."""
         forwards = counted_text(self.accumulation_steps, "forward")
         return (
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "

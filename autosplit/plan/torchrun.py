@@ -100,7 +100,6 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Return torchrun's options with their values. They precede the script."""
     options: dict[str, str] = {}
     waiting: str | None = None
     for argument in arguments:

@@ -149,7 +149,6 @@ def _with_model(workload: Workload) -> Workload:
 
 
 def _batch_of(workload: Workload) -> Any:
-    """Return the sample batch, or a batch from `make_batch` if the sample batch has too few samples."""
     size = workload.sample_batch_size
     if size >= LEAST_SAMPLES:
         return workload.sample_batch

@@ -240,7 +240,6 @@ class Comparison:
         return ""
 
     def _mends(self, position: int, whole: Gradients) -> bool:
-        """Return whether the gradients are equal if one tensor of the batch is not cut."""
         other = Comparison(self.workload, marked(self.batch, {position}))
         try:
             with ExitStack() as closing:
@@ -250,7 +249,6 @@ class Comparison:
             return False
 
     def _differing_module(self) -> str | None:
-        """Return the name of the first module whose output for a sample depends on the other samples."""
         copy = self.copy
         models = copy.trainee.models.modules
         with printing(copy.modules, models, (sum(copy.shares),)) as whole:

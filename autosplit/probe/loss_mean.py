@@ -222,7 +222,6 @@ def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelM
 
 
 def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[float]]) -> list[list[int]]:
-    """Return the sets of samples on which the rules are tried."""
     pairs = [*itertools.combinations(usable, 2)]
     unlike = max(pairs, key=lambda pair: _unlike(counts, *pair))
     far = max(pairs, key=lambda pair: abs(losses[pair[0]] - losses[pair[1]]))
@@ -231,7 +230,6 @@ def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[fl
 
 
 def _unlike(counts: Mapping[Any, list[float]], first: int, second: int) -> float:
-    """Return the smallest difference between the rules' weights for two samples."""
     weights = [numbers[first] / (numbers[first] + numbers[second]) for numbers in counts.values()]
     return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
 

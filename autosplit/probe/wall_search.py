@@ -200,6 +200,5 @@ class WallSearch:
         return max(0.0, self.capacity_bytes + 1 - traced(n), *(self._beyond(size, traced) for size in self.allocated))
 
     def _fitting(self, peak_bytes: Callable[[int], float], low: int, high: int) -> int:
-        """Return the largest size between `low` and `high` whose peak fits."""
         start = min(max(self.start, low + 1), high - 1)
         return largest_fitting(peak_bytes, self.capacity_bytes, least=low, most=high - 1, start=start)

@@ -220,7 +220,6 @@ def _ceiling(
 def _measured(
     worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]], max_batch_size: int | None
 ) -> Measured:
-    """Time this rank's device at a few sizes, and find its evaluation batch."""
     prober = worker.prober
     own, timed = found[worker.peers.rank]
     if not timed:

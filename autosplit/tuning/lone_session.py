@@ -288,7 +288,6 @@ class LoneSession(Session):
         return not any(0 < share < self._least_share for split in splits for share in split)
 
     def _doubt_the_times(self) -> None:
-        """Add a note if the measured times contradict each other."""
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             text = (

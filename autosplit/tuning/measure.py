@@ -316,7 +316,6 @@ def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCu
 
 
 def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
-    """Compute a step of DDP ranks from the steps of single devices."""
     prober, count = session.prober, len(asked.split)
     session.stage = "times"
     peaks = []

@@ -192,7 +192,6 @@ class MemoryBounds:
 
     @property
     def _most_effective(self) -> int:
-        """The most samples of an optimizer step. 0 if a step is one forward of any size."""
         sizes = self.request.effective_batch_sizes
         return 0 if sizes is None else sizes[1]
 

@@ -168,7 +168,6 @@ def _talking(place: Place) -> Iterator[Peers]:
 
 
 def _met(place: Place) -> Any:
-    """Wait until every rank has joined, and make the process group."""
     try:
         store = meeting_place(place)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)

@@ -151,7 +151,6 @@ class Session(ABC):
     # The search
 
     def _searched(self) -> Trial:
-        """Search, and return the best trial. Raise DoesNotFitError if no trial succeeded."""
         self.stage = "search"
         self._tell_trial()
         if self.prober.out_of_time:
@@ -336,7 +335,6 @@ class Session(ABC):
         self.tell(Progress(stage, message, fraction, *self._counted(), max(rates, default=None)))
 
     def _counted(self) -> tuple[int, int]:
-        """Return the number of real steps so far, and how many of them ran out of memory."""
         return self.prober.counts.steps, self.prober.counts.ooms
 
 

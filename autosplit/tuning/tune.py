@@ -426,7 +426,6 @@ def users_code_named() -> Iterator[None]:
 
 
 def _tuned(tuning: _Tuning, number: int) -> Plan:
-    """Return a stored plan of a variant. If there is none, measure and search."""
     workers, request = tuning.workers, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
     workers.ask(Worker.build, number)
@@ -459,7 +458,6 @@ def _tuned_anew(
     notes: tuple[Note, ...],
     defaulted: tuple[Note, ...],
 ) -> Plan:
-    """Measure, search, and store the plan."""
     workers = tuning.workers
     similar = () if found.notes else nearest(key, request, tuning.ignoring)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)

@@ -184,7 +184,6 @@ def _left_out(line: Line, why: str) -> ComparedModel:
 
 
 def _check_output(output: str | None) -> None:
-    """Raise InputError if the table could not be written, before anything runs."""
     from autosplit.extras.compare_models import MARK
 
     if output is None:

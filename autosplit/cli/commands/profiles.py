@@ -133,7 +133,6 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
 
 
 def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
-    """Print each profile as a list instead of a table row."""
     from rich.console import Group
     from rich.text import Text
 
