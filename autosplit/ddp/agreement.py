@@ -1,4 +1,4 @@
-"""Compare, at the first step of a loop, the settings that must be equal on all ranks."""
+"""Compare the settings that must be equal on all ranks, at the first step of a loop."""
 
 from __future__ import annotations
 

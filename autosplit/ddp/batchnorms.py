@@ -33,7 +33,7 @@ def doubt_batchnorms(
     are: str = "are",
     remedy: str = "Pass sync_batchnorm=True (GPUs)",
 ) -> None:
-    """Warn if the running statistics come from rank 0 and rank 0 does not have the most samples.
+    """Warn if the running statistics come from rank 0 and another rank has more samples.
 
     Raises:
         InputError: Rank 0 has no samples, and a BatchNorm is in training mode.
@@ -58,11 +58,11 @@ def doubt_batchnorms(
 
 @contextmanager
 def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
-    """Make the models' BatchNorms suitable for a micro-batch of weight 0.
+    """Prepare the models' BatchNorms for a micro-batch of weight 0, in the block.
 
     Args:
-        stands_in: Whether the samples are another rank's, so they must not count in the statistics. If False, the
-            samples belong to the batch and its statistics, but their gradient is 0.
+        stands_in: Whether the samples are another rank's, so the statistics must not count them. If False, the samples
+            count in the statistics, but their gradient is 0.
     """
     forward = _stand_in if stands_in else _silent
     norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, BATCH_NORMS)]
@@ -73,15 +73,15 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
         yield
     finally:
         for norm, instead in replaced:
-            if norm.__dict__.get("forward") is instead:  # a generator that is closed late must not undo another's
+            if norm.__dict__.get("forward") is instead:  # if this generator is closed late, keep a newer `forward`
                 del norm.forward
 
 
 def silence(gradient: Tensor) -> Tensor:
     """Replace NaN and infinities in a gradient by 0.
 
-    In a model with SyncBatchNorms, samples of weight 0 affect the statistics of the other samples. So their gradient
-    need not be 0. But a mean over no labels is 0/0, which makes the gradient NaN.
+    In a model with SyncBatchNorms, samples of weight 0 affect the statistics of the other samples, so their gradient
+    need not be 0. But a mean over no labels is 0/0, so the gradient may be NaN.
     """
     return gradient.nan_to_num(0.0, 0.0, 0.0)
 
@@ -111,7 +111,7 @@ def _stand_in(norm: Any, inputs: Tensor) -> Tensor:
         return _own_forward(norm, inputs)
     nothing: Tensor | float = 0.0
     if isinstance(norm, nn.SyncBatchNorm):
-        # The other ranks send statistics in single precision or higher, so the dtype has to match.
+        # The other ranks send statistics in single precision or higher, and all dtypes must be equal.
         empty = inputs[:0].float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs[:0]
         nothing = _own_forward(norm, empty).sum()  # keep it in the graph, because its backward is a collective, too
     if norm.running_mean is None:

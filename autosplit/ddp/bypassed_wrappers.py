@@ -1,7 +1,7 @@
 """Detect training that bypasses DistributedDataParallel: ``wrapper.module(...)`` or a method of the wrapped model.
 
-DDP synchronises the gradients of a backward only if the wrapper ran the forward before it. Otherwise every rank keeps
-the gradient of its own samples, and the weights of the ranks drift apart.
+DDP synchronises the gradients of a backward only if the wrapper ran the forward. Otherwise the ranks' weights drift
+apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BypassWatch(StepListener):
 
 
 def _is_usual(model: DistributedDataParallel) -> bool:
-    """Return whether DDP itself synchronises this model. With some options, other code does."""
+    """Return whether DDP itself synchronises this model."""
     return not (private(model, "_use_python_reducer") or private(model, "_delay_all_reduce_all_params"))
 
 

@@ -1,10 +1,10 @@
-"""Save and load the checkpoints of a job: all of a checkpoint or nothing, on all ranks or on none.
+"""Save and load the checkpoints of a job: all parts or nothing, on all ranks or on none.
 
 rank 0      collects state dicts -> writes a new file -> reads it back -> replaces the old file
 each rank   maps the file into memory -> compares it with model and optimizer -> all ranks agree -> loads it
 
-Sharded tensors are gathered one by one in rank 0's host memory, so the file is the same as for an unsharded model.
-A sharded checkpoint is a folder of torch.distributed.checkpoint, which any number of ranks can load.
+Sharded tensors are gathered one by one in rank 0's host memory. A sharded checkpoint is a folder of
+torch.distributed.checkpoint, which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -45,26 +45,24 @@ _VALUES = "(values)"
 
 
 class CheckpointMethods:
-    """Save and load checkpoints on all ranks; a base of `Context`."""
+    """Save and load checkpoints on all ranks. `Context` inherits these methods."""
 
     rank: int
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
-        """Let rank 0 write a checkpoint. On the other ranks it does nothing, unless a part is sharded.
+        """Write a checkpoint on rank 0. The other ranks do nothing, unless a part is sharded.
 
             ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
         Rank 0 writes a new file, reads it back, checks its CRCs (about 1 s per GiB), and then replaces the old file.
-        If the path is a symbolic link, the target of the link is replaced. `torch.load` reads the file, too. The
-        tensors of a model that `shard` has sharded are gathered in rank 0's host memory, so every rank must call this
-        method. If they do not fit there, use `save_sharded`.
+        `torch.load` reads the file, too. If `shard` has sharded the model, its tensors are gathered in rank 0's host
+        memory, so every rank must call this method. If they do not fit, use `save_sharded`.
 
-        Call it after `optimizer.step()`. A sampler that is saved between the last backward and the update counts only
-        the steps before: a resumed run computes that step again.
+        Call it after `optimizer.step()`. A sampler that is saved earlier does not count the current step.
 
         Args:
-            **parts: Objects with a ``state_dict()`` (a wrapped model is saved under the names of the plain model), or
-                numbers, strings, tensors, lists and dicts, which are saved unchanged.
+            **parts: Objects with a ``state_dict()``, or numbers, strings, tensors, lists and dicts, which are saved
+                unchanged. A wrapped model is saved under the names of the plain model.
 
         Raises:
             CheckpointError: The file was not written, and an earlier file is unchanged. Raised on rank 0, and on all
@@ -93,18 +91,17 @@ class CheckpointMethods:
             raise CheckpointError(_not_written(path, told), code="checkpoint-not-written")
 
     def load_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
-        """Load a checkpoint on every rank, or on none; call it on every rank.
+        """Load a checkpoint on every rank, or on none. Call it on every rank.
 
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and fills its own device from
-        there. No code in the file is executed. The ranks verify every part, and that they read the same checkpoint,
-        before any part changes. Files that plain modules, nn.DataParallel, DistributedDataParallel or
-        `BalancedDataParallel` saved fit as well. A sharded model loads its own shards of them.
+        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and copies to its own device. No
+        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain or wrapped
+        modules fit as well.
 
         Args:
             **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
-                such as a number, must be in the file and is returned: the caller's variable can't be changed.
+                such as a number, must be in the file and is returned, because the caller's variable can't be changed.
 
         Returns:
             The values in the file that were not loaded into a part.
@@ -114,7 +111,7 @@ class CheckpointMethods:
                 Nothing was changed on any rank.
         """
         rank = self.rank
-        _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
+        _meet(rank, "load_checkpoint")  # rank 0 may still be writing the file
 
         def read() -> tuple[dict[str, Any], dict[str, Any], str | None]:
             found = read_file(Path(path), only_model=set(parts) == {MODEL})
@@ -128,20 +125,19 @@ class CheckpointMethods:
         return {name: value for name, value in found.items() if name not in states}
 
     def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
-        """Let every rank write its own shards into a folder. Call it on every rank.
+        """Write each rank's shards into a folder. Call it on every rank.
 
             ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
-        No rank gathers the whole model. Any number of ranks can load the checkpoint, into models that are sharded,
-        wrapped or plain. An earlier checkpoint is replaced when the new one is complete. The folder has the format of
-        torch.distributed.checkpoint.
+        Any number of ranks can load the checkpoint, into models that are sharded, wrapped or plain. An earlier
+        checkpoint is replaced when the new one is complete.
 
         Args:
-            path: The folder, which all ranks must see. It is created if it does not exist. It may contain nothing else.
+            path: The folder, on a disk that all ranks share. It may contain nothing else.
             **parts: See `save_checkpoint`.
 
         Raises:
-            CheckpointError: The checkpoint was not written on some rank, and an earlier one is unchanged.
+            CheckpointError: The checkpoint was not written on some rank, and an earlier checkpoint is unchanged.
         """
         rank = self.rank
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -157,7 +153,7 @@ class CheckpointMethods:
             shutil.rmtree(beside, ignore_errors=True)  # a killed process may have left it
         reason = next((text for text in told_by_all(reason) if text is not None), None)
         if reason is None:
-            # Tensors that every rank has are taken from rank 0, as in a checkpoint of one file. Buffers may differ.
+            # Tensors that every rank has are saved by rank 0, as in a checkpoint of one file. Buffers may differ.
             planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
             reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
         if rank == 0:
@@ -174,16 +170,16 @@ class CheckpointMethods:
             rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         Each rank reads its own shards into host memory. Load only your own checkpoints: torch.distributed.checkpoint
-        keeps the list of the tensors as a pickle, and loading a pickle executes its code.
+        stores the list of the tensors as a pickle, and loading a pickle executes its code.
 
         Args:
-            **parts: Models, optimizers, samplers and so on, under the names that they were saved with.
+            **parts: Objects to load, under the names that they were saved with.
 
         Returns:
-            The values in the checkpoint that are not states of such parts.
+            The values in the checkpoint that were not loaded into a part, and are not the state of an object.
 
         Raises:
-            CheckpointError: On any rank the checkpoint is missing, damaged or does not fit. Nothing was changed.
+            CheckpointError: On any rank, the checkpoint is missing, is damaged or does not fit. Nothing was changed.
         """
         rank = self.rank
         folder = Path(path).resolve()
@@ -222,7 +218,7 @@ class CheckpointMethods:
 
 
 def _meet(rank: int, what: str) -> None:
-    """Wait for all ranks. If that takes long, print which call every rank has to make."""
+    """Wait for all ranks. If this takes `TOLD_AFTER_S`, print which method every rank must call."""
     with told_if_long(
         f"Rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank to call "
         "it. Call it outside of `if ctx.rank == 0`."
@@ -255,8 +251,8 @@ def _loadable(parts: Mapping[str, Any]) -> list[str]:
 def _compare_contents(path: str | os.PathLike[str], content: str | None, states: Mapping[str, Any]) -> None:
     """Raise CheckpointError on all ranks if they would load different states.
 
-    Ranks compare the digest of the whole file first. Only if these differ do they read all tensors to compare the
-    parts: a rank may keep values of its own next to the same model.
+    If the digests of the files differ, compare all tensors of the loaded parts, because a rank's file may have other
+    values in addition.
     """
     contents = {*told_by_all(content)}
     if None not in contents and len(contents) == 1:
@@ -279,7 +275,7 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
 def _load_together(
     path: str | os.PathLike[str], parts: Mapping[str, Any], states: Mapping[str, Any], rank: int
 ) -> None:
-    """Load states. Begin with the parts that only verify their state when they load it, and undo these on failure."""
+    """Load states. First load parts that verify a state only while loading, and restore these on failure."""
     unverified = {name: parts[name] for name in states if not is_verified(parts[name])}
     before: dict[str, Any] = {}
 
@@ -306,7 +302,7 @@ def _load_together(
 
 
 def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
-    """Return the result of a call, or the reason of its failure. The other ranks wait for the reason."""
+    """Return the result of a call and None, or `otherwise` and the reason of the call's failure."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
@@ -314,7 +310,7 @@ def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | N
 
 
 def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) -> Any:
-    """Run a call on all ranks. Raise CheckpointError on all ranks if it fails on any."""
+    """Run a call on all ranks. Raise CheckpointError on all ranks if the call fails on any."""
     found, reason = _tried(call)
     reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
@@ -329,7 +325,7 @@ def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) 
 
 
 def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
-    """Return the whole state of the parts on rank 0 and {} on the others, or the reason of a failure."""
+    """Gather the states of sharded parts on rank 0. Return them (elsewhere {}) and the reason of a failure, or None."""
     states, reason = _tried(lambda: {name: state_of(part) for name, part in parts.items()}, {})
     # Check that all ranks have the same shards in the same order. Otherwise the collectives would wait forever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
@@ -368,7 +364,7 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _check_records(folder: Path, rank: int) -> None:
-    """Compare this rank's part of the records with their CRCs. Together the ranks check the whole folder once."""
+    """Compare every n-th record with its CRC, so the n ranks together check the whole folder once."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     stored, _ = _tried(
@@ -378,7 +374,7 @@ def _check_records(folder: Path, rank: int) -> None:
         with suppress(OSError), (folder / record.relative_path).open("rb") as file:
             file.seek(record.offset)
             content = file.read(record.length)
-            # torch's loader reports a short record, and one without the signature of a zip file.
+            # torch's loader reports records that are too short or lack the signature of a zip file.
             if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
                 raise CheckpointError(
                     f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32). The disk or a "
@@ -388,7 +384,7 @@ def _check_records(folder: Path, rank: int) -> None:
 
 
 def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each tensor under its own name, and all other values under `_VALUES`."""
+    """Return a dict of all tensors by name. All other values are in its entry `_VALUES`."""
     apart: dict[str, Any] = {}
 
     def take(place: tuple[Any, ...], tensor: Tensor) -> Tensor:
@@ -420,7 +416,6 @@ def _refuse_other_files(folder: Path) -> None:
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:
-    """Replace a folder by another. Return the reason if that fails."""
     old = _earlier(folder)
     try:
         if folder.exists():
@@ -481,7 +476,7 @@ def _failure_of(call: Callable[[], object], what: str) -> str | None:
         rank, (first, _) = min(error.failures.items())
         if isinstance(first, KeyboardInterrupt):
             raise first from None
-        # Do not pass on torch's advice to allow all of pickle.
+        # Leave out torch's advice to load pickles without restrictions.
         says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
         return f"Rank {rank} can't {what} its part: {says}"
     return None

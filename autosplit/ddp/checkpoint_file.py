@@ -1,4 +1,4 @@
-"""Checkpoint files: written next to the old file and renamed, read through a memory map, checked by their CRCs."""
+"""Write checkpoint files atomically, read them through a memory map, and check their CRCs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from autosplit.errors import AutosplitError, CheckpointError, causes_of, first_l
 from autosplit.text import size_text
 
 MODEL = "model"
-"""The name of a model's state dict in a file that holds several parts."""
+"""The name of a model's state dict in a file that contains several parts."""
 
 
 # Writing
 
 
 def write_file(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint, read it back, and replace the old file with it.
+    """Write a checkpoint to a new file, read it back, and replace the old file with it.
 
-    A symbolic link is followed: its target is replaced. The unfinished file of a killed process is removed first.
+    If the path is a symbolic link, its target is replaced.
     """
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.part")
@@ -69,7 +69,6 @@ def _full_disk(folder: Path, state: Mapping[str, Any], failure: OSError) -> str:
 
 
 def _unkept(state: Mapping[str, Any], error: Exception) -> str:
-    """Name the part that torch cannot save or load again, by trying each alone."""
     for name, value in state.items():
         alone = io.BytesIO()
         try:
@@ -88,10 +87,10 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
 
 
 def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
-    """Map a checkpoint into memory and check its CRCs, which takes about 1 s per GiB on top of reading the file.
+    """Map a checkpoint into memory and check its CRCs, which takes about 1 s per GiB.
 
     Args:
-        only_model: Accept the state dict of a model that is not under a name.
+        only_model: Whether the file may be the state dict of a model, without a name.
     """
     if not path.is_file():
         folder = ". Use load_sharded for a folder" if path.is_dir() else ""
@@ -134,7 +133,7 @@ def _loaded(path: Path) -> Any:
 
 
 def damage_of(file: Path | io.BytesIO) -> str | None:
-    """Compare the records of a torch file with their CRCs; return the name of the first damaged record, or None.
+    """Compare the records of a torch file with their CRCs. Return the name of the first damaged record, or None.
 
     torch.serialization.set_crc32_options(False) writes 0 for every CRC. Such a file can't be checked.
     """
@@ -146,10 +145,7 @@ def damage_of(file: Path | io.BytesIO) -> str | None:
 
 
 def content_id(path: Path) -> str | None:
-    """Return a digest of the names, sizes and CRCs of a file's records: equal for equal content under any file name.
-
-    None if the file has no CRCs.
-    """
+    """Return a digest of the names, sizes and CRCs of a file's records. Return None if the file has no CRCs."""
     with zipfile.ZipFile(path) as records:
         facts = [
             (record.filename.partition("/")[2], record.file_size, record.CRC)
@@ -166,7 +162,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an exception; of torch's refusal to unpickle, the refused name."""
+    """Return the first line of an exception. If torch refused to unpickle a name, return the name."""
     refused = re.search(
         r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
     )
@@ -176,7 +172,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def digest_of(state: Any) -> str:
-    """Return a digest of the values in a state, whatever file they come from."""
+    """Return a digest of the values in a state, which does not depend on the file format."""
 
     def summary(_: object, value: Tensor) -> str:
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()

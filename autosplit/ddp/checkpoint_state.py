@@ -1,4 +1,4 @@
-"""Get the states of models, optimizers and other parts of a checkpoint, and verify that a state fits a part."""
+"""Collect the states of a checkpoint's parts, such as models and optimizers, and verify that a state fits a part."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_s
 from autosplit.text import listed
 
 _SHOWN = 5
-"""The most names that an error message lists."""
+"""The number of names that an error message lists at most."""
 _NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-"""Options that newer torch versions added to several optimizers. Older states do not have them."""
+"""Options that newer torch versions added to several optimizers. Older states lack them."""
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
     *("grad_avg", "ax", "prev", "step_size"),
@@ -48,7 +48,7 @@ def is_shared_out(part: Any) -> bool:
 
 
 def is_loadable(name: str, part: Any) -> bool:
-    """Return whether a state can be loaded into a part. A plain value is returned to the caller instead.
+    """Return whether a state can be loaded into a part.
 
     Raises:
         CheckpointError: The part has a state, but no `load_state_dict`.
@@ -70,7 +70,7 @@ def is_verified(part: Any) -> bool:
 
 
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
-    """Return the state of a part from a checkpoint, under the part's own names. Raise an error if it does not fit."""
+    """Return a part's state from a checkpoint, under the part's names. Raise CheckpointError if it does not fit."""
     if name not in found:
         raise CheckpointError(
             f"It contains {', '.join(map(repr, found)) or 'nothing'}. Expected {name!r}, too. Leave {name}= out, or "
@@ -140,7 +140,7 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
 
 
 def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the options of other classes of torch.optim. Return nothing for an optimizer of another package."""
+    """Return the options of other classes of torch.optim, or nothing for an optimizer of another package."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return set()
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
@@ -149,10 +149,9 @@ def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def _other_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], states: Mapping[Any, Any]) -> list[str]:
-    """Return how the state of a group differs from the state that the optimizer's class makes with its options.
+    """Return how a group's state differs from the state that the optimizer's class creates with the group's options.
 
-    A state with other names loads without an error, and fails at the next step. Optimizers of other packages and LBFGS,
-    which takes a closure, are not compared.
+    A state with other names loads, but fails at the next step. Optimizers of other packages and LBFGS are not compared.
     """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
@@ -173,7 +172,6 @@ def _other_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sta
 
 
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Compare the shapes of the optimizer's state tensors with those of the parameters."""
     kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
     if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
         return  # other packages may use these names for other tensors
@@ -201,7 +199,7 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
 
 
 def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRScheduler, state: Any) -> None:
-    """Compare the public names: LRScheduler.load_state_dict accepts any dict, and fails at the next step."""
+    """Compare public names, because LRScheduler.load_state_dict accepts any dict and fails at the next step."""
     own = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_")}
     lacks = [key for key in own if key not in state]
     rates, theirs = len(own.get("base_lrs", ())), len(state.get("base_lrs", ())) if not lacks else 0
@@ -215,9 +213,9 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
-    """Copy a state that fits, with each tensor replaced by the result of `place`.
+    """Copy a state and replace each tensor by the result of `place`.
 
-    `place` gets a tensor, and the sharded tensor of the part that it belongs to, or None.
+    Its arguments are the tensor, and the part's sharded tensor or None.
     """
     if isinstance(part, nn.Module):
         tensors = part.state_dict(keep_vars=True)
@@ -238,11 +236,11 @@ def _shard_like(own: Any, value: Tensor) -> Tensor | None:
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy a state and replace its tensors by the results of `change`, which gets the keys and the tensor."""
+    """Copy a state and replace each tensor by the result of `change`, whose arguments are the keys and the tensor."""
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):
-        made = copy.copy(value)  # keep the attribute with the versions of the layers
+        made = copy.copy(value)  # this keeps the attribute with the layers' versions
         for key, item in value.items():
             made[key] = with_tensors(item, change, (*place, key))
         return made

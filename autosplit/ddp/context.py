@@ -57,19 +57,19 @@ def _has_own_wrapper() -> bool:
 
 
 class Context(CheckpointMethods):
-    """Give one rank its part of a plan. `autosplit.ddp.setup` creates it. The arguments are attributes, too.
+    """Give one rank its part of a plan. `autosplit.ddp.setup` creates the context. All arguments are attributes, too.
 
     Args:
-        plan: The plan of the whole job, with a rank for each process.
-        rank: The rank, from 0.
+        plan: The plan of the whole job.
+        rank: The rank of this process, from 0.
         device: The device of this rank.
 
     Attributes:
         world_size: The number of processes of the job.
         settings: The plan's settings for this rank.
         batch_size: Samples per forward over all ranks.
-        effective_batch_size: Samples per optimizer step over all ranks. If the plan has no effective batch size for its
-            ranks, this is `batch_size` times the accumulation steps.
+        effective_batch_size: Samples per optimizer step over all ranks. If the plan's effective batch size does not
+            match its accumulation steps, this is `batch_size` times the accumulation steps.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
@@ -90,23 +90,23 @@ class Context(CheckpointMethods):
         """Move a model to this rank's device and wrap it in DistributedDataParallel.
 
         Args:
-            model: The same model on every rank. DDP sends rank 0's weights to the others.
-            sync_batchnorm: Whether BatchNorms normalise over the samples of all ranks. Works only on GPUs.
-            **kwargs: Options of DistributedDataParallel that replace the plan's (`plan.ddp.options`). The plan sets
-                `gradient_as_bucket_view`, which saves as much memory as the gradients need. The plan's ceilings rely on
-                it. The plan sets `find_unused_parameters` if it saw a parameter without a gradient.
+            model: The same model on every rank. DDP sends rank 0's weights to the other ranks.
+            sync_batchnorm: Whether BatchNorms normalise over the samples of all ranks. Only GPUs support this.
+            **kwargs: Options of DistributedDataParallel that replace the plan's options (`plan.ddp.options`). The plan
+                sets `gradient_as_bucket_view`, which saves the memory of one copy of the gradients. The
+                plan's ceilings rely on it. It sets `find_unused_parameters` if a parameter had no gradient.
 
         Returns:
             The wrapper. `wrapper.module` is the model.
 
         Raises:
-            InputError: `model` is not a module, or is already wrapped. This version of DistributedDataParallel does not
-                have an option. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running statistics
-                would be used. Or moving the model replaced parameters that an optimizer has.
-            PlanError: The model does not have a layer that the plan checkpoints.
+            InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
+                DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
+                statistics would be used. Moving the model replaced parameters that an optimizer has.
+            PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
-            BatchNormWarning: Running statistics come from rank 0 alone, and rank 0 does not have the most samples.
+            BatchNormWarning: Only rank 0's running statistics are used, and another rank has more samples.
             OtherModelWarning: The plan was made for a model of another size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
@@ -138,32 +138,32 @@ class Context(CheckpointMethods):
             model = ctx.shard(model, layers=TransformerBlock)
             optimizer = torch.optim.AdamW(model.parameters())  # after shard(), which replaces the parameters
 
-        The loop and the gradient are the same as with `wrap`. The model is changed in place and cannot be changed back:
-        its modules get another class, and its parameters become DTensors. `save_checkpoint` writes the state of a plain
-        model. Every rank must run every forward, also in evaluation. The loss must be finite even if no label counts,
-        because a rank without samples runs it with weight 0.
+        The model is changed in place, permanently: its modules get another class, and its parameters become DTensors.
+        `save_checkpoint` writes the state of a plain model. Every rank must run every forward, also in evaluation. A
+        rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
-        Each rank has its own buffers after this call. BatchNorm statistics come from the rank's samples. Checkpoints
-        have rank 0's. The plan's batch sizes assume unsharded models. A sharded model leaves more memory free.
+        Buffers are not synchronised after this call. Each rank computes BatchNorm statistics from its own samples, and
+        checkpoints contain rank 0's. The plan's batch sizes assume unsharded models, so a sharded model leaves memory
+        free.
 
         Args:
-            model: The same model on every rank. Rank 0's weights and buffers are first sent to the others. If the model
-                is on the meta device, initialise it after this call, with `to_empty` and your own code. The values must
-                be equal on all ranks.
+            model: The same model on every rank. Rank 0's weights and buffers are first sent to the other ranks.
+                Initialise a model on the meta device after this call, with `to_empty`. The values must be equal on all
+                ranks.
             layers: The modules whose parameters are gathered together: a class, a tuple of classes, or a function that
-                returns True for them. The other parameters are one more group. Default: the whole model is one group.
-            **kwargs: Options of fully_shard: `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh` and so on.
+                returns True for them. The other parameters form one more group. Default: one group.
+            **kwargs: Options of fully_shard, such as `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh`.
 
         Returns:
             The same model object.
 
         Raises:
-            InputError: This version of fully_shard does not have an option. `layers` selects no module. The model is
-                wrapped, already sharded, or differs from rank 0's. Or rank 0 has no samples, but its running statistics
-                would be used.
+            InputError: `kwargs` has an option that this version of fully_shard lacks. `layers` selects no module. The
+                model is wrapped, already sharded, or differs from rank 0's. Rank 0 has no samples, but its running
+                statistics would be used.
 
         Warns:
-            BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 does not have the most samples.
+            BatchNormWarning: Checkpoints have rank 0's running statistics, and another rank has more samples.
             OtherModelWarning: The plan was made for a model of another size.
         """
         if self.rank == 0:
@@ -182,8 +182,8 @@ class Context(CheckpointMethods):
         """Return a DataLoader for this rank's part of every micro-batch. See `Plan.loader` and `batch_sampler`.
 
         Args:
-            data: The same data set on every rank, or a DataLoader of it, whose order and settings are used.
-            shuffle: See `Plan.loader`, as for the other arguments.
+            data: The same data set on every rank, or a DataLoader whose data set, order and settings are used.
+            shuffle: For this and the other arguments, see `Plan.loader`.
         """
         order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         return loader_around(data, self._sampler, self.plan.loader_keywords, **order, options=options)
@@ -193,21 +193,21 @@ class Context(CheckpointMethods):
     ) -> ScheduledBatchSampler:
         """Return a batch sampler that yields this rank's part of every micro-batch.
 
-        All ranks draw the same order. Every sample is yielded once per epoch, on one rank. Every rank gets equally many
-        micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on
-        a rank that has more of a full micro-batch, because a BatchNorm cannot train on one. A rank without samples runs
-        one or two samples with weight 0, which do not change BatchNorm statistics.
+        All ranks draw the same order. Every sample is yielded once per epoch. Every rank gets equally many
+        micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on a
+        rank if possible, because BatchNorms cannot train on one. A rank without samples runs one or two samples with
+        weight 0, which do not change BatchNorm statistics.
 
         Args:
-            num_samples: The dataset or its length, the same on every rank.
-            shuffle: Whether to draw a new order each epoch. `steps` counts the epochs, or `set_epoch` on every rank
-                chooses one.
+            num_samples: The dataset or its length.
+            shuffle: Whether to draw a new order each epoch. `steps` counts the epochs. To choose an epoch, call
+                `set_epoch` on every rank.
             seed: The seed of the order, the same on every rank.
             drop_last: Whether to drop the epoch's last step if it has fewer samples.
 
         Raises:
-            InputError: `num_samples` is below 1, or a number is not an integer. Or the model of the plan cannot train
-                on the epoch's last forward, because its BatchNorms would get one sample.
+            InputError: `num_samples` is below 1, or a number is not an integer. The plan's model has BatchNorms that
+                would get one sample in the epoch's last forward.
         """
         return self._sampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
@@ -221,13 +221,13 @@ class Context(CheckpointMethods):
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
         """Return a batch sampler that yields this rank's part of batches of similar length.
 
-        All ranks cut the epoch equally. Each rank gets as many samples of a batch as fit on its device at that length.
-        See `Plan.token_sampler` and `batch_sampler`.
+        Each rank gets as many samples of a batch as fit on its device at that length. See `Plan.token_sampler` and
+        `batch_sampler`.
 
         Args:
             lengths: The length of each sample of the data set, the same on every rank.
-            shuffle: Whether to draw a new order each epoch. See `batch_sampler`.
-            seed: The seed of the order, the same on every rank.
+            shuffle: See `batch_sampler`.
+            seed: See `batch_sampler`.
 
         Raises:
             PlanError: The plan was not tuned for lengths.
@@ -248,7 +248,7 @@ class Context(CheckpointMethods):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens, padding included, that fit on this rank's device at any length. See `Plan.max_tokens`."""
+        """The largest number of tokens, with padding, that fits on this rank's device. See `Plan.max_tokens`."""
         return self.plan.required_lengths().tokens_of(self.settings.batch_size)
 
     def steps(
@@ -269,34 +269,30 @@ class Context(CheckpointMethods):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        `step.backward` takes the mean loss of this rank's micro-batch, and weights it. The result is the gradient of
-        the mean over all ranks' samples. The ranks synchronise gradients in the last micro-batch only. If a step was
-        left early, your `zero_grad` clears its gradients. FSDP2 keeps some elsewhere, which the next step clears.
+        `step.backward` multiplies the mean loss of this rank's micro-batch by its weight. The result is the gradient of
+        the mean over all ranks' samples. The ranks synchronise gradients only in the last micro-batch. If the loop left
+        a step early, your `zero_grad` clears its gradients. With FSDP2, the next step clears the remaining gradients.
 
         Args:
-            loader: A ``DataLoader`` with this context's `batch_sampler`, whose batches are not examined. Or another
-                loader of this rank's own batches (such as an iterable data set that is cut by rank). A step's
-                micro-batches are then buffered until the ranks have exchanged their numbers of samples. All ranks end
-                with the first loader. A rank without samples in the plan runs its batches with weight 0.
-            count: Returns the divisor of a batch's mean loss, if that is not its samples: an int (labels without
-                padding) or a float (the sum of the class weights of its labels). Each step's micro-batches are
-                buffered until the ranks have exchanged their counts.
-            loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. A step of one
-                micro-batch then has the weight 1. With several micro-batches also pass `count`, which returns that
-                number. ``"sample"`` if the loss is the rank's own mean. Default: ``"sample"``, but an error if the
-                ranks run a collective between the forward and the first backward.
+            loader: A ``DataLoader`` with this context's `batch_sampler`. Its batches are not examined. Or another
+                loader of this rank's own batches, such as an iterable data set that is cut by rank. The micro-batches
+                of a step are then buffered until the ranks have exchanged their numbers of samples. All ranks end with
+                the shortest loader.
+            count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
+                (labels without padding) or a float (the sum of the class weights of its labels).
+            loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. With several
+                micro-batches per step also pass `count`, which returns that number. ``"sample"`` if the loss is the
+                rank's own mean. Default: ``"sample"``, but raise InputError if the ranks run a collective between the
+                forward and the first backward.
             on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
-                ``with step.attempt():``. The other ranks wait. The ranks' gradients are then averaged after the last
-                backward, not in it. See `Plan.steps` and `OptimizerStep.attempt`.
+                ``with step.attempt():``. The other ranks wait. See `Plan.steps`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
-                micro-batches of all ranks. See `Plan.steps`. The ranks exchange three numbers per step.
-            device: The device to which every micro-batch is moved before the loop gets it, usually `device` of this
-                context. Default: batches stay where the loader made them.
+                micro-batches of all ranks. See `Plan.steps`.
+            device: The device to which every micro-batch is moved, usually `device` of this context. Default: batches
+                stay where the loader created them.
 
         Returns:
-            The optimizer steps. Iterate each to its end before you take the next.
-
-        The ranks compare the seed, epoch, sizes and options of the loop once, before its first step.
+            The optimizer steps. Iterate each to its end.
 
         Raises:
             InputError: The batch sampler belongs to another rank or plan, or the loader draws the whole data set on
@@ -368,7 +364,6 @@ class Context(CheckpointMethods):
         return hint_for_size(parameters, self.world_size)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
-        """Raise InputError if a model does not support the options of a loop."""
         if cuts:
             self._refuse(
                 refuse_meeting,
@@ -394,15 +389,13 @@ class Context(CheckpointMethods):
                     own = everyone.offset + torch.arange(len(z), device=z.device)
                     step.backward(F.cross_entropy(z @ everyone.tensor.T / 0.1, own))
 
-        Every rank must call it equally often, and use the result in its loss. Ranks may have unequal numbers of rows.
-        The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on every
-        rank. The gradient is then the same as in one process with the whole micro-batch. With accumulation, samples are
-        compared only within a micro-batch, as in one process with the same micro-batches.
+        Every rank must call `all_gather` equally often, and use the result in its loss. Ranks may have unequal numbers
+        of rows. The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on
+        every rank. The gradient is then the same as in one process with the whole micro-batch. Samples are compared
+        only within a micro-batch.
 
-        A rank without samples in a micro-batch runs other ranks' samples with weight 0. Their rows are not sent. On
-        that rank only, they are at the end of `Gathered.tensor`, where `offset` points.
-
-        Without ``ctx.steps``, or under `torch.no_grad`, the rows of every rank are gathered.
+        A rank without samples in a micro-batch runs other ranks' samples with weight 0. On that rank only, their rows
+        are at the end of `Gathered.tensor`, where `offset` points.
 
         Raises:
             InputError: The tensor has no dimension, or the ranks' rows have unequal shapes or dtypes. Or `steps` has
@@ -423,8 +416,8 @@ class Context(CheckpointMethods):
     def part_from_group(self) -> None:
         """Remove all references to the process group. `autosplit.ddp.setup` calls this at the end of its block.
 
-        Wrapped models keep their state, and run forwards without gradients or in `eval`. If the backward of a loss has
-        not run yet, it will give the gradients of this rank alone.
+        Wrapped models can still run forwards without gradients or in `eval`. The backward of an earlier forward gives
+        the gradients of this rank only.
         """
         for wrapped in list(self._models.wrapped):
             part_from_group(wrapped)
@@ -435,19 +428,13 @@ class Context(CheckpointMethods):
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
-        The ranks compare their settings before the first step. They read them then, because the user may call
-        `set_epoch` after `steps`.
-
-        Args:
-            watches: Whether to raise InputError if the loss of the first step runs a collective.
-
-        DDP's `no_sync` is not used, because it would stay open across a yield. If an exception left the loop and was
-        caught, all later steps would not be synchronised.
+        The ranks compare their settings before the first step, because the user may call `set_epoch` after `steps`.
+        Do not use DDP's `no_sync`. After an exception it would stay open, so no later step would be synchronised.
         """
         require_equal_settings(settings())
         self._warn_if_unwrapped()
         self._loop = loop = object()
-        # Do not watch FSDP2 models. They run collectives in the forward, which do not belong to the loss.
+        # FSDP2 models run collectives in the forward, which do not belong to the loss.
         watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())
         try:
             for step in made:
@@ -467,7 +454,7 @@ class Context(CheckpointMethods):
                 watched.end()
         finally:
             watched.end()
-            # A generator that is closed late must not change the flag in a loop that began after it.
+            # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.
             if self._loop is loop:
                 self._models.synchronise(True)
 
@@ -479,7 +466,7 @@ class Context(CheckpointMethods):
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:
-    """Return the samples per optimizer step that fit the plan's batch sizes and accumulation steps."""
+    """Return the plan's effective batch size if it matches the accumulation steps, else the product of the sizes."""
     forwards = plan.ddp.ranks[0].accumulation_steps
     for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
         if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:

@@ -1,8 +1,7 @@
 """Choose this rank's device and the backend of the process group.
 
 The device is the GPU that the plan names, even if its index has changed. On another machine it is a GPU of the same
-name. Names and UUIDs are read from the driver. This creates no CUDA context, so a rank has a context only on its own
-GPU.
+name. Names and UUIDs come from the driver, so no other GPU gets a CUDA context.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from autosplit.plan.record import PlanDevice
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
     """Return the device of this rank.
 
-    `indices_here` finds the GPUs of all ranks of this machine. If the process sees a single GPU with the planned name
-    (``srun --gpus-per-task=1``), it uses that GPU.
+    If the process sees a single GPU with the planned name (``srun --gpus-per-task=1``), it uses that GPU.
     """
     label = plan.ddp.ranks[place.rank].device
     kind, _, index = label.partition(":")
@@ -35,7 +33,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         return torch.device("cpu")
     try:
         known = is_accelerator(kind) and index.isdigit() and bool(torch.device(kind))
-    except RuntimeError:  # a device type of another torch version, or not a device
+    except RuntimeError:  # this torch version does not support the device type
         known = False
     if not known:
         raise PlanError(
@@ -49,7 +47,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     found = indices_here([Visible(planned.name, planned.uuid) for planned in wanted.values()], gpus)
     number = found[list(wanted).index(label)]
     if number is None and [gpu.name for gpu in gpus] == [own.name]:
-        number = 0  # each process sees only its own GPU. `agreed_backend` raises an error if two see the same.
+        number = 0  # each process sees only its own GPU. `agreed_backend` raises an error if two see the same GPU.
     if number is not None:
         return torch.device(kind, number)
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
@@ -63,7 +61,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
 
 def _planned(plan: Plan, rank: int) -> PlanDevice:
     label = plan.ddp.ranks[rank].device
-    # A second machine has the same labels. So prefer the device at the rank's position, if it has the label.
+    # A second machine has the same labels. So prefer the device at the rank's position if its label matches.
     devices = [plan.devices[rank]] if rank < len(plan.devices) else []
     found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
     if found is None:
@@ -83,7 +81,7 @@ def card_of(device: torch.device) -> str:
 def backend_for(kind: str, cards: Sequence[str]) -> str:
     """Return the backend of the process group: torch's default for the device type, or gloo.
 
-    NCCL does not support two ranks on one GPU, so such jobs use gloo.
+    NCCL does not support two ranks on one GPU.
 
     Args:
         cards: The identifier of each rank's GPU, from `card_of`.
@@ -96,7 +94,7 @@ def backend_for(kind: str, cards: Sequence[str]) -> str:
 
 
 def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -> str:
-    """Return the backend of the process group. Rank 0 chooses it, because all ranks need the same.
+    """Return the backend of the process group. Rank 0 chooses it for all ranks.
 
     Raises:
         DeviceError: Two ranks have the same GPU, but the plan has a GPU for each. All ranks raise it.
@@ -120,12 +118,11 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
 
 
 def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
-    """Return both positions of the first value that occurs twice, or None."""
     return next(((values.index(one), at) for at, one in enumerate(values) if one in values[:at]), None)
 
 
 def exchange_device(device: torch.device) -> torch.device:
-    """Return the device on which tensors for collectives have to be. For gloo this is the CPU."""
+    """Return the device for tensors in collectives. For gloo this is the CPU."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
@@ -135,8 +132,8 @@ _exchanged: collections.deque[Sequence[torch.Tensor]] = collections.deque(maxlen
 def keep_for_gloo(tensors: Sequence[torch.Tensor]) -> None:
     """Keep references to the tensors of a collective until eight later collectives have run.
 
-    A thread of gloo drops its references after the collective. To drop the last reference it needs the GIL. The main
-    thread holds the GIL in destroy_process_group and waits for the gloo thread, which is a deadlock (torch 2.6).
+    A thread of gloo drops its references after the collective. It needs the GIL to drop the last one. The main thread
+    holds the GIL in destroy_process_group and waits for the gloo thread: a deadlock (torch 2.6).
     """
     _exchanged.append(tensors)
 
@@ -150,7 +147,7 @@ def gathered(own: torch.Tensor) -> list[torch.Tensor]:
 
 
 def told_by_all(value: Any) -> list[Any]:
-    """Return every rank's value, which is sent as a pickle."""
+    """Send a value to all ranks as a pickle, and return every rank's value."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)

@@ -1,21 +1,21 @@
-"""End a job if one of its ranks fails. The other ranks learn the cause and do not wait.
+"""End a job if one of its ranks fails, and report the cause to the other ranks.
 
 Note [How ranks wait]
 ~~~~~~~~~~~~~~~~~~~~~
 A rank that waits for another is blocked in a collective until the group's timeout (10 minutes with NCCL, 30 with gloo).
 So a second thread of each rank listens on a connection to rank 0 (`failure_channel`), and aborts the collective if a
-rank fails. For example, rank 1 of three raises, and the others are in an all-reduce:
+rank fails. For example, rank 1 of three raises an error while the others are in an all-reduce:
 
      0 s   rank 1 sends its error to rank 0, which forwards it to rank 2
-           ranks 0 and 2 print the error, abort their collective, and find rank 1's error as its cause
+           ranks 0 and 2 print the error, and abort their collective
      2 s   ranks 0 and 2 raise RankFailedError. torchrun blames the rank that ends first, so rank 1 gets a head start
     10 s   a rank that has not left `setup` by now, for example because a kernel hangs, is killed
 
-Other ends of a rank:
+A rank can also end in other ways:
 
     killed               at once     its system closes the connection, so rank 0 reports it
     machine is down      15 s        its system does not answer keep-alive packets
-    stopped (SIGSTOP)    12 s        it sends no sign. The others print this and wait, because it may continue
+    stopped (SIGSTOP)    12 s        it sends no message. The others print this and wait, because it may continue
     never joins          15 s        the others print this and wait
     left too early       1 s         no failure arrives in this time, so the rank that left is the cause
 
@@ -46,44 +46,43 @@ from autosplit.text import printable
 # See Note [How ranks wait] for these durations.
 
 GRACE_S = 10.0
-"""A rank has this long to leave `setup` after another rank failed. Then its process is killed."""
+"""Seconds in which a rank must leave `setup` after another rank failed. Then its process is killed."""
 
 _LET_FIRST_S = 2.0
-"""A rank waits this long before it raises for another rank's failure. torchrun blames the rank that ends first."""
+"""Seconds until a rank raises an error for another rank's failure. torchrun blames the rank that ends first."""
 
 _VERDICT_S = 5.0
-"""A rank whose collective broke waits this long to learn which rank failed."""
+"""Seconds in which a rank with a broken collective waits for the message with the cause."""
 
 _OTHER_CAUSE_S = 1.0
-"""A rank that has left is blamed after this time, unless another rank turns out to have failed."""
+"""Seconds until a rank that has left is blamed, unless a failure of another rank arrives."""
 
 TOLD_AFTER_S = 15.0
-"""A rank that has waited this long for others prints which call they have to make."""
+"""Seconds of waiting after which a rank prints which method the other ranks must call."""
 
 _SIGN_EVERY_S = 3.0
-"""A rank sends a sign of life this often."""
+"""Seconds between two messages that a rank sends to show that it is alive."""
 
 _SILENT_S = 12.0
-"""A rank that sends nothing for this long is probably stopped. It may continue, so no process is ended."""
+"""Seconds without a message, after which a rank is reported as stopped. It may continue, so no process is ended."""
 
 _BROKEN_OFF = re.compile(
-    # Messages of gloo's plain RuntimeErrors, and of an aborted NCCL group (the last). Others are DistErrors.
+    # gloo raises plain RuntimeErrors, and so does an aborted NCCL group (last pattern). Other errors are DistErrors.
     r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
 )
 
 
 class UnwatchedWarning(UserWarning):
-    """A rank has no connection to rank 0, which would report failures of other ranks."""
+    """A rank has no connection to rank 0, so it does not learn of other ranks' failures."""
 
 
 class Watch:
-    """Listen for the failure of any rank, from joining the job until leaving it. See Note [How ranks wait].
+    """Listen for the failure of any rank. See Note [How ranks wait].
 
-    The cost is a connection to rank 0 and a thread that sleeps. A job of one rank has neither.
+    This needs a connection to rank 0 and a sleeping thread. A job of one rank has neither.
 
     Attributes:
-        on_missing: Called with the number of a collective that another rank does not join. Called with "" if a rank
-            failed.
+        on_missing: Called with the number of a collective that another rank does not join, or with "" if a rank failed.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -106,7 +105,7 @@ class Watch:
         return self._failed is not None
 
     def begin(self, sockets: Mapping[int, str]) -> None:
-        """Start listening. All ranks call this, in a process group, with its `group_sockets`."""
+        """Start listening. All ranks call this after they created the process group, with its `group_sockets`."""
         if self._world_size == 1:
             return
         self._sockets = sockets
@@ -133,12 +132,12 @@ class Watch:
             self._line.close()
 
     def say_missing(self, number: str) -> None:
-        """Tell the other ranks that this rank does not join the collective with this number."""
+        """Report to the other ranks that this rank does not join the collective with this number."""
         self._tell(Word("missing", self._rank, number))
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks how the block ends. Raise RankFailedError if another rank failed."""
+        """Report to the other ranks how the block ends. Raise RankFailedError if another rank failed."""
         try:
             yield
         except BaseException as error:
@@ -156,14 +155,14 @@ class Watch:
                 kind: Any = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 self._tell(Word(kind, self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
-                    self._heard.wait(_VERDICT_S)  # when this rank ends, the other ranks look for the cause
+                    self._heard.wait(_VERDICT_S)  # give the other ranks time to receive the cause before this rank ends
             raise
         if self._failed is not None:
             raise self._stopped_by(self._failed)
         self._tell(Word("left", self._rank, "the block ended"))
 
     def _stopped_by(self, word: Word) -> RankFailedError:
-        """Return the error that this rank raises for another rank's failure, after that rank had time to end."""
+        """Return the error for another rank's failure. First give that rank time to end."""
         if word.kind in ("failed", "interrupted") and word.rank != self._rank:
             time.sleep(_LET_FIRST_S)
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
@@ -173,7 +172,7 @@ class Watch:
             self._line.say(word)
 
     def _failure_behind(self, error: BaseException) -> Word | None:
-        """Return the failure of another rank that led to this error. Return None if the error is this rank's own."""
+        """Return the failure of another rank that led to this error, or None."""
         if not isinstance(error, Exception) or isinstance(error, RankFailedError):
             return None  # Ctrl-C, or an inner context has found the cause
         broken_off = _is_broken_off(error)
@@ -182,7 +181,7 @@ class Watch:
         return self._verdict() if broken_off and self._thread is not None else self._failed
 
     def _verdict(self) -> Word | None:
-        """Wait for the cause of a broken collective: a rank failed, or else a rank left too early."""
+        """Wait for the cause of a broken collective: a rank that failed, or otherwise a rank that left too early."""
         begun = time.monotonic()
         while not self._heard.wait(0.1) and time.monotonic() < begun + (_OTHER_CAUSE_S if self._gone else _VERDICT_S):
             pass
@@ -219,11 +218,10 @@ class Watch:
             now = time.monotonic()
             if now >= signed + _SIGN_EVERY_S:
                 signed = now
-                self._line.send(Word("sign", self._rank), but=self._silent)  # their buffers would fill up
+                self._line.send(Word("sign", self._rank), but=self._silent)  # the buffers of silent ranks would fill up
             self._look_for_silence(self._line, now)
 
     def _look_for_silence(self, line: Line, now: float) -> None:
-        """Print which ranks have become silent, and which send again."""
         heard = line.silent_since()
         silent = {rank for rank, heard_s in heard.items() if now > heard_s + _SILENT_S}
         for rank in sorted(silent - self._silent):
@@ -273,7 +271,7 @@ class Watch:
 
 
 def end_process(why: str) -> None:
-    """Print the reason and kill this process. Used if nothing else can abort its collective."""
+    """Print the reason and kill this process."""
     _print(f"autosplit: {why}, so its process is killed")
     os._exit(1)
 
@@ -293,7 +291,6 @@ def _unwatched(what: str) -> Iterator[None]:
 
 
 def _is_broken_off(error: BaseException) -> bool:
-    """Return whether an exception, or one of its causes, comes from a collective that lost a peer."""
     return any(
         isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
         for link in causes_of(error, contexts=True)
@@ -322,7 +319,7 @@ def _print(text: str) -> None:
 
 
 def open_sockets() -> dict[int, str]:
-    """Return the open sockets of this process, by descriptor. Return {} if the system does not list them."""
+    """Return the open sockets of this process, by descriptor. Return {} if the system does not list sockets."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
@@ -334,7 +331,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def group_sockets(before: Mapping[int, str]) -> dict[int, str]:
-    """Return the sockets that gloo opened for the process group since `before`."""
+    """Return the sockets that gloo opened for the process group, since `before`."""
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
@@ -345,14 +342,13 @@ def abort_group(group: Any) -> None:
 
 
 def cut_off(group: Any, sockets: Mapping[int, str]) -> None:
-    """Abort the collectives of a group: they raise an error, or return incomplete data.
+    """Abort the collectives of a group. They raise an error, or return incomplete data.
 
-    gloo has no abort (torch 2.13: `abort` does nothing). But it ends a collective when a connection ends, so this rank
-    closes its own connections, the `sockets` from `group_sockets`.
+    gloo cannot abort (torch 2.13: `abort` does nothing), so close its connections, the `sockets` from `group_sockets`.
     """
     abort_group(group)
     still = open_sockets()
     for number in [number for number, name in sockets.items() if still.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-            end.getpeername()  # raises OSError for a listener. gloo would crash if that was shut down
+            end.getpeername()  # raises OSError for a listening socket. If that was shut down, gloo would crash
             end.shutdown(socket.SHUT_RDWR)

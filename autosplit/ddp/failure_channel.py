@@ -1,12 +1,12 @@
-"""Connections between the ranks, next to their collectives, on which a rank reports how it ends.
+"""Connect each rank to rank 0, in addition to the process group, to report how a rank ends.
 
         rank 1 ---+
         rank 2 ---+--- rank 0       rank 0 forwards the messages of one rank to the others
         rank 3 ---+
 
-If a process ends, the system closes its connection, so rank 0 also detects a killed rank. If a machine goes down, its
-system stops answering keep-alive packets. torch's store cannot replace this: it does not report a client that ended.
-See Note [How ranks wait] in `failure`.
+If a process ends, the system closes its connection, so rank 0 detects a killed rank. If a machine goes down, its system
+stops answering keep-alive packets. torch's store does not report a client that ended. See Note [How ranks wait] in
+`failure`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Literal
 import msgspec
 
 JOIN_S = 10.0
-"""A rank tries for this long to connect to rank 0."""
+"""Seconds in which a rank tries to connect to rank 0."""
 
 _TRY_S = 3.0
-"""A rank tries each of rank 0's addresses for this long."""
+"""Seconds in which a rank tries to connect to one of rank 0's addresses."""
 
 _SILENT_AFTER_S, _SIGN_EVERY_S, _SIGNS = 6, 3, 3
-"""A machine is dead if its system has not answered for 6 + 3 * 3 = 15 s."""
+"""A machine counts as down if its system has not answered for 6 + 3 * 3 = 15 s."""
 
 _CAUSE_LENGTH = 1000
 _PIECE_BYTES = 65536
 _RANK_BYTES = 4
 
 _GREETING_S = 1.0
-"""A new connection must send the token within this time. Rank 0 reads no messages meanwhile."""
+"""Seconds in which a new connection must send the token. Rank 0 reads no messages meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Word:
     """A message from another rank.
 
     Attributes:
-        kind: "joined" (only rank 0 receives it); "failed", "interrupted" (Ctrl-C) and "left", which the rank sends;
-            "lost", if its connection ended without one of these; "missing", if it does not come to a collective;
-            "sign", that it is alive; "over", from this rank to its own thread.
+        kind: A rank sends "failed", "interrupted" (Ctrl-C) or "left" before it ends, "missing" if it does not join a
+            collective, and "sign" to show that it is alive. Rank 0 creates "joined" for a new rank and "lost" if a
+            connection ended without a message. "over" ends the rank's own thread.
         cause: The cause of a failure, or of leaving, on one line. For "missing", the collective's number.
     """
 
@@ -61,10 +61,9 @@ class Word:
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens.
+    """The address at which rank 0 listens.
 
     Attributes:
-        hosts: Names and IP addresses of rank 0's machine.
         token: Proves that both ends belong to one job.
     """
 
@@ -74,9 +73,9 @@ class Address:
 
 
 class Line:
-    """A rank's end of the connections.
+    """One rank's end of the connections.
 
-    One thread listens (`words`, `send`, `close`). Other threads pass messages to it with `say`.
+    One thread listens (`words`, `send`, `close`). Other threads pass messages to that thread with `say`.
     """
 
     def __init__(self, rank: int) -> None:
@@ -90,7 +89,7 @@ class Line:
         _OPEN.add(self)
 
     def listen(self) -> Address:
-        """Listen on rank 0."""
+        """Listen for the other ranks, on rank 0. Return the address."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
@@ -115,7 +114,7 @@ class Line:
         raise OSError(f"rank 0 listens on port {address.port}, but the connection failed; {'; '.join(reasons)}")
 
     def _greeted(self, host: str, port: int, limit_s: float) -> socket.socket:
-        """Connect, and check the token. On this machine, the port may belong to another program."""
+        """Connect, and check the token. The port may belong to another program on this machine."""
         made = socket.create_connection((host, port), timeout=limit_s)
         try:
             made.sendall(self._token + self.rank.to_bytes(_RANK_BYTES, "big"))
@@ -128,19 +127,19 @@ class Line:
         return made
 
     def say(self, word: Word) -> None:
-        """Send a message to the listening thread of this rank, from any thread."""
+        """Send a message to the listening thread of this rank."""
         with contextlib.suppress(OSError):  # closed
             self._mouth.sendall(_line_of(word))
 
     def words(self, wait_s: float) -> list[Word]:
-        """Wait for messages, including this rank's own. Return [] if none comes in this time."""
+        """Wait for messages, including this rank's own. Return [] if no message arrives in this time."""
         until = time.monotonic() + wait_s
         found: list[Word] = []
         while not found and (left_s := until - time.monotonic()) >= 0:
             by_end = {peer.socket: peer for peer in (self._own, *self._peers.values())}
             listeners = [] if self._listener is None else [self._listener]
             ready = wait([*by_end, *listeners], left_s)
-            # Return a new rank first. The caller sends it the failures so far, before the messages that follow.
+            # Return a new rank first. The caller sends the failures so far to it, before the messages that follow.
             if any(one not in by_end for one in ready) and (joined := self._introduced()):
                 return joined
             found += [word for one in ready if one in by_end for word in self._heard_from(by_end[one])]
@@ -151,7 +150,7 @@ class Line:
         return {peer.rank: peer.heard_s for peer in self._peers.values() if not peer.parted}
 
     def send(self, word: Word, *, only: int | None = None, but: Collection[int] = ()) -> None:
-        """Send a message to all connected ranks but its sender and `but`, or only to one rank."""
+        """Send a message to one rank (`only`), or to all connected ranks except its sender and `but`."""
         for peer in list(self._peers.values()):
             if only in (None, peer.rank) and peer.rank not in (word.rank, *but):
                 with contextlib.suppress(OSError):  # `words` reports a closed connection
@@ -162,22 +161,21 @@ class Line:
         _OPEN.discard(self)
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.socket.shutdown(socket.SHUT_WR)  # let the other end read what was sent
+                peer.socket.shutdown(socket.SHUT_WR)  # let the other end read the messages that were sent
         self.drop()
 
     def drop(self) -> None:
-        """Close the sockets in this process only. A forked process shares the connections."""
+        """Close the sockets in this process only. The parent of a forked process keeps the connections."""
         for end in (self._own.socket, self._mouth, self._listener, *(peer.socket for peer in self._peers.values())):
             if end is not None:
                 end.close()
         self._peers = {}
 
     def _introduced(self) -> list[Word]:
-        """Accept a connection. Close it if it does not send the token."""
         assert self._listener is not None, "its socket was ready"
         try:
             made, _ = self._listener.accept()
-        except OSError:  # this process may have too many open files. The listener stays ready
+        except OSError:  # for example too many open files. The listener stays ready, so do not retry at once
             time.sleep(0.1)
             return []
         try:
@@ -189,7 +187,7 @@ class Line:
                 _keep_alive(made)
                 self._peers[rank] = _Peer(rank, made)
                 return [Word("joined", rank)]
-        except OSError:  # it sent nothing, or closed the connection
+        except OSError:  # the other end sent nothing, or closed the connection
             pass
         made.close()
         return []
@@ -212,11 +210,10 @@ class _Peer:
         self.rank = rank
         self.socket = end
         self.heard_s = time.monotonic()
-        self.parted = False  # the reason that it sent before it left
+        self.parted = False  # whether it sent the reason before it left
         self._arrived = b""
 
     def read(self) -> tuple[list[Word], str | None]:
-        """Return the complete messages, and why the connection ended, or None."""
         try:
             piece = self.socket.recv(_PIECE_BYTES)
             reason = None if piece else _ENDED
@@ -244,7 +241,6 @@ def _line_of(word: Word) -> bytes:
 
 
 def _received(end: socket.socket, count: int) -> bytes:
-    """Receive this many bytes, or fewer if the connection ends."""
     found = b""
     while len(found) < count and (piece := end.recv(count - len(found))):
         found += piece
@@ -252,7 +248,7 @@ def _received(end: socket.socket, count: int) -> bytes:
 
 
 def _keep_alive(end: socket.socket) -> None:
-    """Let the system detect a machine that went down, which closes no connection."""
+    """Let the system detect a machine that went down. Such a machine closes no connection."""
     end.settimeout(1.0)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -262,12 +258,12 @@ def _keep_alive(end: socket.socket) -> None:
         ("TCP_KEEPCNT", _SIGNS),
         ("TCP_USER_TIMEOUT", 1000 * (_SILENT_AFTER_S + _SIGN_EVERY_S * _SIGNS)),
     ):
-        if hasattr(socket, name):  # systems differ
+        if hasattr(socket, name):  # not every system has all of them
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _hosts_here() -> tuple[str, ...]:
-    """Return the addresses of this machine. Ranks of the same machine use the first."""
+    """Return the addresses of this machine. Ranks on the same machine use the first."""
     found = ("127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname())
     return tuple(dict.fromkeys(filter(None, found)))
 
@@ -276,7 +272,7 @@ _OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """Close the connections in forked DataLoader workers. They would stay open if the rank is killed."""
+    """Close the connections in forked DataLoader workers. Otherwise they would stay open if the rank is killed."""
     for line in list(_OPEN):
         line.drop()
     _OPEN.clear()

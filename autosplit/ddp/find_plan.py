@@ -21,9 +21,8 @@ def plan_for_job(
 ) -> tuple[Plan, Path | None]:
     """Return the plan of a job, and its file or None.
 
-    The plan is the given plan, or the plan in the file that the environment variable names. Otherwise it is the newest
-    plan in the cache that fits this machine and the `world_size` processes. If there are several, rank 0 prints which
-    one it is on stderr.
+    This is the given plan, or the plan in the file that AUTOSPLIT_PROFILE names, or the newest saved plan that fits
+    this machine and the `world_size` processes. If several fit, rank 0 prints the chosen plan on stderr.
     """
     path: Path | None = None
     if isinstance(profile, Plan):
@@ -36,7 +35,6 @@ def plan_for_job(
 
 
 def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
-    """Return the newest plan in the cache that this machine and this job can use."""
     usable = _usable_by(world_size)
     if not usable:
         if world_size == 1 and _usable_by(None):
@@ -70,7 +68,6 @@ def tell_of_newest(text: str, path: Path, count: int) -> None:
 
 
 def _usable_by(world_size: int | None) -> list[tuple[Plan, Path]]:
-    """Return the saved plans that this machine and a job of `world_size` processes can use, the newest first."""
     ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
     return _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
 
@@ -85,7 +82,7 @@ def hint_for_size(parameters: int, world_size: int) -> str:
 
 
 def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
-    """Return the fastest of all plans that differ only in their checkpointed layers. One tuning made these plans."""
+    """Return the fastest of all plans that differ only in their checkpointed layers. One tuning saves these plans."""
     fastest: dict[str, tuple[Plan, Path]] = {}
     for plan, path in found:
         workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}

@@ -1,11 +1,11 @@
-"""Train with FSDP2 under a plan: shard a model's parameters over the ranks, with the gradient of the whole batch.
+"""Train with FSDP2 under a plan: shard a model's parameters over the ranks.
 
           shard                           forward, backward               last micro-batch
 rank 0    [p0 ..] of rank 0's weights     all-gather p0 p1 | n0 W/N       reduce-scatter gradients, keep p0's
 rank 1    [.. p1] of rank 0's weights     all-gather p0 p1 | n1 W/N       reduce-scatter gradients, keep p1's
 
-All ranks must run every forward and every backward, even with weight 0, because each contains collectives. If a rank
-skipped one, the others would hang.
+All ranks must run every forward and every backward, even with weight 0. Both contain collectives, so otherwise the
+other ranks would hang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], b
 """The modules that are sharded one by one: a class, a tuple of classes, or a function that returns True for them."""
 
 _NOT_TAKEN = ("module", "dp_mesh_dims")
-"""Arguments of fully_shard that users may not pass: the model, and meshes on which some ranks share their samples."""
+"""Arguments of fully_shard that users may not pass. With `dp_mesh_dims`, some ranks would share their samples."""
 
 
 def shard(
@@ -61,7 +61,7 @@ def shard(
 
 
 def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
-    """Raise InputError for options that `call` does not have in this torch version, or that are in `not_taken`."""
+    """Raise InputError for options that `call` lacks in this torch version, or that are in `not_taken`."""
     known = [name for name in inspect.signature(call).parameters if name not in not_taken]
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -75,8 +75,8 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
 def begin_step(shared: Any) -> None:
     """Clear the gradients that an unfinished step left in FSDP2.
 
-    Before the last micro-batch, FSDP2 keeps gradients on its unsharded parameters. `zero_grad` does not clear these, so
-    the next step would add to them.
+    FSDP2 accumulates gradients on its unsharded parameters until the last micro-batch. `zero_grad` does not clear
+    these, so the next step would add to them.
     """
     reset_fsdp(shared)
     for part in filter(_is_sharded_module, shared.modules()):
@@ -102,11 +102,11 @@ def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
     """Gather a sharded tensor. All ranks must call this in the same order.
 
     Args:
-        keep: Whether to return the whole tensor, in CPU memory. If False, return None.
+        keep: Whether to return the whole tensor, in CPU memory, or None.
     """
     mesh_type = cast("DTensor", shared).device_mesh.device_type
     tensor = shared.detach()
-    if tensor.device.type != mesh_type:  # an offloaded tensor is in CPU memory, and NCCL cannot send from there
+    if tensor.device.type != mesh_type:  # an offloaded tensor is in CPU memory, which NCCL cannot send
         tensor = tensor.to(mesh_type)
     found = cast("DTensor", tensor).full_tensor()
     return found.cpu() if keep else None
@@ -146,7 +146,6 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
-    """Return the modules that are sharded one by one, inner modules first."""
     if layers is None:
         return []
     is_class = isinstance(layers, type | tuple)
@@ -163,7 +162,7 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
 
 
 def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    """Raise InputError if a parameter is tied across two groups. Each group would shard it, which ends the tie."""
+    """Raise InputError if two groups share a parameter. Each group would shard its own copy and untie it."""
     alone = {path: part for path, part in model.named_modules(remove_duplicate=False) if part in set(chosen)}
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -184,7 +183,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(model: nn.Module) -> None:
-    """Raise InputError if the ranks have different models, because their collectives would not match."""
+    """Raise InputError if the ranks' models differ, because their collectives would not match."""
     own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
     everyones = told_by_all(own)
     others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
@@ -197,7 +196,7 @@ def _compare(model: nn.Module) -> None:
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank 0's weights and buffers one at a time, because the whole model need not fit on a device."""
+    """Broadcast rank 0's tensors one at a time, because the whole model need not fit on a device."""
     if dist.get_world_size() == 1:
         return
     at = exchange_device(device)
@@ -218,6 +217,6 @@ def _is_sharded_module(part: nn.Module) -> bool:
 
 
 def _holds_shards(part: nn.Module) -> bool:
-    """Return whether a module's direct tensors are sharded. Ignore its submodules."""
+    """Return whether a module's tensors are sharded, without its submodules."""
     own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return _is_sharded_module(part) or any(map(is_shard, own))

@@ -2,7 +2,7 @@
 
 DistributedDataParallel sends its buckets in the last backward. A rank may run out of memory there and run the
 micro-batch again in parts. The other ranks would then wait forever, or receive some buckets twice. So the ranks send
-nothing in a backward. The cost is that communication does not overlap with the backward.
+nothing in a backward.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autosplit.errors import InputError
 from autosplit.torch_versions import buckets, private
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that are sent at a time, equal to DistributedDataParallel's default `bucket_cap_mb`."""
+"""Bytes that are sent at a time, equal to DistributedDataParallel's default `bucket_cap_mb` (25 MiB)."""
 
 
 def refuse_meeting(wrapped: DistributedDataParallel) -> None:
-    """Raise InputError if averaging the gradients cannot replace a model's own synchronisation."""
+    """Raise InputError if `average_gradients` cannot replace a model's synchronisation."""
     found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
     if found is None and private(wrapped, "_comm_hooks"):
         found = "a communication hook"
@@ -80,8 +80,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 def has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
     """Return whether the next backward must synchronise gradients, because the model has static_graph=True.
 
-    With static_graph, DDP learns the graph in the first backward. If that backward does not synchronise, DDP fails in
-    one of two ways. It raises "expect_autograd_hooks_ INTERNAL ASSERT FAILED" (torch 2.13), or it silently never sends
-    a gradient (PyTorch #143580, #187732). One more synchronisation does not change the sum of the gradients.
+    With static_graph, DDP learns the graph in the first backward. If that backward does not synchronise, DDP raises
+    "expect_autograd_hooks_ INTERNAL ASSERT FAILED" (torch 2.13), or silently never sends a gradient (PyTorch #143580,
+    #187732).
     """
     return wrapped.static_graph and not private(wrapped, "_static_graph_delay_allreduce_enqueued")

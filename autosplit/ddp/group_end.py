@@ -1,4 +1,4 @@
-"""End a process group while wrapped models still exist. They must not keep references to it."""
+"""End a process group while wrapped models still exist, by removing their references to the group."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _outliving: WeakSet[DistributedDataParallel] = WeakSet()
 def let_go_of_group_last(wrapped: nn.Module) -> None:
     """Make a DDP model drop its Python reference to the process group after its reducer. Ignore other models.
 
-    Dropping the last reference to a group ends the group and waits for gloo's threads. A Python reference is dropped
-    without the GIL, but the reducer's reference is dropped with the GIL held. A gloo thread may be waiting for the GIL:
-    a deadlock, in about one of thirty models (torch 2.13). Attributes are deleted in the order of their assignment, so
-    setting the group again moves it behind the reducer.
+    Dropping the last reference to a group ends the group and waits for gloo's threads. The reducer's reference is
+    dropped with the GIL held, and a gloo thread may be waiting for the GIL: a deadlock, in about one of thirty models
+    (torch 2.13). A Python reference is dropped without the GIL. Attributes are deleted in the order of their
+    assignment, so setting the group again moves it behind the reducer.
 
-    At the interpreter's exit, all references of the model to the group are removed. A Trainer of another library may
-    never do this.
+    At the interpreter's exit, remove the model's references, because a library's Trainer may keep them.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -42,9 +41,8 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
 def part_from_group(wrapped: Any) -> None:
     """Remove all references of a wrapper to its process group, so the group ends when it is destroyed.
 
-    Otherwise the group exists until the interpreter has exited. If a gloo thread then frees a Python tensor, the
-    process aborts (torch 2.13: "terminate called without an active exception", rarely, on a busy machine). Until then,
-    the connections to the other ranks also stay open.
+    Otherwise the group and its connections exist until the interpreter has exited. If a gloo thread then frees a Python
+    tensor, the process aborts (torch 2.13: "terminate called without an active exception", rarely, on a busy machine).
     """
     wrapped.reducer = wrapped.logger = None
     wrapped.process_group = None  # last, see `let_go_of_group_last`
@@ -53,7 +51,6 @@ def part_from_group(wrapped: Any) -> None:
 
 
 def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
-    """Move the inputs to the device as DDP does. Raise InputError if the forward is for training."""
     if wrapped.training and torch.is_grad_enabled():
         raise InputError(
             "The wrapped model was called for training after autosplit.ddp.setup ended, when the ranks no longer "
@@ -68,15 +65,15 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
 
 
 def _end_group() -> None:
-    """End gloo's threads before the interpreter exits, see `part_from_group`. Do nothing after an error.
+    """End gloo's threads before the interpreter exits, see `part_from_group`.
 
-    After an error, other ranks may be in a collective. This process must close its connections, and not wait for them.
+    Do nothing after an error, because other ranks may be in a collective.
     """
     if hasattr(sys, "last_type"):
         return
     for wrapped in _outliving:
         if wrapped.process_group is not None:
             part_from_group(wrapped)
-    # Look at the backend of each device. The Trainer chooses "cpu:gloo", and `get_backend()` has no name for it.
+    # Check the backend of each device. The Trainer chooses "cpu:gloo", and `get_backend()` has no name for it.
     if dist.is_initialized() and dist.Backend.GLOO in dist.get_backend_config():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Exchange counts and gradient norms between the ranks of a loop, and form steps from loaders without a plan's sampler.
+"""Exchange counts and gradient norms between the ranks, and form steps from loaders without a plan's batch sampler.
 
 rank 0   batch batch batch  count 40 | the ranks exchange counts: N = 65  | weights 40 W/65
 rank 1   batch batch        count 25 | all ranks run 3 micro-steps        | weights 25 W/65, the third has weight 0
@@ -25,29 +25,28 @@ from autosplit.torch_versions import private
 
 
 class LeftOverWarning(UserWarning):
-    """A rank's loader had batches left when the loader of another rank ended. They are not trained on."""
+    """A rank's loader had batches left when another rank's loader ended. They are not trained on."""
 
 
 def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """Return a row of numbers for each rank, in double precision. All ranks must pass equally many numbers.
 
-    The bits of the numbers are sent as int64, because some accelerators do not have float64.
+    Send the bits as int64, because some accelerators do not have float64.
     """
     bits = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.int64)
     return torch.stack(gathered(bits.to(exchange_device(device)))).cpu().view(torch.float64)
 
 
 def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]:
-    """Return the sum over the ranks of each number in a list. All ranks must pass equally many numbers."""
+    """Return each number's sum over the ranks. All ranks must pass equally many numbers."""
     sums: list[float] = _gathered(own, device).sum(0).tolist()
     return [tidy(total) for total in sums]
 
 
 def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
-    """Combine the ranks' gradient norms of a step: add up the first two numbers, and take the largest third.
+    """Combine the ranks' gradient norms of a step: add up the first two numbers, and return the largest third.
 
-    The third number is the squared norm of the step's gradient. It is equal on all ranks that measured it. A rank
-    without samples did not.
+    The third number is the squared norm of the step's gradient. Only ranks with samples measure it, with equal results.
     """
     weighted, number, squared = _gathered(own, device).unbind(1)
     return float(weighted.sum()), float(number.sum()), float(squared.max())
@@ -75,10 +74,10 @@ def foreign_steps(
     """Form optimizer steps, equally many on all ranks, from a loader without a plan's batch sampler.
 
     A step's micro-batches are buffered until the ranks have exchanged their counts. A rank with fewer micro-batches
-    runs its last one again with weight 0. All ranks end when the first loader does.
+    runs its last one again with weight 0. All ranks end when the shortest loader ends.
 
     Args:
-        has_share: Whether the plan has samples for this rank. If not, its batches have weight 0.
+        has_share: Whether the plan has samples for this rank.
         spans_ranks: Whether losses are already normalised over all ranks. See `normalised_over_ranks`.
     """
     check_loader(loader)
@@ -113,6 +112,6 @@ def foreign_steps(
 
 
 def draws_everything(loader: object) -> bool:
-    """Return whether a loader draws the whole data set, with a sampler of PyTorch for a single process."""
+    """Return whether a loader draws the whole data set, with PyTorch's sampler for a single process."""
     whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
     return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -1,8 +1,8 @@
 """Detect a loss that uses collectives. Such a loss may already be normalised over the ranks, as in DETR.
 
 A process group numbers its collectives. Between the draw of a micro-batch and its backward, DistributedDataParallel may
-run collectives around the model's forward (it broadcasts buffers). All others belong to the loss, which the loop or the
-model computes. Reading the number has no side effects.
+run collectives around the model's forward (it broadcasts buffers). All other collectives belong to the loss, which the
+loop or the model computes.
 
     draw    sum the boxes    DDP: buffers    model    log the loss    backward
     17      18               19              19       20              -         found: (18 - 17) + (20 - 19) = 2
@@ -48,12 +48,12 @@ class LossCollectives(StepListener):
         self._since = _number()
 
     def begin(self) -> None:
-        """Start to count for a micro-batch that was just drawn."""
+        """Start to count the collectives of a micro-batch that was just drawn."""
         self._found = 0
         self._go_on()
 
     def draw(self, is_last: bool) -> None:  # noqa: ARG002
-        """Start to count for a micro-batch."""
+        """Start to count the collectives of a micro-batch."""
         self.begin()
 
     def first_loss(self, loss: torch.Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
@@ -70,8 +70,7 @@ class LossCollectives(StepListener):
         """Raise InputError if a loss ran a collective, unless its weight is 1 or it gathers with gradients.
 
         Args:
-            weight: The factor of the loss on this rank.
-            where: The function that accepts `loss_scope=`, such as ``"ctx.steps"``.
+            where: The function with `loss_scope=`, for the message.
 
         Raises:
             InputError: The loss may be normalised over the ranks already.
@@ -89,7 +88,7 @@ class LossCollectives(StepListener):
 
 
 def _number() -> int:
-    """Return the number of collectives so far, or 0 if the backend does not count them."""
+    """Return the number of collectives so far, or 0 if the backend does not count collectives."""
     try:
         count: int = private(dist.group.WORLD, "_get_sequence_number_for_group")()
     except RuntimeError:

@@ -7,8 +7,8 @@ by n_r W / N, and DDP averages the gradients of the W ranks. So the result is th
 
     L = sum over ranks of (n_r / N) l_r        the mean over all N samples
 
-Each l_r depends on the tensors of all ranks. The backward of the gather adds up, over the ranks, the gradients with
-respect to one rank's rows. They carry the weights n_r W / N already, so the sum needs no other factor.
+Each l_r depends on the tensors of all ranks. The backward of the gather adds up the gradients of all losses with
+respect to one rank's rows. They contain the weights n_r W / N already.
 
     rank 0   rows z0 (5)  --gather--> [z0 z1]   l_0 * 5 W / 8      gradient of z0: 5 W / 8 dl_0/dz0 + 3 W / 8 dl_1/dz0
     rank 1   rows z1 (3)  --gather--> [z0 z1]   l_1 * 3 W / 8      gradient of z1: 5 W / 8 dl_0/dz1 + 3 W / 8 dl_1/dz1
@@ -34,12 +34,12 @@ from autosplit.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Hold the gathered rows of all ranks.
+    """The gathered rows of all ranks.
 
     Attributes:
         tensor: All rows, in the order of the ranks.
         offset: The position of this rank's first row in `tensor`.
-        sizes: The number of rows of each rank. 0 for a rank that runs samples of other ranks with weight 0.
+        sizes: The number of rows of each rank.
     """
 
     tensor: Tensor
@@ -51,8 +51,8 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
     """Gather the rows of all ranks. See `Context.all_gather`.
 
     Args:
-        counts: Whether this rank's rows have a weight. If not, the other ranks do not receive them. On this rank they
-            are at the end of `tensor`, so the indices in its loss are valid.
+        counts: Whether this rank's rows have a weight. If not, only this rank gets them, at the end of `tensor`, so the
+            indices in its loss are valid.
     """
     if not isinstance(own, Tensor) or not own.dim():
         found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
@@ -71,7 +71,7 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
 
 
 def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
-    """Return the number of rows of each rank. Raise InputError on all ranks if their shapes or dtypes differ."""
+    """Return each rank's number of rows. Raise InputError on all ranks if their shapes or dtypes differ."""
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))

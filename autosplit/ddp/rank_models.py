@@ -16,7 +16,7 @@ from autosplit.parallel.step_listener import StepListener
 
 @dataclass(eq=False)
 class Models:
-    """The models of a context, in the order of their creation. The ranks average their gradients in this order.
+    """The models of a context, in the order of their creation.
 
     Attributes:
         meet_always: Whether every backward of a model has a collective.
@@ -44,17 +44,14 @@ class Ranks(StepListener):
     """Synchronise the ranks in the last micro-batch of an optimizer step.
 
     Attributes:
-        apart: Whether they synchronise after the last backward instead, because each cuts its own micro-batches.
+        apart: Whether to synchronise after the last backward instead, because each rank cuts its own micro-batches.
     """
 
     models: Models
     apart: bool
 
     def draw(self, is_last: bool) -> bool:
-        """Enable or disable the synchronisation of gradients.
-
-        With `apart`, always disable the synchronisation of gradients and buffers.
-        """
+        """Enable or disable the synchronisation of gradients."""
         if not self.apart:
             return self.models.synchronise(is_last)
         for wrapped in self.models.wrapped:
@@ -66,7 +63,7 @@ class Ranks(StepListener):
         return uncounted([*self.models.wrapped, *self.models.sharded], stands_in=stands_in)
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Make the gradients of a backward of weight 0 zeros."""
+        """Set the gradients of a backward of weight 0 to zero."""
         return silenced(self.models.wrapped)
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002

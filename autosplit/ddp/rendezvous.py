@@ -26,13 +26,13 @@ from torch.distributed.rendezvous import rendezvous
 from autosplit.errors import InputError
 
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-"""Slurm's variables for the tasks per node: first of the step, then of the job."""
+"""Slurm's variables for the tasks per node: first of the job step, then of the job."""
 
 _GROUPS = itertools.count()
-"""Counter of the groups that this process made. Every rank makes the same groups, so the numbers agree."""
+"""Counts the groups that this process created. The numbers agree on all ranks."""
 
 _LOOKED_EVERY_S = 0.05
-"""Seconds between two checks of a rank whether rank 0 has answered."""
+"""Seconds between two checks whether rank 0 has answered."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ class Place:
     """Describe this process within the job.
 
     Attributes:
-        local_rank: The rank among the processes of this machine. None if unknown.
-        local_world_size: The number of processes on this machine. None if unknown.
-        address: The address of rank 0, as ``host:port``. None if torchrun's variables have it, or if there is only one
-            process.
+        address: The address of rank 0, as ``host:port``. None if torchrun's variables contain it, or for one process.
     """
 
     rank: int
@@ -53,7 +50,7 @@ class Place:
     address: str | None = None
 
     def beside(self) -> range:
-        """Return the ranks of this machine, which torchrun and Slurm number consecutively. If unknown, all ranks."""
+        """Return the ranks on this machine, or all ranks if unknown. torchrun and Slurm number them consecutively."""
         if self.local_rank is None:
             return range(self.world_size)
         first = self.rank - self.local_rank
@@ -61,9 +58,9 @@ class Place:
 
 
 def place_here() -> Place:
-    """Return this process's place, from the process group, or else from the variables of torchrun, or of Slurm.
+    """Return this process's place: from the process group, or else from torchrun's variables, or Slurm's.
 
-    Without any of them, the process is the only process of its job.
+    Otherwise the process is the only process of its job.
     """
     if dist.is_initialized():
         local = _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE")
@@ -134,7 +131,6 @@ def _tasks_of_node() -> int | None:
 
 
 def _number_in(name: str) -> int | None:
-    """Return an integer from the environment, or None if the variable is not set."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -155,21 +151,21 @@ def meeting_place(place: Place) -> Any:
     url = "env://" if place.address is None else f"tcp://{place.address}"
     ranks = () if place.address is None else (place.rank, place.world_size)
     store, _, _ = next(rendezvous(url, *ranks))
-    # torchrun keeps one store for the whole job, so use new keys: an earlier group has left values in it.
+    # torchrun keeps one store for the whole job, and earlier groups have left values in it. So use new keys.
     group = stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
     return stores.PrefixStore(_agreed_round(group, place, store.timeout.total_seconds()), group)
 
 
 def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
-    """Agree with the running ranks on a new name, which no earlier processes of this job have used.
+    """Agree with the other ranks on a new name that no earlier process of this job has used.
 
         rank 0                               another rank
         publishes a new name        ->       reads the name, which may be an old one
         waits for every rank        <-       writes a unique word under that name
-        answers each word           ->       repeats with newer names until its word is answered
+        answers each word           ->       repeats with newer names until rank 0 answers its word
 
     torchrun restarts processes but keeps the store. Without a new name, a rank that starts first would read the
-    addresses of dead processes. torchrun's count of restarts cannot be the name, because each machine has its own.
+    addresses of dead processes.
     """
     if place.rank == 0:
         name = uuid.uuid4().hex
@@ -212,8 +208,7 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
 def explain_loopback(error: RuntimeError, place: Place) -> None:
     """Raise InputError with advice if gloo looked for a rank of another machine on this machine's loopback.
 
-    gloo resolves the name of its machine and sends the address to the other ranks. On Debian this is a loopback
-    address.
+    gloo sends the address of its machine's name to the other ranks. On Debian, this is a loopback address.
     """
     found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
     if found is None or place.local_world_size == place.world_size:

@@ -34,34 +34,31 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         with autosplit.ddp.setup("plan.json") as ctx:  # torchrun --nproc-per-node 2 train.py
             model = ctx.wrap(model)
 
-    Without torchrun or Slurm, it is a job of one process. The device is the GPU that the plan names, for any value of
-    CUDA_VISIBLE_DEVICES. The backend is torch's default for the devices (nccl on GPUs of NVIDIA and AMD). It is gloo
-    on CPUs, if two ranks share a GPU, and if torch lacks the default backend. An existing process group is used and
-    not destroyed. A group that is made here is destroyed at the end of the block. After that, wrapped models still have
-    their `module` and `state_dict`, and run forwards in `eval()` or without gradients.
+    Without torchrun or Slurm, the job has one process. The device is the GPU that the plan names, for any value of
+    CUDA_VISIBLE_DEVICES. The backend is torch's default for the devices (nccl on GPUs of NVIDIA and AMD). It is gloo on
+    CPUs, if two ranks share a GPU, or if torch lacks the default. An existing process group is not destroyed. A new
+    group is destroyed at the end of the block. After that, wrapped models still have their `module` and `state_dict`,
+    and run forwards in `eval()` or without gradients.
 
-    If a rank leaves by an exception (other than `sys.exit(0)`), it notifies the others. They notice a killed rank at
-    once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
-    RankFailedError. A process that has not left within 10 s is killed, with the reason on stderr and exit code 1.
-    For this, each rank has a connection to rank 0 until rank 0 leaves. The system chooses the port. A message on stderr
-    names a stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. The other ranks wait for both.
-    An existing group is watched, too. If it uses gloo and the failed rank is alive, the other ranks' collectives cannot
-    be aborted, so these ranks are killed.
+    If an exception other than `sys.exit(0)` ends a rank's block, the rank notifies the others. They detect a killed
+    rank at once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
+    RankFailedError. A process that has not left within 10 s is killed, with exit code 1. A message on stderr names a
+    stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. If an existing group uses gloo and the
+    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed.
 
     Args:
-        profile: A plan, or a file that `Plan.save` wrote. None for the file in the environment variable
-            AUTOSPLIT_PROFILE, or else for the newest saved plan that this machine and this job can use.
+        profile: A plan, or a file that `Plan.save` wrote. Default: the file in the environment variable
+            AUTOSPLIT_PROFILE, or else the newest saved plan that fits this machine and this job.
 
     Yields:
-        The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `all_gather`, `save_checkpoint`,
-        `load_checkpoint`, `save_sharded`, `load_sharded`.
+        The rank's `Context`.
 
     Raises:
         PlanError: There is no plan, the plan cannot be read, its number of ranks is not the number of processes, or
             the ranks have different plans.
         DeviceError: The plan is for simulated GPUs, or this rank's device does not exist.
-        InputError: A variable of torchrun or Slurm is missing or wrong: the rank, the number of ranks, or the address
-            of rank 0. Or the other machines cannot reach a machine at the address that it resolves for itself.
+        InputError: A variable of torchrun or Slurm is missing or wrong. Or a machine resolves its own name to an
+            address that the other machines cannot reach.
         RankFailedError: Another rank failed. Raised at the end of the block.
 
     Warns:
@@ -94,7 +91,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
 @contextmanager
 def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
-    """Create the process group, yield its `group_sockets`, and destroy it at the end. Keep an existing group."""
+    """Create the process group, yield its `group_sockets`, and destroy the group. Keep an existing group."""
     if dist.is_initialized():
         yield {}
         return
@@ -124,10 +121,7 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
 
 
 def agree_on(plan: Plan, rank: int) -> None:
-    """Raise PlanError on all ranks if their plans differ.
-
-    Notes and explanations are not compared, because only one rank of a job keeps them.
-    """
+    """Raise PlanError on all ranks if their plans differ. Ignore notes, which only one rank keeps."""
     digest = hashlib.sha256(plan.bare().to_json().encode()).hexdigest()
     digests = told_by_all(digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]

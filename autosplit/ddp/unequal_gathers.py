@@ -1,6 +1,6 @@
 """Raise InputError for torch's collectives with unequal sizes. gloo would abort the process without a clear error.
 
-The ranks of a plan have unequal numbers of samples. Code that was written for equal batches therefore fails at once.
+The ranks of a plan have unequal numbers of samples, so code for equal batches fails at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autosplit.errors import InputError
 def unequal_gathers_refused() -> Iterator[None]:
     """Compare the ranks' sizes before the user's code runs a collective of torch.distributed with gloo.
 
-    For `all_gather` this is done with every backend. NCCL would wait forever, or return another rank's memory.
+    `all_gather` is checked with every backend. NCCL would wait forever, or return another rank's memory.
     """
     originals = {name: getattr(dist, name) for name in ("all_gather", "all_gather_into_tensor", "all_reduce")}
     replaced = {name: _compared(name, original, originals["all_gather"]) for name, original in originals.items()}
@@ -51,16 +51,12 @@ def _compared(name: str, original: Any, all_gather: Any) -> Any:
 
 
 def _is_users(frame: Any) -> bool:
-    """Return whether user code called the frame's function, directly or through `torch.distributed.nn`.
-
-    Other callers in torch and autosplit always send equal sizes.
-    """
+    """Return whether user code called the frame's function, directly or through `torch.distributed.nn`."""
     caller = str(frame.f_back.f_globals.get("__name__")) if frame is not None and frame.f_back is not None else ""
     return caller.startswith("torch.distributed.nn.") or not caller.startswith(("torch.", "autosplit."))
 
 
 def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) -> None:
-    """Raise InputError on all ranks if a rank sends a size that another rank does not expect."""
     count = dist.get_world_size(group)
     tensor = given["input_tensor" if name == "all_gather_into_tensor" else "tensor"]
     room = given["tensor_list"] if name == "all_gather" else [tensor] * count

@@ -1,4 +1,4 @@
-"""An Accelerator that follows a plan: batch sizes per process, and the gradient of the whole step.
+"""An Accelerator that follows a plan: its batch sizes per process and its accumulation steps.
 
     from autosplit.integrations.accelerate import Accelerator  # replaces accelerate's Accelerator
 
@@ -13,9 +13,9 @@
 
 `prepare` treats loaders that shuffle as training loaders, which yield this process's part of every micro-batch. Other
 loaders are prepared by accelerate, and a backward of their batches raises InputError. The mean loss of each micro-batch
-is weighted by its samples, or by `count`. If the plan was tuned with loss_reduction="sum", the weight is 1. A loop
-without accumulate() also gives the right gradient (`autosplit.integrations.loop_position`), but is slower, because it
-synchronises in every micro-batch. Without a plan, the Accelerator behaves as accelerate's.
+is weighted by its samples, or by `count`. A sum has the weight 1. A loop without accumulate() also gives the right
+gradient (`autosplit.integrations.loop_position`). It is slower, because it synchronises in every micro-batch. Without a
+plan, the Accelerator behaves as accelerate's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
-    """Yield this process's part of every micro-batch. `weight` is the weight of the last yielded batch."""
+    """Yield this process's part of every micro-batch. `weight` is the weight of the last yielded batch's loss."""
 
     def __init__(self, accelerator: Accelerator, share: Share, **options: Any) -> None:
         device = accelerator.device if accelerator.device_placement else None
@@ -76,7 +76,7 @@ class SharesLoader(DataLoaderShard):
         self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
-        """Skip `num_batches` micro-batches in the next iteration only, in any epoch.
+        """Skip `num_batches` micro-batches in the next iteration.
 
         Raises:
             InputError: The micro-batches are not whole optimizer steps of an epoch.
@@ -95,12 +95,12 @@ class SharesLoader(DataLoaderShard):
 
     @property
     def sampler_of_shares(self) -> MarkingBatchSampler:
-        """The plan's batch sampler."""
+        """Return the plan's batch sampler."""
         sampler: MarkingBatchSampler = self.base_dataloader.batch_sampler
         return sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the order. Call `set_epoch` of the data set, if it has one."""
+        """Choose the epoch, which determines the order."""
         self.iteration = epoch
         self.sampler_of_shares.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
@@ -109,7 +109,7 @@ class SharesLoader(DataLoaderShard):
     def begin(self) -> None:
         """Begin the iteration. Set `remainder` to 0, because no sample is repeated in the last micro-batch.
 
-        Otherwise `gather_for_metrics` would keep only the first `remainder` samples.
+        Otherwise `gather_for_metrics` would return only the first `remainder` samples.
         """
         super().begin()
         self.remainder = 0
@@ -132,7 +132,7 @@ class SharesLoader(DataLoaderShard):
         )
         for one in walked if cut is None else cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
-            if self.gradient_state.active_dataloader is not self:  # a loader in the loop body was left before its end
+            if self.gradient_state.active_dataloader is not self:  # the loop body left another loader before its end
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
             position.draw(one._replace(batch=None), iteration)
@@ -158,7 +158,7 @@ class SharesOptimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, except within an optimizer step of the plan."""
-        if self._position.begins_step:  # accelerate would clear nothing here, and the loop may clear only here
+        if self._position.begins_step:  # accelerate would not clear here, but the loop may call zero_grad only here
             self.optimizer.zero_grad(set_to_none is not False)
         elif not self._position.keeps_gradients:
             super().zero_grad(set_to_none)
@@ -169,27 +169,24 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
-            it). Or else, if `model` is given, the newest saved plan for this machine, this number of processes and a
+            it). Otherwise, if `model` is given: the newest saved plan for this machine, this number of processes and a
             model of this size.
-        model: The model to train. Without it, no saved plan is used, because its size is unknown.
-        count: Returns the divisor of a batch's mean loss, if that is not its samples: an int (labels without padding)
-            or a float (the sum of the class weights of its labels). An optimizer step's micro-batches are then
-            buffered until all are counted.
+        model: The model to train. Without it, no saved plan is used.
+        count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int (labels
+            without padding) or a float (the sum of the class weights of its labels).
         loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
         on_oom: With ``"cut"`` in every process, a micro-batch that runs out of memory in `accumulate` is yielded again
-            in two parts, see `Plan.steps`. Gradients are then averaged after the last backward, not in it.
-        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
+            in two parts, see `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, see `Plan.steps`.
         **kwargs: accelerate's arguments. The plan sets `gradient_accumulation_steps` (also in a plugin) and, if it is
-            for CPUs, `cpu`. It also sets the options of DistributedDataParallel, unless you pass a handler for them.
+            for CPUs, `cpu`. It also sets DistributedDataParallel's options, unless you pass a handler for them.
 
     Attributes:
         share: This process's part of the plan. None without a plan.
-        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read. Or its number of processes differs from
-            this job's or accelerate's.
+        PlanError: The plan cannot be read, or its number of processes differs from this job's or accelerate's.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: The accumulation plugin would join an epoch's last optimizer step with the next. In the first
             backward: the loss is not a mean over samples, and there is no `count`. Or the processes run a collective
@@ -265,7 +262,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader. If it shuffles, it yields this process's part of every micro-batch.
 
-        Use `shares_of` for a training loader that does not shuffle.
+        Use `shares_of` if a training loader does not shuffle.
         """
         if isinstance(data_loader, SharesLoader):
             return data_loader
@@ -279,7 +276,7 @@ class Accelerator(accelerate.Accelerator):
         """Return a loader of this process's part of every micro-batch. `prepare` does this for loaders that shuffle.
 
         Args:
-            loader: A DataLoader of PyTorch. Its batch size does not matter.
+            loader: A DataLoader of PyTorch.
             shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
             seed: The seed of that order.
             drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
@@ -300,7 +297,7 @@ class Accelerator(accelerate.Accelerator):
         return made
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer, so that it steps at the end of the plan's optimizer steps."""
+        """Prepare an optimizer that steps at the end of the plan's optimizer steps."""
         if self.share is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         placed = self.device_placement if device_placement is None else device_placement
@@ -309,7 +306,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler so that it steps once per optimizer step. accelerate would step it once per process."""
+        """Prepare a scheduler that steps once per optimizer step. accelerate would step it once per process."""
         if self.share is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared = AcceleratedScheduler(
@@ -365,7 +362,7 @@ class Accelerator(accelerate.Accelerator):
         with self._position.accumulating(), super().accumulate(*models), cut:
             yield
         if self._cut is not None and self._cut.has_failed:
-            self.gradient_state._set_sync_gradients(False)  # the step is not finished: its halves follow
+            self.gradient_state._set_sync_gradients(False)  # unfinished: two parts of the micro-batch follow
             if self._norms is not None:
                 self._norms.spoil()
 
@@ -434,7 +431,7 @@ class Accelerator(accelerate.Accelerator):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip micro-batches to resume within an epoch. With a training loader, skip whole optimizer steps.
 
-        As always with accelerate, set the epoch yourself: ``loader.set_epoch(epoch)``.
+        Set the epoch yourself: ``loader.set_epoch(epoch)``.
         """
         if isinstance(dataloader, SharesLoader):
             return dataloader.skipping(num_batches)
@@ -445,8 +442,8 @@ class Accelerator(accelerate.Accelerator):
 
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
-    """Set a plan's numbers in an Accelerator's arguments. Return whether the user gave accumulation steps."""
-    # Use a plugin: accelerate overrides the plain number by the environment variable of its launcher.
+    """Set a plan's numbers in an Accelerator's arguments. Return whether the user set accumulation steps above 1."""
+    # Use a plugin, because the environment variable of accelerate's launcher overrides the plain number.
     plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
     if not plugin.sync_with_dataloader:
         raise InputError(
@@ -458,16 +455,15 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
     kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
     if share.device.type == "cpu":
-        kwargs["cpu"] = True  # otherwise each process would train alone if there is no GPU
+        kwargs["cpu"] = True  # otherwise each process would train a separate model if there is no GPU
     handlers = list(kwargs.get("kwargs_handlers") or [])
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
-        # The plan measured the memory of the step with these options.
+        # The plan measured memory with these options.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
     return max(steps or 1 for steps in given) > 1
 
 
 def _tell_of_check(plan: Plan) -> None:
-    """Warn if the plan's checks found that the loss is not a mean over samples."""
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
         advice = printable(found.advice, longest=300).rstrip(".")
@@ -481,7 +477,6 @@ def _tell_of_check(plan: Plan) -> None:
 
 
 def _refuse_without_shares(loader: Any) -> None:
-    """Raise InputError if a loader is neither None nor a `SharesLoader`, so its batches have no weights."""
     if loader is None or isinstance(loader, SharesLoader):
         return
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)

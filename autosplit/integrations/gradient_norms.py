@@ -18,11 +18,7 @@ from autosplit.parallel.step_listener import NoiseEstimate, checked_estimate
 
 
 class RunNorms:
-    """Record the gradient norms of a run's optimizer steps.
-
-    Attributes:
-        noise_scale: The estimate that collects the steps.
-    """
+    """Record the gradient norms of a run's optimizer steps in the estimate `noise_scale`."""
 
     def __init__(self, share: Share, noise_scale: NoiseEstimate) -> None:
         self.noise_scale = noise_scale
@@ -33,7 +29,7 @@ class RunNorms:
 
     @classmethod
     def of_share(cls, share: Share | None, noise_scale: NoiseEstimate | None) -> RunNorms | None:
-        """Return the norms of a process. Return None without an estimate or without a plan."""
+        """Return an instance for a process, or None without an estimate or without a plan."""
         checked_estimate(noise_scale)
         if noise_scale is None or share is None:
             return None
@@ -50,10 +46,9 @@ class RunNorms:
         """Record the norm of a micro-batch's gradient in the backward in the block.
 
         Args:
-            loss: The tensor on which the backward is called, or a tensor before it in the graph.
+            loss: The tensor on which the backward is called, or an earlier tensor of its graph.
             weight: The weight of the mean loss: its part of `total` times the number of processes. 0 without samples.
-            scaler: The GradScaler for fp16, or None.
-            models: The wrapped models. Raise InputError if one has a communication hook.
+            models: The wrapped models.
         """
         if not weight:
             return nullcontext()

@@ -1,13 +1,13 @@
-"""A Lightning callback that makes a Trainer follow a plan: batch sizes per process, and the whole step's gradient.
+"""A Lightning callback that makes a Trainer follow a plan: its batch sizes per process and its accumulation steps.
 
     shares = Shares()                                   # the plan of autosplit launch; or Shares("plan.json")
     trainer = lightning.Trainer(callbacks=[shares], ...)  # the plan sets accumulate_grad_batches
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
-It supports one device per process (the DDP strategy, or a single device) and automatic optimization. Each micro-batch's
-loss is weighted by its divisor. This is the number of samples, the number of labels that are not ignored (shifted or
-not), or the sum of these labels' class weights. A loss that is a sum has the weight 1. The divisor is inferred by
-running the training step on a few samples, unless `count` returns it. Without a plan nothing changes.
+The callback supports one device per process (the DDP strategy, or a single device) and automatic optimization. Each
+micro-batch's loss is weighted by its divisor: the samples, the labels that are not ignored, or their class weights. A
+sum has the weight 1. The divisor is inferred by running the training step on a few samples, unless `count` returns it.
+Without a plan nothing changes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", 
 class _EpochTeller(SequentialSampler):
     """Pass the epoch from Lightning to the batch sampler.
 
-    It is a SequentialSampler, because Lightning replaces any other sampler if `overfit_batches` is set.
+    Lightning replaces any other sampler than a SequentialSampler if `overfit_batches` is set.
     """
 
     def __init__(self, batch_sampler: MarkingBatchSampler) -> None:
@@ -96,7 +96,7 @@ class SharesLoader:
         return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Use a Trainer's limits and its count of micro-batches, which determines the ends of optimizer steps."""
+        """Use a Trainer's limits and its count of micro-batches."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:
@@ -133,9 +133,9 @@ class SharesLoader:
         self._resumes = True
 
     def _begin(self) -> int:
-        """Return the micro-batch at which Lightning continues.
+        """Return the index of the micro-batch at which Lightning continues.
 
-        If that is inside an optimizer step, the gradients of the step's earlier micro-batches are lost.
+        If this is inside an optimizer step, the gradients of the step's earlier micro-batches are lost.
         """
         start = self.batch_sampler.start_step
         first, after = batches_of(self.batch_sampler, start), batches_of(self.batch_sampler, start + 1)
@@ -163,21 +163,19 @@ class Shares(lightning.pytorch.Callback):
 
     Args:
         plan: A plan, or the file of a plan. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets
-            it). Or else, if `model` is given, the newest saved plan for this machine, this number of processes and a
+            it). Otherwise, if `model` is given: the newest saved plan for this machine, this number of processes and a
             model of this size.
-        model: The model to train. Without it, no saved plan is used, because its size is unknown.
+        model: The model to train. Without it, no saved plan is used.
         count: Returns the divisor of a batch's mean loss, an int or a float, such as the sum of its samples' weights.
-            Default: inferred by running the training step on a few samples. If the divisor is not the samples, an
-            optimizer step's micro-batches are buffered until all are counted.
+            Default: inferred by running the training step on a few samples.
         loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
-        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, see `Plan.steps`.
         on_oom: With ``"cut"``, a micro-batch that runs out of memory is run in parts, see `Plan.steps`. The module must
             then have `CutMixin` among its bases.
 
     Attributes:
         share: This process's part of the plan. None without a plan.
-        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
         PlanError: The plan cannot be read, or is for a different number of processes.
@@ -227,7 +225,7 @@ class Shares(lightning.pytorch.Callback):
         """Return a training loader of this process's part of every micro-batch. Without a plan, return `loader`.
 
         Args:
-            loader: A DataLoader of PyTorch. Its batch size does not matter.
+            loader: A DataLoader of PyTorch.
             shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
             seed: The seed of that order.
             drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
@@ -245,7 +243,6 @@ class Shares(lightning.pytorch.Callback):
         """Make a data module's training loader yield this process's part of every micro-batch.
 
         Args:
-            datamodule: The data module, whose `train_dataloader` is replaced.
             **options: The options of `loader`.
         """
         made: Any = datamodule.train_dataloader
@@ -269,7 +266,7 @@ class Shares(lightning.pytorch.Callback):
         trainer.accumulate_grad_batches = self.share.accumulation_steps
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Find the `SharesLoader` of the Trainer, and infer what the loss is a mean over."""
+        """Find the `SharesLoader` of the Trainer, and infer the divisor of the loss."""
         if self.share is None:
             return
         if not pl_module.automatic_optimization:
@@ -295,7 +292,7 @@ class Shares(lightning.pytorch.Callback):
             pl_module.autosplit_cuts = self._cut
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Find the loader again, because it may change in each epoch."""
+        """Find the loader again, because each epoch may have another."""
         del pl_module
         if self.share is not None:
             self._find_loader(trainer)
@@ -321,7 +318,7 @@ class Shares(lightning.pytorch.Callback):
             self._cut.begin(trainer.strategy.model, self._at)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Enable DDP's synchronisation again, if `on_oom` is "cut"."""
+        """Enable DDP's synchronisation again, after "cut" disabled it."""
         if self._cut is not None:
             self._cut.end()
 
@@ -349,7 +346,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader = loader
 
     def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
-        """Infer what the loss is a mean over. All processes use the result of process 0."""
+        """Infer the divisor of the loss. All processes use the result of process 0."""
         assert self._loader is not None, "`setup` sets it"
         assert self.share is not None, "without a plan, losses are not weighted"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"

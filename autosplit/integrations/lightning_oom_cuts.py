@@ -3,10 +3,10 @@
     class Model(CutMixin, lightning.LightningModule): ...
     trainer = lightning.Trainer(callbacks=[Shares(on_oom="cut")], ...)
 
-Lightning calls the training step and then its backward, and offers no hook to run both again. So the training step
-here also runs the backward, in parts if necessary. It returns a loss whose backward does nothing. The processes
-average their gradients after the last micro-batch of an optimizer step. Gradients are cleared before the first
-micro-batch of a step. Lightning clears them only after the training step, which would delete the new gradients.
+Lightning calls the training step and then its backward, and offers no hook to run both again. So this training step
+also runs the backward, in parts if necessary. The processes average their gradients after the last micro-batch of an
+optimizer step. Lightning would clear gradients after the training step and so delete the new ones. So gradients are
+cleared before the first micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
 
 
 class CutSteps:
-    """Run the training steps of a LightningModule with their backwards, and cut those that run out of memory.
+    """Run the training steps of a LightningModule with their backwards, and cut steps that run out of memory.
 
     Attributes:
-        sums: Whether the loss is a sum. The weight of a part is then not reduced.
+        sums: Whether the loss is a sum, so parts keep the whole weight.
         has_run: Whether the micro-batch's backward has run. Lightning's backward then has no effect.
-        is_running: Whether the micro-batch's backward is running.
     """
 
     def __init__(self, cuts: Cuts) -> None:
@@ -57,7 +56,7 @@ class CutSteps:
         self._apart.close()
 
     def run(self, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step with its backward. Cut it into two parts if it runs out of memory."""
+        """Run a training step with its backward. If it runs out of memory, run it in two parts."""
         at, trainer = self.at, module.trainer
         assert at is not None, "a micro-batch sets it"
         if at.position == 0:
@@ -96,7 +95,7 @@ def _loss_of(outputs: Any) -> Tensor:
 
 
 class CutMixin:
-    """Let a LightningModule's training step run in parts, with `Shares(on_oom="cut")`. Must be the first base."""
+    """Let a LightningModule's training step run in parts, with `Shares(on_oom="cut")`. Put this class first."""
 
     autosplit_cuts: CutSteps | None = None
 

@@ -1,9 +1,9 @@
-"""Make a `Workload` from a LightningModule's training step, to tune it before training.
+"""Create a `Workload` from a LightningModule's training step, to tune it before training.
 
     model = MyModule()
     plan = autosplit.tune(workload(model, datamodule), devices="cuda", strategy="ddp", effective_batch_size=512)
 
-The module is not changed, and no Trainer is needed.
+The module is not changed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class TrainingStep(nn.Module):
     """Wrap a LightningModule so that its forward runs the training step.
 
     Args:
-        module: The LightningModule.
         trainer: The value of ``self.trainer`` during the step, or None.
-        optimizer: The value that ``self.optimizers()`` returns during the step. None to keep the method.
+        optimizer: The result of ``self.optimizers()`` during the step. None to keep the method.
     """
 
     def __init__(self, module: lightning.pytorch.LightningModule, trainer: Any, optimizer: Any = None) -> None:
@@ -53,7 +52,6 @@ class TrainingStep(nn.Module):
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
-        """Copy the module. The copy shares the Trainer and the optimizer."""
         return TrainingStep(copy.deepcopy(self.module, memo), self._trainer, self._optimizer)
 
     def forward(self, batch: Any) -> Tensor:
@@ -64,7 +62,7 @@ class TrainingStep(nn.Module):
 
 
 def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
-    """Return the loss of a training step on a copy of the module in evaluation mode. Nothing is trained."""
+    """Return the loss of a training step on a copy of the module in evaluation mode."""
     asked = copy.deepcopy(module).eval()
     with kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
         return _loss_of_step(asked, batch)
@@ -92,29 +90,27 @@ def workload(
     batches: int = 32,
     **options: Any,
 ) -> Workload:
-    """Make a workload from a LightningModule's training step, its optimizer, and the largest batch of its loader.
+    """Create a workload from a LightningModule's training step, its optimizer, and the largest batch of its loader.
 
         plan = autosplit.tune(workload(model, datamodule), strategy="ddp", effective_batch_size=512)
         shares = Shares(plan)
 
     For several devices pass ``strategy="ddp"`` to `tune`, because Lightning cannot split a batch over the devices of
-    one process. `self.log` does nothing while the workload runs.
+    one process.
 
     Args:
-        module: The module, plain or compiled by ``torch.compile``. Only its own `configure_optimizers` may change it.
-            `configure_model` is called on a copy.
+        module: The module, plain or compiled by ``torch.compile``. `configure_model` is called on a copy.
         data: A loader, or a data module. Its `prepare_data` and `setup("fit")` are called. Default: the module's
             `train_dataloader`.
-        trainer: The Trainer that will train the module. Its precision is used, and ``self.trainer`` returns it. It does
-            not run, so its number of steps (`estimated_stepping_batches`) is unknown. If the scheduler needs that
-            number, pass ``optimizer=``.
-        batches: The number of batches to draw. The batch with the most elements per sample is the sample batch.
-        **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``. An
-            ``optimizer`` replaces the result of `configure_optimizers`.
+        trainer: The Trainer that will train the module. Its precision is used, and ``self.trainer`` returns it. If the
+            scheduler needs the number of steps (`estimated_stepping_batches`), pass ``optimizer=``, because the Trainer
+            does not run.
+        batches: The number of batches to draw.
+        **options: The other arguments of `Workload`. An ``optimizer`` replaces the result of `configure_optimizers`.
 
     Raises:
         InputError: The module uses manual optimization, several optimizers, several loaders, a training step over an
-            iterator, or a precision that is not mixed. Or its code needs a Trainer and none is given.
+            iterator, or a precision that is not mixed. Or its code needs a Trainer, and `trainer` is None.
         WorkloadError: The loader yielded no sample.
     """
     module = eager_of(module) if isinstance(module, nn.Module) else module
@@ -167,7 +163,7 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
 
 
 def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
-    """Return the largest of a few batches of the training loader, after the transfer hooks of its owner."""
+    """Return the largest of a few batches of the training loader, after its owner's transfer hooks."""
     is_module = isinstance(data, lightning.pytorch.LightningDataModule)
     owner = data if is_module else module
     with _attached(module, trainer), _known_to(data if is_module else None, trainer):
@@ -193,7 +189,6 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
 
 @contextmanager
 def _known_to(data: Any, trainer: Any) -> Iterator[None]:
-    """Set the Trainer of a data module for the length of the block."""
     if data is None or trainer is None:
         yield
         return
@@ -205,7 +200,6 @@ def _known_to(data: Any, trainer: Any) -> Iterator[None]:
 
 
 def _optimizer_of(configured: Any) -> Optimizer:
-    """Return the only optimizer in the result of `configure_optimizers`. Raise InputError for several."""
     several = configured
     if isinstance(several, (list, tuple)) and len(several) == 2 and isinstance(several[0], list):
         several = several[0]  # optimizers and schedulers
@@ -247,7 +241,7 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 @contextmanager
 def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
-    """Give a module and its submodules a Trainer and an optimizer in the block. Disable logging, as no loop runs."""
+    """Set the Trainer and optimizer of a module and its submodules in the block. Disable logging, as no loop runs."""
     shadows = {"log": _nothing, "log_dict": _nothing}
     if optimizer is not None:
         shadows["optimizers"] = lambda **_options: optimizer

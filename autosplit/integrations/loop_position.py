@@ -4,9 +4,8 @@
     a step at every batch     each backward is the next micro-batch; the optimizer steps at the end of the plan's step
     a step at every k-th      the same, if accelerate divides the loss and k is the plan's; otherwise an InputError
 
-Each micro-batch has its own weight, so the loop must not run a backward with the weight of another micro-batch. A loop
-may draw one micro-batch before each backward, or all of an optimizer step before its first backward. Any other pattern
-raises InputError, because it cannot be distinguished from a loop that skips batches.
+Each backward must use the weight of its micro-batch. A loop may draw one micro-batch before each backward, or all of an
+optimizer step before its first backward. Any other pattern raises InputError.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class LoopPosition:
         self._is_within = False  # the loop is inside accumulate()
         self._was_entered = False  # accumulate() began this micro-batch
         self._has_run = False  # the backward of this micro-batch has run
-        self._has_stepped = False  # optimizer.step() was called after it
+        self._has_stepped = False  # optimizer.step() was called after that backward
         self._steps_seldom = False  # an earlier micro-batch of this optimizer step had no optimizer.step()
         self._steps_always = False  # an earlier micro-batch of this optimizer step had an optimizer.step()
 
@@ -61,17 +60,17 @@ class LoopPosition:
 
     @property
     def is_in_mid_step(self) -> bool:
-        """Whether the gradients are from only a part of an optimizer step."""
+        """Whether the gradients contain only a part of an optimizer step."""
         return self.at is not None and not self.at.ends_step
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the gradients are from earlier micro-batches of the running optimizer step, so they must stay."""
+        """Whether `zero_grad` must keep the gradients, because they belong to the running optimizer step."""
         return self._is_within and self.at is not None and self.at.position > 0 and not self._has_run
 
     @property
     def begins_step(self) -> bool:
-        """Whether the gradients are from the previous optimizer step, because no backward of this one has run."""
+        """Whether the gradients belong to the previous optimizer step, because no backward of this step has run."""
         return self._is_within and self.at is not None and self.at.position == 0 and not self._has_run
 
     def begin(self) -> int:
@@ -122,7 +121,7 @@ class LoopPosition:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Mark the block as inside accumulate(). Entering it begins the next micro-batch, unless it is nested."""
+        """Mark the block as inside accumulate(). Begin the next micro-batch, unless the block is nested."""
         outer, self._is_within = self._is_within, True
         try:
             if self._drawn and not outer:
@@ -132,7 +131,7 @@ class LoopPosition:
             self._is_within = outer
 
     def run(self) -> Weighed | None:
-        """Record a backward, and return its micro-batch. Return None outside of a `SharesLoader`."""
+        """Record a backward and return its micro-batch. Return None outside of a `SharesLoader`."""
         if not self._is_within:
             if self._drawn:
                 self._advance(entered=False)
@@ -146,13 +145,13 @@ class LoopPosition:
         return self.at
 
     def step(self, *, runs: bool = False) -> None:
-        """Record a call of `optimizer.step()`. Within an optimizer step of the plan, the call has no effect.
+        """Record a call of `optimizer.step()`, which has no effect within an optimizer step of the plan.
 
         Args:
             runs: Whether the optimizer got a closure, so it runs the backward itself.
 
         Raises:
-            InputError: The gradients are not weighted, or are from a part of the plan's step.
+            InputError: The gradients are not weighted, or contain only a part of the plan's step.
         """
         if self._at is None and not self._drawn:
             return

@@ -20,7 +20,7 @@ class CutBatches:
     """Run the micro-batches of an accelerate loop, and cut the micro-batches that run out of memory.
 
     Args:
-        sums: Whether the loss is a sum. The weight of a part is then not reduced.
+        sums: Whether the loss is a sum, so parts keep the whole weight.
     """
 
     def __init__(self, cuts: Cuts, *, sums: bool) -> None:
@@ -36,7 +36,7 @@ class CutBatches:
         return None if cuts is None else cls(cuts, sums=share.plan.loss_reduction == "sum")
 
     def watch(self, model: nn.Module) -> None:
-        """Register a model. Raise InputError if the processes synchronise more than its gradients."""
+        """Register a model. Raise InputError if `average_gradients` cannot replace its synchronisation."""
         for part in model.modules():
             if isinstance(part, DistributedDataParallel):
                 refuse_meeting(part)
@@ -48,7 +48,7 @@ class CutBatches:
         return self._attempt is not None and self._attempt.has_failed
 
     def walk(self, walked: Iterable[Weighed]) -> Iterator[Weighed]:
-        """Yield micro-batches. After a failure, yield the halves, which makes the optimizer step one longer."""
+        """Yield micro-batches. After a failure, yield the two halves."""
         position = more = 0
         for one in walked:
             if one.position == 0:
@@ -78,10 +78,7 @@ class CutBatches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the last yielded micro-batch in the block, without synchronising gradients.
-
-        A nested block has no effect.
-        """
+        """Run the last yielded micro-batch in the block, without synchronising gradients. Nested blocks do nothing."""
         part, self._part = self._part, None
         if part is None:
             yield
@@ -93,7 +90,7 @@ class CutBatches:
             yield
 
     def backward(self, run: Callable[[], object], loss: Tensor, *, ends_step: bool) -> None:
-        """Run a micro-batch's backward. After the last backward of a step, average the gradients over the processes."""
+        """Run a micro-batch's backward. After the last of a step, average the processes' gradients."""
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice "

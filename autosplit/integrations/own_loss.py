@@ -1,7 +1,7 @@
-"""Infer what the loss of an accelerate loop is a mean over, at its first backward.
+"""Infer the divisor of the loss in an accelerate loop, at its first backward.
 
-If the model returned the loss, the model runs again on a few samples. Otherwise the loop's own code computed the loss,
-so only its autograd graph can be examined.
+If the model returned the loss, the model runs again on a few samples. Otherwise the loop's code computed the loss, so
+only its graph can be examined.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OwnLoss:
             self._kept = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
 
     def end(self) -> None:
-        """Remove the hook. Raise InputError if the loop weights its losses itself."""
+        """Remove the hook. Raise InputError if the loop weights its losses."""
         self._hook.remove()
         if self._kept is not None and "num_items_in_batch" in self._kept[0]:
             raise InputError(
@@ -47,10 +47,9 @@ class OwnLoss:
             )
 
     def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
-        """Explain why a loss cannot be weighted by samples. Return "" if it can, or if this is unknown.
+        """Return the reason why a loss cannot be weighted by samples. Return "" if it can, or if this is unknown.
 
         Args:
-            loader: The loader of the batch.
             samples: The samples of the batch. 0 if the batch has weight 0.
 
         Warns:
@@ -76,7 +75,7 @@ class OwnLoss:
         return ""
 
     def finding(self, loss: torch.Tensor, model: nn.Module, loader: Any) -> Finding | None:
-        """Infer what the loss is a mean over, by running the unwrapped model on samples of its last batch.
+        """Infer the divisor of the loss by running the unwrapped model on samples of its last batch.
 
         Args:
             loader: The loader of the batch. If the batch cannot be cut, the loader's collator makes smaller batches.
@@ -134,7 +133,7 @@ def _cure(finding: Finding) -> str:
 
 
 def doubt_sum(loss: torch.Tensor) -> None:
-    """Warn if the graph of a loss ends in a sum. If it is weighted as a mean, the gradient depends on the split."""
+    """Warn if the graph of a loss ends in a sum. Weighted as a mean, its gradient depends on the split."""
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
         warnings.warn(

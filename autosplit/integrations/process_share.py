@@ -36,7 +36,7 @@ class NoPlanWarning(UserWarning):
 
 
 class Uncounted(list[int]):
-    """The indices that a process without samples runs in a micro-batch, with weight 0."""
+    """Indices for a process without samples in a micro-batch. The process runs them with weight 0."""
 
 
 class MarkingBatchSampler(ScheduledBatchSampler):
@@ -53,10 +53,8 @@ class Share:
     """Describe this process's part of a plan.
 
     Attributes:
-        place: This process's rank and the world size.
-        batch_sizes: Samples of a full micro-batch, for every process.
+        batch_sizes: Each process's samples of a full micro-batch.
         accumulation_steps: The number of micro-batches in a full optimizer step.
-        effective_batch_size: Samples of a full optimizer step, over all processes.
     """
 
     plan: Plan
@@ -77,7 +75,7 @@ class Share:
 
     @property
     def wraps(self) -> bool:
-        """Whether this process splits its samples over several devices itself."""
+        """Whether this process splits its samples over several devices."""
         return self.num_processes == 1 and len(self.plan.devices) > 1
 
     @property
@@ -89,7 +87,6 @@ class Share:
         return {"dim": self.plan.batch_dim, "least": least, "note": self.plan.note}
 
     def __str__(self) -> str:
-        """Describe the batch sizes in a few words."""
         sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
         return (
             f"{sizes} samples per forward, {self.accumulation_steps} forwards per optimizer step of "
@@ -100,7 +97,6 @@ class Share:
         """Return a batch sampler that yields this process's part of every micro-batch.
 
         Args:
-            num_samples: The length of the data set.
             **options: Options of `ScheduledBatchSampler`.
         """
         part = RankSlice(self.place.rank, self.batch_sizes)
@@ -115,7 +111,7 @@ class Share:
     def refuse_uncounted_batchnorms(self, model: nn.Module, sampler: ScheduledBatchSampler) -> None:
         """Raise InputError if the model has BatchNorms and a process has no samples in some micro-batch.
 
-        Such a process runs a sample with weight 0 in the loss, but a BatchNorm would count the sample.
+        That process runs another process's sample. The loss has weight 0, but BatchNorms count the sample.
         """
         if not any(isinstance(part, BATCH_NORMS) for part in model.modules()):
             return
@@ -140,9 +136,7 @@ class Share:
         """Warn if the library's precision is not the plan's.
 
         Args:
-            precision: The library's precision, in autosplit's words.
-            setting: The setting of the library that selects the plan's precision.
-            stacklevel: The stack level of the warning.
+            setting: The setting of the library that selects the plan's precision, for the message.
         """
         if precision != self.plan.precision:
             warnings.warn(
@@ -152,22 +146,20 @@ class Share:
             )
 
     def checkpoint(self, model: nn.Module) -> None:
-        """Checkpoint the plan's layers of a model. Raise PlanError if the model does not have one of them."""
+        """Checkpoint the plan's layers of a model, or raise PlanError if it lacks a layer."""
         if not self.wraps:  # otherwise `Plan.wrap` checkpoints them
             checkpoint_layers(model, self.plan.checkpointed)
 
     @property
     def device(self) -> torch.device:
-        """The device on which this process runs by the plan."""
+        """The plan's device for this process."""
         return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Raise an error if the library's number of processes or its device differs from the plan's.
 
-        With a different number of processes, each process would train a separate model.
-
         Raises:
-            PlanError: The numbers of processes differ.
+            PlanError: The numbers of processes differ. Each process would then train a separate model.
             DeviceError: The devices differ.
         """
         if num_processes != self.num_processes:
@@ -220,7 +212,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     Args:
         profile: A plan, or the file of a plan. None for the file that AUTOSPLIT_PROFILE names, or else for the newest
             saved plan for this machine, this number of processes and a model of this size.
-        parameters: The number of parameters of the model. If None, saved plans are not searched.
+        parameters: The number of parameters of the model. None to ignore saved plans.
     """
     place = place_here()
     given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
@@ -244,7 +236,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
 
 
 def tell_of_no_plan() -> None:
-    """Warn that there is no plan, so the library trains as it would without autosplit."""
+    """Warn that there is no plan."""
     warnings.warn(
         "autosplit found no plan, so this training has equal batches on all devices. Run autosplit tune FILE, or pass "
         "plan=, or model= to find a saved plan for it.",

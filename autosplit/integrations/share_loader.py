@@ -1,8 +1,7 @@
-"""Rebuild a library's loader around a batch sampler that yields one process's part of every micro-batch.
+"""Rebuild a library's loader with a batch sampler that yields one process's part of every micro-batch.
 
 A process without samples in a micro-batch still runs a sample, with weight 0, because the ranks reduce their gradients
-there. transformers' Trainer draws batches itself, so each batch contains its number of samples, which is 0 in this
-case. The number stays with the batch in worker processes, and when the Trainer skips batches to resume.
+there. transformers' Trainer draws batches itself, so each batch contains its number of samples, or 0 in this case.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from autosplit.integrations.process_share import Share, Uncounted
 from autosplit.parallel.rebuilt_loader import parts_of
 
 MARK = "autosplit_samples"
-"""The key of the number of samples in a batch. 0 if the batch has weight 0."""
+"""The key of a batch's number of samples, which is 0 if the batch has weight 0."""
 
 
 class _Fetched(list[Any]):
-    """Hold the samples of an `Uncounted` micro-batch."""
+    """The samples of an `Uncounted` micro-batch."""
 
 
 class MarkingDataset:
@@ -70,7 +69,7 @@ class MarkingCollate:
 
 
 def taken_mark(batch: Any) -> int | None:
-    """Remove the number of samples from a batch and return it. Return None if the batch has no number."""
+    """Remove the number of samples from a batch and return it, or None."""
     number: int | None = batch.pop(MARK, None) if isinstance(batch, MutableMapping) else None
     return number
 
@@ -87,11 +86,8 @@ def loader_options(
     """Return the arguments of a DataLoader that yields this process's part of another loader's data.
 
     Args:
-        shuffle: Whether to draw a new order each epoch. Default: the same as the loader.
-        seed: The seed of that order.
-        drop_last: Whether to drop the epoch's last step if it has fewer samples. Default: the loader's `drop_last`.
         marks: Whether to add the number of samples to each batch, which must then be a mapping. Needed if the library
-            draws batches itself, so that autosplit does not know their positions in the schedule.
+            draws batches itself, so their positions are unknown.
     """
     parts = parts_of(loader, seed)
     return {

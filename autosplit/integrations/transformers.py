@@ -1,4 +1,4 @@
-"""A transformers Trainer that follows a plan: batch sizes per process, and the gradient of the whole step.
+"""A transformers Trainer that follows a plan: its batch sizes per process and its accumulation steps.
 
     from autosplit.integrations.transformers import Trainer  # replaces transformers' Trainer
 
@@ -9,8 +9,8 @@ For your own Trainer class, write ``class MyTrainer(SharesMixin, TheirTrainer)``
     no plan             the unchanged Trainer, and a NoPlanWarning
 
 Each micro-batch's loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class
-weights, or the samples. A sum has the weight 1. The Trainer infers the divisor by running the loss on a few samples
-(`autosplit.probe.loss_mean`), unless `count` returns it.
+weights, or the samples. If the loss is a sum, the weight is 1. The Trainer infers the divisor by running the loss on a
+few samples (`autosplit.probe.loss_mean`), unless `count` returns it.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from autosplit.rng import kept_rng
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed
 else:
-    Mixed = object  # the subclass adds its Trainer. A Trainer as a base here would precede the user's Trainer.
+    Mixed = object  # the subclass adds its Trainer. A Trainer base class here would precede the user's Trainer.
 
 __all__ = ["CutWarning", "NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
 
 
 _ITEMS = "items"
-"""The rule of a loss that divides by the whole step's items itself. See `autosplit.probe.loss_mean.RULES`."""
+"""The rule of a loss that itself divides by the whole step's items. See `autosplit.probe.loss_mean.RULES`."""
 
 
 class SharesMixin(Mixed):
@@ -83,18 +83,17 @@ class SharesMixin(Mixed):
         loss_scope: ``"ranks"`` if the loss divides by a number summed over all processes, see `Context.steps`. With
             several micro-batches per step pass `count`, too.
         on_oom: With ``"cut"`` in every process, a micro-batch that runs out of memory is run again in two parts, see
-            `Plan.steps`. The processes' gradients are then averaged after the last backward, not in it.
-        noise_scale: In every process an `autosplit.NoiseScale`, which is then estimated, see `Plan.steps`.
+            `Plan.steps`.
+        noise_scale: In every process an `autosplit.NoiseScale`, see `Plan.steps`.
         **kwargs: The Trainer's arguments. The plan sets these attributes of `args` in place:
             per_device_train_batch_size, gradient_accumulation_steps, average_tokens_across_devices and, if the plan is
             for CPUs, use_cpu.
 
     Attributes:
         share: This process's part of the plan. None without a plan.
-        noise_scale: The estimate that was passed. None without a plan.
 
     Raises:
-        PlanError: The plan cannot be read. Or its number of processes differs from this job's or transformers'.
+        PlanError: The plan cannot be read, or its number of processes differs from this job's or transformers'.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: An argument cannot be combined with a plan. `on_oom` is neither ``"raise"`` nor ``"cut"``, or the
             model does not support ``"cut"`` (SyncBatchNorm, a communication hook).
@@ -145,7 +144,7 @@ class SharesMixin(Mixed):
         if self.share is not None:
             self.share.checkpoint(self.model)
         if self.share is not None and self.accelerator.ddp_handler is not None:
-            # The Trainer has no argument for this option. The plan measured the memory of the step with it.
+            # The Trainer has no argument for this option. The plan measured memory with this option.
             self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view
 
     # Methods that the Trainer calls
@@ -202,7 +201,7 @@ class SharesMixin(Mixed):
         """Return the divisor of a batch's loss.
 
         Args:
-            samples: The samples of the batch. None if unknown, 0 if the batch has weight 0.
+            samples: The batch's samples. None if unknown, 0 if the batch has weight 0.
         """
         if samples == 0:
             return 0
@@ -216,7 +215,6 @@ class SharesMixin(Mixed):
         return numbers if self.share.num_processes == 1 else totals_over_ranks(numbers, self.args.device)
 
     def _weights_over_ranks(self, batches: list[Any], samples: list[int | None]) -> list[float]:
-        """Return the weights of micro-batches whose losses are normalised over the processes."""
         refuse_uncounted_scope(len(batches), self._count)
         zeros = sum(number == 0 for number in samples)
         items = [self._count_of(one, number) for one, number in zip(batches, samples, strict=True)]
@@ -226,7 +224,6 @@ class SharesMixin(Mixed):
         return [size / total if total else 0.0 for size in sizes]
 
     def _weighted_by_items(self, batches: list[Any], samples: list[int | None], device: Any) -> Any:
-        """Weight each micro-batch by 1, and return the number of items of the step. The loss divides by it."""
         self._weights = deque(float(number != 0) for number in samples)
         ignoring = [one if number != 0 else _ignored(one) for one, number in zip(batches, samples, strict=True)]
         step_items = self._get_num_items_in_batch(ignoring, device)
@@ -241,7 +238,7 @@ class SharesMixin(Mixed):
             return super().training_step(model, inputs, num_items_in_batch)
         let_go_of_group_last(model)
         weight = self._weights.popleft()
-        self.current_gradient_accumulation_steps = 1  # the Trainer would divide the weighted loss by it
+        self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
         if self._scope is None and self._collectives is None and self.share.num_processes > 1:
             self._collectives = LossCollectives([model])
@@ -293,8 +290,8 @@ class SharesMixin(Mixed):
         if self.share is None or not self.share.wraps or not training:
             return super()._wrap_model(model, training, dataloader)
         if unwrapped:
-            # An earlier evaluation has wrapped the model's forward in autocast. Remove the wrapped forward. Otherwise
-            # all replicas would call it, and it runs the model on the first device.
+            # An earlier evaluation has wrapped the model's forward in autocast. Every replica would call that forward,
+            # which runs the model on the first device. So remove it.
             if "_original_forward" in vars(model):
                 del model._original_forward, model.forward
             model = self.share.plan.wrap(model)
@@ -303,7 +300,7 @@ class SharesMixin(Mixed):
         return model
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the autocast context of the accelerator if the model is a `BalancedDataParallel`.
+        """Return the accelerator's autocast context if the model is a `BalancedDataParallel`.
 
         accelerate does not prepare that model, so its forward has no autocast.
         """
@@ -324,10 +321,7 @@ class SharesMixin(Mixed):
     def _weighted(
         self, weight: float, model: nn.Module, items: float, attempt: Attempt | None = None
     ) -> Iterator[None]:
-        """Replace the accelerator's backward in the block, so that it runs on the weighted loss.
-
-        Every Trainer's step calls this backward.
-        """
+        """Weight the loss in the accelerator's backward, which every Trainer calls."""
         accelerator = self.accelerator
         backward = accelerator.backward
 
@@ -343,7 +337,7 @@ class SharesMixin(Mixed):
         try:
             yield
         finally:
-            del accelerator.backward  # uncovers the method of the class
+            del accelerator.backward  # the class's method is then visible again
 
     def _recorded(self, loss: torch.Tensor, items: float, model: nn.Module) -> AbstractContextManager[None]:
         if self._norms is None or not items:
@@ -353,7 +347,7 @@ class SharesMixin(Mixed):
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_finding(self) -> Finding:
-        """Infer what the model's loss is a mean over. All processes use the result of process 0."""
+        """Infer the divisor of the model's loss. All processes use the result of process 0."""
         assert self.share is not None, "only called with a plan"
         found = [self._found()]
         if self.share.num_processes > 1:
@@ -380,7 +374,7 @@ class SharesMixin(Mixed):
             self.model.train(was_training)
 
     def _divides_by_items(self, batch: Any) -> bool:
-        """Return whether the user's `compute_loss_func` divides by `num_items_in_batch`. Some ignore it."""
+        """Return whether the user's `compute_loss_func` divides by `num_items_in_batch`."""
         if self.compute_loss_func is None or "labels" not in batch:
             return False
         first, second = (
@@ -403,7 +397,6 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
 
     Args:
         args: The arguments, which are changed in place.
-        share: This process's part of the plan, if it is known already.
 
     Raises:
         PlanError: The plan's number of processes differs from this job's or transformers'.
@@ -419,8 +412,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.average_tokens_across_devices = True
     meets_on_cards = dist.is_initialized() and dist.get_backend() not in {"gloo", "undefined"}
     if share.device.type == "cpu" and not (args.use_cpu or meets_on_cards):
-        args.use_cpu = True  # otherwise each process would train alone if there is no GPU
-        vars(args).pop("_setup_devices", None)  # the arguments cache their device, so let them choose again
+        args.use_cpu = True  # otherwise each process would train a separate model if there is no GPU
+        vars(args).pop("_setup_devices", None)  # clear the cached device
     device = args.device  # this also creates the process group
     share.refuse_other_job(args.world_size, device, "transformers")
     if share.wraps:
@@ -451,7 +444,6 @@ def _refuse_unfit(args: Any) -> None:
 
 
 def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with all labels replaced by the ignored label."""
     labels = {name: torch.full_like(batch[name], IGNORED_LABEL) for name in ("labels", "shift_labels") if name in batch}
     return {**batch, **labels}
 

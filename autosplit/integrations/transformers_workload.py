@@ -1,4 +1,4 @@
-"""Make a `Workload` from a transformers Trainer, to tune it before training."""
+"""Create a `Workload` from a transformers Trainer, to tune it before training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosplit.workload.workload import Workload
 
 
 def workload(trainer: Any) -> Workload:
-    """Make a workload from a Trainer's model, data, collator, loss, optimizer and precision, for `tune`.
+    """Create a workload from a Trainer's model, data, collator, loss, optimizer and precision, for `tune`.
 
         plan = autosplit.tune(autosplit.integrations.transformers.workload(trainer), effective_batch_size=512)
 
@@ -70,7 +70,7 @@ def _has_own_loss(trainer: Any) -> bool:
 
 
 def _loss_by(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the loss that a Trainer computes of a batch if the batch is the whole optimizer step."""
+    """Return the loss that a Trainer computes for a batch if the batch is the whole optimizer step."""
     labels = batch.get("labels")
     given = {}
     if trainer.compute_loss_func is not None and labels is not None:

@@ -22,17 +22,13 @@ from autosplit.solve.split import micro_batch_sizes
 
 
 class Weighed(NamedTuple):
-    """Hold a micro-batch with its weight and position.
+    """A micro-batch with its weight and position.
 
     Attributes:
-        batch: The batch of the loader.
         weight: The factor of its loss: its part of the optimizer step (1 for a sum) times the number of processes,
             because their gradients are averaged.
-        number: Its number within the epoch, from 0.
-        is_last: Whether it is the last of the epoch.
-        position: Its position in the optimizer step, from 0.
-        length: The number of micro-batches of the step.
-        size: Its samples in this process. 0 if this process runs another process's samples with weight 0.
+        number: The index within the epoch.
+        size: This process's samples. 0 if this process runs another process's samples with weight 0.
         total: The count of the whole optimizer step, over all processes.
     """
 
@@ -47,7 +43,7 @@ class Weighed(NamedTuple):
 
     @property
     def ends_step(self) -> bool:
-        """Whether it is the last micro-batch of its optimizer step."""
+        """Whether this is the last micro-batch of its optimizer step."""
         return self.position == self.length - 1
 
 
@@ -67,12 +63,12 @@ def weighed(
     If only a part of an optimizer step runs (`begin`, `end`), the part is weighted as if it were the whole step.
 
     Args:
-        count: Returns the divisor of a batch's mean loss. None for its samples. If given, a step's micro-batches are
-            buffered until all are counted.
+        count: Returns the divisor of a batch's mean loss. None for its samples. With `count`, a step's micro-batches
+            are buffered until all are counted.
         sums: Whether the loss is a sum, so each micro-batch has the weight 1.
         spans_ranks: Whether losses are already normalised over the processes. See `normalised_over_ranks`.
         over_processes: Sums each number of a list over the processes.
-        begin: The first micro-batch of the epoch to yield. It must be in the step at which the sampler begins.
+        begin: The first micro-batch to yield. It must be in the sampler's first step.
         end: The number of micro-batches in the epoch. None for all.
     """
     start, schedule = sampler.start_step, sampler.schedule
@@ -83,7 +79,7 @@ def weighed(
         refuse_uncounted_scope(max((len(step.micro_batch_sizes) for step in schedule), default=0), count)
         zeros = sum(not size for step in schedule for size in step.micro_batch_sizes)
         refuse_ranks_without_samples(*over_processes([zeros]))
-    batches = iter(loader)  # read `start_step` before this line, because workers begin to draw and reset it
+    batches = iter(loader)  # read `start_step` before this line, because workers start to draw and reset it
     for step in schedule[start:]:
         if first >= end:
             return
@@ -112,7 +108,7 @@ def weighed(
 
 
 def batches_of(sampler: ScheduledBatchSampler, steps: int) -> int:
-    """Count the micro-batches of an epoch's first optimizer steps."""
+    """Return the number of micro-batches in an epoch's first optimizer steps."""
     return sum(len(step.micro_batch_sizes) for step in sampler.schedule[:steps])
 
 

@@ -1,7 +1,7 @@
-"""Tell wrappers which micro-step of an optimizer step is running.
+"""Publish which micro-step of an optimizer step is running.
 
-`plan.steps` does not know the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
-reads it. The step is published while the loop body runs. An exception or a `break` in the body ends it, too.
+`plan.steps` does not get the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
+reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Accumulation:
     """Describe the running optimizer step to wrappers.
 
     Attributes:
-        is_last: Whether the running micro-step is the last. Its backward has to reduce the gradients to device 0.
+        is_last: Whether the running micro-step is the last. Its backward must reduce the gradients to device 0.
         split: Samples per device of the running micro-batch. None if the wrapper's proportions apply.
     """
 
@@ -33,28 +33,25 @@ class Accumulation:
         self._keepers: dict[Any, None] = {}
 
     def join(self, keeper: Any) -> None:
-        """Register a wrapper. `finish` calls its `synchronize()`."""
+        """Register a wrapper, whose `synchronize()` is called by `finish`."""
         self._keepers[keeper] = None
 
     def finish(self) -> None:
-        """Reduce the gradients that still wait on other devices.
-
-        The last micro-step does not reduce them if it did not run the wrapper, or not on every device.
-        """
+        """Reduce the gradients that still wait on other devices."""
         for keeper in self._keepers:
             keeper.synchronize()
         self._keepers.clear()
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Publish this optimizer step as the running step for the length of the block."""
+        """Publish this optimizer step in the block."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:
             yield
         finally:
-            # Remove only this step. A reset by token, or to the old value, would fail in two cases. Two interleaved
-            # loops do not end in reverse order. And a generator may start in one context and be closed in another.
+            # Remove only this step. A reset by token, or to the old value, would fail if two interleaved loops do not
+            # end in reverse order, or if a generator starts in one context and is closed in another.
             _running.set(tuple(other for other in _running.get() if other is not self))
 
 
@@ -62,7 +59,7 @@ _running: ContextVar[tuple[Accumulation, ...]] = ContextVar("autosplit_accumulat
 
 
 def current_accumulation() -> Accumulation | None:
-    """Return the optimizer step whose micro-step is running. Return None outside of an optimizer step."""
+    """Return the optimizer step whose micro-step is running, or None."""
     running = _running.get()
     return running[-1] if running else None
 
@@ -71,7 +68,7 @@ def current_accumulation() -> Accumulation | None:
 class WatchedParameter:
     """Watch the version and gradient of the parameter nearest to a loss, to detect updates.
 
-    An update by a ``fused=True`` optimizer is not detected, because it does not increase the tensor's version.
+    A ``fused=True`` optimizer does not increase the tensor's version, so its update is not detected.
     """
 
     parameter: Tensor
@@ -80,7 +77,7 @@ class WatchedParameter:
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
-        """Find the parameter that is the fewest operations away from the loss. Search at most 200 graph nodes."""
+        """Return the parameter nearest to the loss. Search at most 200 graph nodes."""
         nodes: list[Any] = [loss.grad_fn]
         for node in itertools.islice(nodes, 200):  # the list grows in the loop, which gives breadth-first order
             if type(node).__name__ == "AccumulateGrad":
@@ -93,11 +90,10 @@ class WatchedParameter:
         return self.parameter._version != self.version  # noqa: SLF001
 
     def end_backward(self, place: str, *, may_update: bool) -> None:
-        """Record whether the parameter has a gradient now. Raise InputError if the backward updated the parameter.
+        """Record whether the parameter has a gradient. Raise InputError if the backward updated the parameter.
 
         Args:
-            place: The micro-batch, for the message.
-            may_update: Whether this is the last micro-batch of the step, so an update has the whole step's gradient.
+            may_update: Whether this is the last micro-batch of the step, so an update uses the whole gradient.
         """
         if self.is_changed() and not may_update:
             raise InputError(
@@ -109,7 +105,7 @@ class WatchedParameter:
         self.has_gradient = self.parameter.grad is not None
 
     def change(self) -> str:
-        """Describe the change since `end_backward` for an error message. Return "" if there was no change."""
+        """Describe the change since `end_backward`, or return ""."""
         if self.is_changed():
             return "parameters were changed"
         return "gradients were discarded" if self.has_gradient and self.parameter.grad is None else ""

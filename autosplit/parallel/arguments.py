@@ -42,8 +42,8 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
 
 def refuse_compiled(module: nn.Module) -> None:
     """Raise InputError if a module or a part of it is compiled or TorchScript, because it cannot be replicated."""
-    # Replicating an OptimizedModule removes the parameters of the original. Replicas of a module compiled in place
-    # would all run with the weights of device 0.
+    # Replicating an OptimizedModule removes the parameters of the original. If a module was compiled in place, all
+    # replicas would run with the weights of device 0.
     for name, part in module.named_modules():
         if is_compiled(part):
             what = "The module is" if not name else f"The submodule {name} is"
@@ -62,7 +62,7 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
-    """Return the devices of a wrapper. Return () if there is no GPU: the wrapper then calls the module directly."""
+    """Return the devices of a wrapper. Without a GPU, return (), so the wrapper calls the module."""
     if device_ids is None:
         kind = accelerator_kind()
         return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
@@ -98,7 +98,7 @@ def _device_named(item: Any) -> torch.device:
 
 def output_device_from(given: int | str | torch.device | None, first: torch.device) -> Any:
     """Return the device on which outputs are gathered."""
-    # The return type is Any because nn.DataParallel declares `output_device` as an int but stores any device.
+    # The return type is Any, because nn.DataParallel declares `output_device` as an int but stores any device.
     if given is None:
         return first
     # nn.DataParallel accepts -1 for the CPU.
@@ -113,7 +113,7 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Return the device with the index that its tensors report: accelerators have an index, the CPU has none."""
+    """Return the device with the index that its tensors report."""
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device

@@ -1,4 +1,4 @@
-"""Count the updates of optimizers, to detect a missing update and updates that are too frequent."""
+"""Count the updates of optimizers, to detect missing and superfluous updates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _begin_to_count() -> None:
 
 
 def updates_so_far() -> int:
-    """Return the number of steps by any optimizer of this process since the first call of this function."""
+    """Return the number of steps by any optimizer since the first call of this function."""
     _begin_to_count()
     return _updates
 
@@ -53,12 +53,11 @@ class AwaitedUpdate:
 
         Args:
             before: `updates_so_far` before the backward, because an optimizer may step in a hook of the backward.
-            watched: The parameter nearest to the loss, or None if it was not found.
         """
         self._before, self._watched = before, watched
 
     def has_come(self) -> bool:
-        """Return whether an optimizer made a step, or the watched parameter or its gradient has changed."""
+        """Return whether an optimizer has stepped, or the watched parameter or its gradient has changed."""
         if self._before != _updates:
             return True
         return bool(self._watched.change()) if self._watched is not None else not _updates
@@ -67,9 +66,8 @@ class AwaitedUpdate:
 class LoopWithoutSteps:
     """Watch a loop over a plan's batch sampler that does not use `plan.steps`.
 
-    An update after each micro-batch makes an optimizer step of the micro-batch's size, not of the effective batch size.
-    A loop that accumulates gradients by itself is right. Loader workers draw ahead, so only the number of updates tells
-    the loops apart: it must not exceed the number of optimizer steps that have begun.
+    An update after each micro-batch uses the micro-batch's size instead of the effective batch size. So the number of
+    updates must not exceed the number of optimizer steps that have begun.
     """
 
     def __init__(self) -> None:
@@ -78,7 +76,7 @@ class LoopWithoutSteps:
         self.steps_begun = 0
 
     def is_wrong(self, accumulation_steps: int) -> bool:
-        """Warn if an optimizer has made more updates than optimizer steps have begun. Return whether it has."""
+        """Warn, and return True, if an optimizer has made more updates than steps have begun."""
         updates = [count - self._before[id(optimizer)] for optimizer, count in _updates_of.items()]
         if max(updates, default=0) <= self.steps_begun:
             return False

@@ -1,7 +1,4 @@
-"""`BalancedDataParallel`: nn.DataParallel with a batch size for each device.
-
-The wrapper takes plain integers and does not tune. It decides which part of a batch goes to which device.
-"""
+"""`BalancedDataParallel`: nn.DataParallel with a batch size for each device. The wrapper does not tune."""
 
 from __future__ import annotations
 
@@ -70,36 +67,34 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     change with the batch size goes whole to every device. So does anything marked with `autosplit.Whole`.
 
     To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` by ``BalancedDataParallel(None, model,
-    ids)``. Calls of the older class with this name work unchanged, also if followed by ``.cuda()``.
+    ids)``. Calls of the older class with this name work unchanged.
 
     * `gpu0_bsz` counts samples per forward. ``gpu0_bsz // acc_grad`` is right only if the loader yields ``batch //
-      acc_grad`` samples. Example: 3 devices, a batch of 16 in 2 micro-steps, and 4 samples on device 0. A loader of 8
-      gives (2, 3, 3) twice, but a loader of 16 gives (2, 7, 7). The division also rounds down: ``1 // 2`` leaves device
-      0 without samples.
-    * Scalar losses are returned as one number, weighted by `reduce`, not as one per device. ``.mean()`` has no effect.
-    * `no_sync` around all micro-steps but the last keeps the replicas: one broadcast and one reduce per optimizer step.
+      acc_grad`` samples. Example: 3 devices, 16 samples in 2 micro-steps, 4 of them on device 0. A loader of 8 gives
+      (2, 3, 3) twice, a loader of 16 gives (2, 7, 7). ``1 // 2`` leaves device 0 without samples.
+    * Scalar losses are returned as one number, weighted by `reduce`. nn.DataParallel returns one per device.
+    * Use `no_sync` for all micro-steps but the last. There is then one broadcast and one reduce per optimizer step.
     * `autosplit.matching_state_dict` converts state dicts between plain, wrapped and compiled modules. Compile the
       wrapper, not the module.
 
     Args:
         gpu0_bsz: Samples per forward on device 0. None uses `split[0]`.
         module: The module. Its parameters must be on device 0 at the first forward.
-        device_ids: GPUs, or ``["cpu", "cpu"]`` to try the wrapper without GPUs. Default: every visible GPU. If there
-            is none, the wrapper calls the module directly, as nn.DataParallel does.
+        device_ids: GPUs, or ``["cpu", "cpu"]`` to try the wrapper without GPUs. Default: every visible GPU. If there is
+            none, the wrapper calls the module directly.
         output_device: The device on which outputs are gathered. Default: device 0.
         dim: The batch dimension.
         split: Samples per device in one forward.
-        ceilings: The most samples of each device in one forward with gradients.
+        ceilings: The largest number of samples of each device in one forward with gradients.
         reduce: The rule to combine scalar outputs. `Plan.wrap` passes the rule that the plan's checks found.
-            ``"samples"`` weights by samples, which is exact for means over samples. ``"tokens"`` weights by the
-            `labels` that are not -100. ``"next tokens"`` does the same without the first label of each sequence, for
-            causal language models. ``"sum"`` adds the outputs up. A callable gets a replica's ``(args, kwargs)`` and
-            returns an amount, such as its number of tokens. None, the default, weights by samples, and warns once if
-            labels contain -100.
+            ``"samples"`` weights by samples. ``"tokens"`` weights by the `labels` that are not -100. ``"next tokens"``
+            does the same without the first label of each sequence, for causal language models. ``"sum"`` adds the
+            outputs up. A callable gets a replica's ``(args, kwargs)`` and returns an amount, such as its number of
+            tokens. None, the default, weights by samples, and warns once if labels contain -100.
 
     Raises:
-        InputError: The numbers contradict each other, or the module is compiled. Also if moving the module to its only
-            device replaced parameters that an optimizer has.
+        InputError: The numbers contradict each other, or the module is compiled. Moving the module to its only device
+            replaced parameters that an optimizer has.
         DeviceError: The devices cannot be used together.
     """
 
@@ -116,8 +111,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         reduce: Reduce | None = None,
     ) -> None:
         refuse_wrong_order(gpu0_bsz, module)
-        # Do not call nn.DataParallel.__init__. It warns of different GPUs, which this class is for, and it ignores its
-        # arguments if there is no GPU.
+        # Do not call nn.DataParallel.__init__, which warns of different GPUs and ignores its arguments without a GPU.
         nn.Module.__init__(self)
         refuse_compiled(module)
         devices = devices_from(device_ids)
@@ -188,11 +182,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     def split_of(self, batch_size: int, *, bounded: bool = True) -> tuple[int, ...]:
         """Return the number of samples of a batch that each device gets.
 
-        In a loop over a `TokenBatchSampler`, the sampler's split of the running micro-batch applies.
+        In a loop over a `TokenBatchSampler`, the sampler's split of the current micro-batch applies.
 
         Args:
-            bounded: Whether to respect the ceilings. They are for training. A forward without gradients needs less
-                memory.
+            bounded: Whether to respect the ceilings. Forwards without gradients need less memory.
 
         Raises:
             InputError: The batch is larger than the sum of the ceilings.
@@ -212,11 +205,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return sizes if ceilings is None else cap_split(sizes, ceilings)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on the batch, split over the devices. Return its outputs, gathered on the output device.
-
-        Args:
-            *inputs: The module's positional arguments: tensors, or nested containers of tensors.
-            **kwargs: The module's keyword arguments, also tensors or nested containers of tensors.
+        """Run the module on the batch, split over the devices. Return the gathered outputs.
 
         Raises:
             WorkloadError: The arguments differ in their batch size, or the outputs cannot be joined.
@@ -224,8 +213,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             OutOfMemoryError: A device ran out of memory. The error names the device and its number of samples.
 
         Warns:
-            AmbiguousBatchWarning: A tensor may be a table with as many rows as the batch by coincidence. It would be
-                cut to single rows, which broadcast without an error.
+            AmbiguousBatchWarning: A tensor may be a table with as many rows as the batch by coincidence. Cut to single
+                rows, the table would broadcast without an error.
         """
         if not self.devices:
             args, named = unmarked((inputs, kwargs))
@@ -266,8 +255,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Keep the replicas and their gradients from one micro-step to the next.
 
         Within this context, parameters are copied to the other devices once, and gradients stay on their devices. The
-        backward of the first forward outside adds them to the gradients of the module. So run the last micro-step of
-        each optimizer step outside. The gradient is the same, with fewer copies. `plan.steps` does this automatically.
+        backward of the first forward outside adds them to the module's gradients. So run the last micro-step of each
+        optimizer step outside. `plan.steps` does this automatically.
 
             *others, (last_inputs, last_targets) = micro_batches
             with model.no_sync():
@@ -279,12 +268,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
         As with DDP, run both forward and backward inside. `torch.autograd.grad` of parameters returns the gradient
         of the whole batch, also with ``create_graph=True``. A backward with ``create_graph=True`` raises InputError.
-        `optimizer.zero_grad()` also clears the gradients on other devices. While gradients wait there, clipping or
-        scaling a gradient and `optimizer.step()` raise InputError. Within `plan.budgets()`, torch counts no versions
-        for operations on lists of tensors, so clipping by such operations is not detected.
+        `optimizer.zero_grad()` also clears the gradients on other devices. While other devices have gradients, clipping
+        or scaling a gradient and `optimizer.step()` raise InputError. Within `plan.budgets()`, clipping by operations
+        on lists of tensors is not detected, because torch counts no versions there.
 
-        Replicas are not kept if parameters have hooks, because hooks expect whole gradients. With ``"cpu"`` devices
-        there are no replicas, because all chunks run through the one module.
+        Replicas are not kept if parameters have hooks, because hooks expect whole gradients. On ``"cpu"`` devices there
+        are none.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -293,7 +282,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._syncs = outer
 
     def synchronize(self) -> None:
-        """Reduce the gradients that `no_sync` left on other devices to device 0, without another backward.
+        """Reduce the gradients that `no_sync` left on other devices, without a backward.
 
         Raises:
             InputError: The gradients have a graph (``create_graph=True``).
@@ -302,26 +291,25 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._kept.bring_home()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including the gradients that wait on other devices.
+        """Clear the gradients, also on other devices.
 
         Args:
-            set_to_none: Whether to set them to None instead of zeros.
+            set_to_none: Whether to set gradients to None instead of zeros.
         """
         if self._kept is not None:
             self._kept.drop_gradients()
         super().zero_grad(set_to_none)
 
     def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Create waiting gradients of zeros on the devices of a placement, as after a micro-step within `no_sync`."""
+        """Create zero gradients on the devices of a placement, as after a micro-step within `no_sync`."""
         self._kept = KeptReplicas(Copies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()  # the copy has no replicas, so waiting gradients would be lost
+        self.synchronize()  # the copy has no replicas, so gradients on other devices would be lost
         return {**self.__dict__, "_kept": None, "_checked": False}
 
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
-        """Return the number of samples of a call per device, and in total."""
         full = sum(self._split) if self._split else None
         try:
             batch_size = self._cuts.samples(call, full)
@@ -339,7 +327,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return (0,) * len(self.devices), 0  # device 0 runs an empty batch, as in nn.DataParallel
 
     def _lone_device(self) -> int | None:
-        """Return the index of the device that gets all samples of any batch. Return None if there are several."""
+        """Return the index of the only device that gets samples, or None."""
         running = current_accumulation()
         split = self._split if running is None or running.split is None else running.split
         active = [index for index, size in enumerate(split or ()) if size]
@@ -373,7 +361,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             device_ids: Ignored. The call is split over the wrapper's devices.
 
         Returns:
-            The positional arguments of each device that has samples, and the keyword arguments of each.
+            A list of positional arguments and a list of keyword arguments, with an entry per device that has samples.
         """
         call = (inputs, kwargs or {})
         sizes, batch_size = self._sizes_of(call)
@@ -385,7 +373,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return [args for args, _ in moved], [named for _, named in moved]
 
     def _check_module(self) -> None:
-        """Check the module and its device at the first forward. Later, check only the device of the first parameter."""
+        """Check the module at the first forward, and later only its first parameter's device."""
         named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         home = self.devices[0]
         for name, tensor in itertools.islice(named, 1) if self._checked else named:
@@ -396,14 +384,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                     code="module-device",
                 )
         if not self._checked:
-            refuse_compiled(self.module)  # it may have been compiled after the wrapper was made
+            refuse_compiled(self.module)  # the module may have been compiled after the wrapper was created
             if active_placement() is None:  # in a placement all devices are the CPU, so there are no links to check
                 check_links(self.devices)
                 check_links((torch.device(self.output_device), *self.devices))
             self._checked = True
 
     def _kept_now(self) -> tuple[KeptReplicas | None, bool]:
-        """Return the kept replicas for this forward, or None for new ones, and whether it is the last micro-step."""
+        """Return the kept replicas (None to create new ones), and whether this forward is the last micro-step."""
         walk = current_accumulation()
         last = self._syncs and (walk is None or walk.is_last)
         if self._kept is not None and walk is None and last and not self._kept.needed:
@@ -413,14 +401,13 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         placed = active_placement() is not None
         keeps = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
         if self._kept is None and keeps and not self._has_hooks():
-            # On the CPU outside a placement there are no replicas, because all chunks run through the one module.
+            # On CPU devices outside a placement, all chunks run through the same module, without replicas.
             self._kept = KeptReplicas(Copies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:
             walk.join(self)
         return self._kept, last
 
     def _has_hooks(self) -> bool:
-        """Return whether parameters have gradient hooks. The gradients of kept replicas would not call them."""
         return any(
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self.parameters()
         )
@@ -457,13 +444,10 @@ def data_parallel(
     ceilings: Sequence[int] | None = None,
     reduce: Reduce | None = None,
 ) -> Any:
-    """Run a module once on a batch, split over the devices. This is the function form of `BalancedDataParallel`.
-
-    See `BalancedDataParallel` for the other arguments.
+    """Run a module once on a batch, split over the devices. See `BalancedDataParallel`.
 
     Args:
-        inputs: A tensor, or a tuple of positional arguments. None for no positional argument.
-        module_kwargs: Keyword arguments of the module.
+        inputs: A tensor, a tuple of positional arguments, or None for no positional argument.
 
     Returns:
         The module's outputs, gathered on the output device.

@@ -1,7 +1,7 @@
 """Compute the count of a batch: the divisor of its mean loss, such as the number of samples or of labels.
 
-A loss with class weights w divides by the sum of the weights of its labels, `sum(w[y])`. That sum is the count of the
-batch. The gradient of a step is exact if each micro-batch has the weight `its count / the count of the whole step`.
+A loss with class weights w divides by the sum of the weights of its labels, `sum(w[y])`. The gradient of a step is
+exact if each micro-batch has the weight `its count / the count of the whole step`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autosplit.workload.batch import children_of
 
 
 def check_loader(loader: Any) -> None:
-    """Raise InputError if the loader is not iterable, or is a data set: its items are samples, not batches."""
+    """Raise InputError if the loader is not iterable, or is a data set, whose items are samples and not batches."""
     is_data_set = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     if is_data_set or not isinstance(loader, Iterable):
         raise InputError(
@@ -35,7 +35,7 @@ Count = Callable[[Any], "float | torch.Tensor"]
 
 
 def counted(count: Count, batch: Any) -> float:
-    """Return the count of a batch as a Python number. Integers stay ints and are therefore exact.
+    """Return the count of a batch as a Python number. Integers stay exact.
 
     Raises:
         InputError: `count` did not return a finite number of 0 or more.
@@ -44,11 +44,7 @@ def counted(count: Count, batch: Any) -> float:
 
 
 def as_count(value: Any, name: str) -> float:
-    """Check a number that a user's function returned, and return it as an int or a float.
-
-    Args:
-        name: The call, as error messages write it.
-    """
+    """Check a number from a user's function, and return it as an int or a float."""
     expected = "a finite number, 0 or more: the samples, labels or weights that the mean loss divides by"
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InputError(
@@ -91,7 +87,6 @@ def count_samples(batch: Any) -> int:
 
 
 def _first_size(part: Any) -> int | None:
-    """Find the first dimension of the first tensor in a batch that has one."""
     if isinstance(part, torch.Tensor):
         return int(part.size(0)) if part.dim() else None
     if isinstance(part, PackedSequence):
@@ -101,7 +96,7 @@ def _first_size(part: Any) -> int | None:
 
 
 def let_go(held: list[Any]) -> Iterator[Any]:
-    """Yield the batches of a list in order, and remove each from the list."""
+    """Yield the batches of a list in order, and remove each from the list to free its memory."""
     held.reverse()
     while held:
         yield held.pop()

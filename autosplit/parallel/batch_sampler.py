@@ -1,4 +1,4 @@
-"""Cut an epoch into micro-batches: the batch sampler of a plan, and each rank's part of a micro-batch."""
+"""Cut an epoch into micro-batches, and each micro-batch into a part per rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepSchedule:
     """Describe one optimizer step.
 
     Attributes:
-        micro_batch_sizes: Samples of each micro-batch on this rank. They are the weights of the losses.
-        num_samples: Samples of the whole step, over all its micro-batches and all ranks.
+        micro_batch_sizes: Samples of each micro-batch on this rank.
+        num_samples: Samples of the whole step, over all ranks.
         splits: Samples per device of each micro-batch. None if the plan's proportions apply.
     """
 
@@ -38,12 +38,11 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Select one rank's part of every micro-batch. The parts are consecutive, in the order of the ranks.
+    """Select one rank's part of every micro-batch.
 
     Attributes:
-        rank: The rank, from 0.
-        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. `short_split` splits a smaller
-            micro-batch in nearly the same proportions. It avoids single samples on ranks that have more in a full one.
+        batch_sizes: Each rank's samples of a full micro-batch, 0 or more. `short_split` splits smaller micro-batches in
+            nearly the same proportions, and avoids single samples on ranks that have more of a full micro-batch.
     """
 
     rank: int
@@ -66,9 +65,9 @@ class RankSlice:
     def part_of(self, batch: list[int]) -> list[int]:
         """Return this rank's part of a micro-batch.
 
-        A rank without samples gets the first sample of the micro-batch, with weight 0. It still has to run the forward
-        and the backward, because DDP synchronises the gradients there. A rank with two or more samples of a full
-        micro-batch gets two samples. A BatchNorm may not train on a single sample.
+        If the part is empty, return the first one or two samples of the micro-batch, which get the weight 0. The rank
+        must still run the backward, because DDP synchronises the gradients there. Two samples are returned if the rank
+        has two or more of a full micro-batch, because a BatchNorm may not train on one.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
@@ -79,21 +78,17 @@ class RankSlice:
 class ScheduledBatchSampler(Sampler[list[int]]):
     """Yield micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
 
-    Every sample is yielded once per epoch. Each optimizer step is cut into micro-batches of `batch_size` samples. The
-    last micro-batch of a step is smaller if the sizes do not divide evenly. The last step of the epoch may have fewer
-    samples, and it is cut by the same rule. Pass the sampler to a ``DataLoader`` as `batch_sampler`.
+    Every sample is yielded once per epoch. The last micro-batch of a step, and the last step of the epoch, may be
+    smaller. Pass the sampler to a ``DataLoader`` as `batch_sampler`.
 
     Args:
-        batch_size: Samples per forward over all devices.
-        shuffle: Whether to draw a new order for each epoch. If False, samples come in the order of the data set.
-            `steps` counts the epochs, unless `set_epoch` chooses the epoch.
-        seed: The order depends only on `seed` plus the epoch. The sampler has its own generator and neither reads nor
-            changes the global random state.
+        batch_size: Samples per micro-batch over all devices.
+        shuffle: Whether to draw a new order for each epoch. `steps` counts the epochs, unless `set_epoch` chooses one.
+        seed: The order depends only on `seed` plus the epoch. The global random state is neither read nor changed.
         drop_last: Whether to drop the last step of the epoch if it has fewer samples.
         order: Returns the order of an epoch, instead of a random permutation. It must contain every sample once and be
             the same on every rank.
-        rank_slice: The part of every micro-batch to yield, for a rank of a DDP job. None for the whole micro-batch. All
-            ranks draw the same order and yield equally many micro-batches. See `RankSlice.part_of` for empty parts.
+        rank_slice: The part of every micro-batch to yield, for a rank of a DDP job. None for the whole micro-batch.
 
     Attributes:
         unlike_lengths: Whether micro-batches with equally many samples may need different amounts of memory.
@@ -158,8 +153,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def samples_consumed(self) -> int:
         """Samples of this epoch, over all ranks, in optimizer steps that have updated the parameters.
 
-        Samples that loader workers have drawn ahead do not count. An optimizer step counts when `optimizer.step()` has
-        run. If a loop's updates cannot be detected, the step counts right after its last backward.
+        An optimizer step counts when `optimizer.step()` has run. If a loop's updates cannot be detected, the step
+        counts right after its last backward.
         """
         counts = self._awaited is not None and (not self._detects_updates or self._awaited[1]())
         return self._consumed + (self._awaited[0] if self._awaited is not None and counts else 0)
@@ -170,14 +165,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     @property
     def start_step(self) -> int:
-        """The optimizer step at which the next iteration begins. It is 0, except once after `resume`."""
+        """The optimizer step at which the next iteration begins: 0, unless `resume` was called."""
         return self._start_step
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
         """Raise InputError if a device would train on too few samples in any forward of the epoch.
 
         Args:
-            split: Samples per device or rank in a full forward.
             least: The fewest samples on which the model can train: 2 if a BatchNorm gets one value per sample.
         """
         for step in (*self.schedule[:1], *self.schedule[-1:]):
@@ -192,7 +186,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
-        """Raise InputError if the sampler has other sizes. `steps` calls this method."""
+        """Raise InputError if the sampler has other sizes."""
         for name, wanted, has in (
             ("batch_size", batch_size, self.batch_size),
             ("effective_batch_size", effective_batch_size, self.effective_batch_size),
@@ -205,13 +199,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_dataset(self, dataset: Any) -> None:
-        """Compare the number of samples of this sampler with the data set. `steps` calls this method.
+        """Compare the number of samples of this sampler with the data set.
 
         Raises:
             InputError: The data set has fewer samples.
 
         Warns:
-            LeftOutWarning: The data set has more samples. The sampler never yields the rest.
+            LeftOutWarning: The data set has more samples.
         """
         if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
             return
@@ -225,7 +219,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         warnings.warn(said, LeftOutWarning, stacklevel=4)  # points at the caller of plan.steps or ctx.steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, 0 or more. If the sampler shuffles, the epoch determines the order of the next iteration.
+        """Choose the epoch, 0 or more. It determines the order of the next iteration.
 
         Raises:
             InputError: `epoch` is negative or not a whole number.
@@ -239,11 +233,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             self.samples_consumed = self._start_step = 0
 
     def resume(self, samples_consumed: int) -> None:
-        """Start the next iteration in the middle of an interrupted epoch. Later iterations start at step 0.
+        """Start the next iteration in the middle of an interrupted epoch.
 
         Args:
-            samples_consumed: Samples of this epoch in finished optimizer steps. Do not count the samples that the
-                loader has drawn, because its workers draw ahead.
+            samples_consumed: Samples of this epoch in finished optimizer steps. Leave out samples that were only drawn.
 
         Raises:
             InputError: `samples_consumed` is negative, more than the epoch has, or inside an optimizer step.
@@ -252,7 +245,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.samples_consumed = samples_consumed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch for a checkpoint: the end of the last optimizer step of `steps`."""
+        """Return the epoch and the end of its last finished optimizer step, for a checkpoint."""
         return {**self._order_facts(), "epoch": self.epoch, "samples_consumed": self.samples_consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,7 +261,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.resume(state["samples_consumed"])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise InputError if a state cannot be loaded. Load nothing."""
+        """Raise InputError if `load_state_dict` would reject a state."""
         facts = self._order_facts()
         known = state if isinstance(state, Mapping) else {}
         lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in known]
@@ -290,31 +283,30 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
 
     def begin_epoch(self) -> None:
-        """Advance to the next epoch if this one is consumed and `set_epoch` was not called. `steps` calls this."""
+        """Advance to the next epoch if this one is consumed and `set_epoch` was not called."""
         if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
             self._go_to(self.epoch + 1)
         self._is_chosen = False
         self._detects_updates = self._is_in_steps = True
 
     def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
-        """Count the samples of an optimizer step. `steps` calls this after the last backward.
+        """Count the samples of an optimizer step whose last backward has run.
 
         Args:
-            has_updated: Returns whether the optimizer has updated the parameters. Before that, the samples do not
-                count, because a checkpoint with the old weights must resume with this step.
+            has_updated: Returns whether the optimizer has updated the parameters. A checkpoint before the update must
+                resume with this step, so its samples do not count yet.
         """
         self.settle()
         self._awaited = num_samples, has_updated
 
     def settle(self) -> None:
-        """Count the last optimizer step, even if its update was not detected. `steps` calls this before a new step."""
+        """Count the last optimizer step, even if its update was not detected."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             self._consumed += awaited[0]
             self._detects_updates = awaited[1]()
 
     def _step_after(self, samples_consumed: int, epoch: int) -> int:
-        """Return the optimizer step that begins after `samples_consumed` samples of an epoch."""
         consumed = whole_number("samples_consumed", samples_consumed)
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
@@ -333,7 +325,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return finished
 
     def common_facts(self) -> dict[str, Any]:
-        """Return the facts about the coming epoch that must be equal on all ranks of a job."""
+        """Return the facts about the next epoch that must be equal on all ranks of a job."""
         return {
             **self._order_facts(),
             "drop_last": self.drop_last,
@@ -347,14 +339,14 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
-        """Count the micro-batches of a whole epoch."""
+        """Return the number of micro-batches of a whole epoch."""
         full_steps, short = divmod(self.num_samples, self.effective_batch_size)
         last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
         return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last
 
     def __iter__(self) -> Iterator[list[int]]:
-        # This must be a generator. A DataLoader with workers makes two iterators and draws only from the second. The
-        # body runs at the first draw, so only the second iterator uses the resumed position.
+        # This must be a generator. A DataLoader with workers creates two iterators and draws only from the second.
+        # So use the resumed position at the first draw.
         start_step, self._start_step = self._start_step, 0
         order = self._order(self.epoch)
         accumulation = accumulation_steps(self.effective_batch_size, self.batch_size)

@@ -18,18 +18,18 @@ from autosplit.workload.samples import AmbiguousBatchError, Layout, batch_size_o
 from autosplit.workload.tree import Whole, children_of, has_tensors, leaves_of, named_leaves, with_children
 
 DEPTH = 2
-"""The depth of an argument in a call, which is a pair of a tuple (positional) and a dict (keyword arguments)."""
+"""The number of containers around an argument: a call is a pair of a tuple and a dict (keyword arguments)."""
 
 
 @dataclasses.dataclass
 class CallCuts:
-    """Count the samples of calls and cut them. Remember the parts whose size did not change with the batch.
+    """Count the samples of calls and cut the calls.
 
-    A part of a call is cut if its size is the number of samples. That may be a coincidence, for example for a table
-    of 8 rows in a batch of 8 samples. If the part also had 8 rows in a batch of another size, it holds no samples.
+    A part of a call is cut if its size is the number of samples. That may be a coincidence. If a part of 8 rows also
+    had 8 rows in a batch of another size, it contains no samples.
 
     Attributes:
-        sizes: By place in the call, the rows of tensors and lengths of lists that differed from the number of samples.
+        sizes: Sizes of parts that differed from the number of samples, by place.
         cuts_lists: Whether the last call had lists of samples.
     """
 
@@ -38,10 +38,10 @@ class CallCuts:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def samples(self, call: Any, expected: int | None) -> int | None:
-        """Return the number of samples of a call, or None if the call has no tensor that could be cut.
+        """Return the number of samples of a call, or None without a tensor to cut.
 
         Args:
-            expected: The samples of a full batch. See `batch_size_of`.
+            expected: See `batch_size_of`.
         """
         for place, leaf in named_call(call):
             if isinstance(leaf, Tensor) and leaf.is_nested:
@@ -66,14 +66,13 @@ class CallCuts:
             ) from error
 
     def lengths(self, call: Any) -> frozenset[int]:
-        """Return the sizes of all tensors in the dimension after the batch, for example the tokens per sample."""
+        """Return the tensors' sizes in the dimension after the batch, such as the tokens per sample."""
         after = self.dim + 1
         return frozenset(
             leaf.size(after) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim() > after
         )
 
     def _rows_text(self, call: Any) -> str:
-        """Describe one tensor of each size in the batch dimension, for an error message."""
         named = {
             part.size(self.dim): f"{place} has {part.size(self.dim)} rows"
             for place, part in reversed([*named_call(call)])
@@ -90,10 +89,10 @@ class CallCuts:
         )
 
     def cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
-        """Return the positions of the devices that have samples, and the call of each.
+        """Return the indices of the devices that have samples, and the call of each.
 
         Args:
-            sizes: Samples of each device. If only one device has samples, the call is not examined.
+            sizes: Samples of each device.
 
         Raises:
             WorkloadError: An argument cannot be cut.
@@ -112,7 +111,7 @@ class CallCuts:
         return active, chunk(call, own, self.dim, batch_size, layout=layout)
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:
-        """Mark as `Whole` the parts that had the same size in a batch of another size. Record the other sizes."""
+        """Mark parts as `Whole` if they had the same size in a batch of another size. Record the other sizes."""
         tables = set()
         for place, part, size in _sized_parts(call, self.dim):
             if size != batch_size:
@@ -124,7 +123,7 @@ class CallCuts:
 
 
 def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield each tensor, list and tuple of a call with its place and its number of rows or its length."""
+    """Yield each tensor, list and tuple of a call, with its place and size."""
     if isinstance(tree, Tensor) and tree.dim() > dim:
         yield place, tree, tree.size(dim)
     if level >= DEPTH and is_plain_sequence(tree):

@@ -18,7 +18,7 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
     """Enable activation checkpointing for the named layers of a model. Skip layers that already have it.
 
     Raises:
-        PlanError: The model has no layer of a name.
+        PlanError: The model lacks a layer.
     """
     layers = dict(model.named_modules())
     lacking = [name for name in names if name not in layers]
@@ -38,11 +38,11 @@ def checkpointed_in(model: nn.Module) -> tuple[str, ...]:
 
 
 def checkpoint_layer(layer: nn.Module) -> Callable[[], None]:
-    """Let a layer recompute its activations in the backward. Return a function that undoes the change.
+    """Make a layer recompute its activations in the backward. Return a function that undoes the change.
 
-    A layer of transformers gets its own checkpointing attributes, because it also has to disable its cache. The class
-    of any other layer is replaced by a subclass. A `forward` set on the instance would not work: all replicas would
-    run the layer of the first replica.
+    A layer of transformers gets transformers' checkpointing attributes, because it must also disable its cache. The
+    class of any other layer is replaced by a subclass. If `forward` were set on the instance, all replicas would run
+    the first replica's layer.
     """
     if _is_checkpointed(layer):
         return lambda: None

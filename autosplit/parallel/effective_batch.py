@@ -1,4 +1,4 @@
-"""Compare the optimizer steps of a loader without a plan's batch sampler with the plan's effective batch."""
+"""Compare a loader's optimizer steps with the plan's effective batch size, without a plan's batch sampler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class EffectiveBatchWarning(UserWarning):
 
 
 def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -> Iterator[OptimizerStep]:
-    """Yield the steps. Warn once if a step differs in size from the plan's effective batch size.
+    """Yield the steps. Warn once if a step's size differs from the plan's effective batch size.
 
-    The last step of an epoch may be smaller without a warning.
+    The last step of an epoch may be smaller.
 
     Args:
-        stacklevel: The number of generators between this one and the user's loop. The warning points at the loop.
+        stacklevel: The number of generators between this generator and the user's loop, at which the warning points.
     """
     before: float | None = None
     for step in made:

@@ -1,7 +1,7 @@
-"""Join the outputs of replicas. Tensors and lists of samples are concatenated, and scalars are combined.
+"""Join the outputs of replicas.
 
 # Note [Joined outputs]
-Two devices ran 2 samples each. Their outputs are joined as follows.
+Two devices ran 2 samples each:
 
     output of each device                        joined output
     tensor of shape (2, 5)                       (4, 5)
@@ -15,8 +15,8 @@ Two devices ran 2 samples each. Their outputs are joined as follows.
     another tensor                               WorkloadError: it has neither rows for its samples nor one value
 
 A list of 2 items has one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
-the lengths decide, and `SeenOutputs` remembers the result. Otherwise the types of the items decide. If they leave a
-doubt, `Gathering` warns or raises an error.
+the lengths decide, and `SeenOutputs` remembers the result. Otherwise the types of the items decide. If the types leave
+a doubt, `Gathering` warns or raises an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AmbiguousBatchWarning(UserWarning):
 
 
 class _GatherPlaced(torch.autograd.Function):
-    """Concatenate the devices' outputs on device 0. Allocate the whole result once and copy chunk by chunk."""
+    """Concatenate the devices' outputs on device 0. Allocate the result once and copy chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, devices: tuple[int, ...], dim: int, *tensors: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _GatherPlaced(torch.autograd.Function):
         shape[dim] = sum(ctx.sizes)
         placement = active_placement()
         assert placement is not None
-        # Do not use `new_empty`: the placement would charge its memory to the device of the first tensor.
+        # `new_empty` would charge the memory to the device of the first tensor in the placement.
         whole = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
         placement.adopt(whole, 0)
         start = 0
@@ -99,10 +99,7 @@ class PlacedLink:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Copy outputs to the output device, with torch's gather on CUDA, and with copies and `cat` elsewhere.
-
-    torch implements gather only for CUDA.
-    """
+    """Copy outputs to the output device. Use torch's gather on CUDA, the only device type that it supports."""
 
     output_device: torch.device
 
@@ -124,12 +121,12 @@ class Link:
 
 @dataclasses.dataclass
 class SeenOutputs:
-    """Remember facts about a module's outputs, by place, because a later batch may not show them.
+    """Facts about a module's outputs, by place, from earlier batches.
 
     Attributes:
-        losses: Whether a tensor of one element is a loss. A batch with one sample per device does not show it.
-        lists: Whether a list has one item for each sample. A batch with an equal split does not show it.
-        flat: Tensors that have several rows for each sample. A batch with an equal split does not show it.
+        losses: Whether a tensor of one element is a loss. Unknown with one sample per device.
+        lists: Whether a list has one item for each sample. Unknown from batches with an equal split.
+        flat: Tensors that have several rows for each sample. Unknown from batches with an equal split.
     """
 
     losses: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -139,13 +136,13 @@ class SeenOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """Join the outputs of the replicas, and keep the types of their containers. See Note [Joined outputs].
+    """Join the outputs of the replicas, in containers of the same types. See Note [Joined outputs].
 
     Args:
-        weights: The weight of each replica's scalars. Each is a number, or a scalar tensor on any device.
-        shares: Samples of each replica. If empty, the sizes of the outputs are not checked.
+        weights: The weight of each replica's scalars: a number, or a scalar tensor on any device.
+        shares: Samples of each replica. If empty, sizes are not checked.
         seen: Facts from earlier batches.
-        cuts_lists: Whether lists in the call were cut. If so, lists in the outputs may contain samples, too.
+        cuts_lists: Whether lists in the call were cut. Then lists in the outputs may contain samples.
         lengths: Sizes of the inputs' dimensions after the batch, such as the tokens of each sample.
     """
 
@@ -158,10 +155,10 @@ class Gathering:
     lengths: frozenset[int] = frozenset()
 
     def join(self, outputs: list[Any], place: str = "") -> Any:
-        """Join the outputs of all active devices. They must have the same structure.
+        """Join the outputs of all active devices.
 
         Args:
-            place: The place of these outputs in the module's output, such as ``['logits']``.
+            place: The place in the module's output, for messages, such as ``['logits']``.
         """
         first = outputs[0]
         if any(type(output) is not type(first) for output in outputs):
@@ -186,7 +183,7 @@ class Gathering:
         return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
 
     def _join_lists(self, outputs: list[Any]) -> Any:
-        """Concatenate lists with one item for each sample. Copy their tensors to the output device."""
+        """Concatenate lists with one item for each sample."""
         items = [
             map_tensors(partial(self.link.bring, position=position), item)
             for position, output in enumerate(outputs)
@@ -195,7 +192,6 @@ class Gathering:
         return items if type(outputs[0]) is list else type(outputs[0])(items)
 
     def _hold_samples(self, outputs: list[Any], place: str) -> bool:
-        """Return whether lists have one item for each sample."""
         lengths = tuple(map(len, outputs))
         if len(self.shares) < 2:
             return False
@@ -208,7 +204,7 @@ class Gathering:
         return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(outputs, place)
 
     def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
-        """Return whether lists probably have one item for each sample, if their lengths do not show it."""
+        """Return whether lists probably have one item for each sample."""
         first, size = outputs[0], len(outputs[0])
         tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -287,7 +283,7 @@ class Gathering:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
         # A mean over no labels is NaN, and NaN * 0 is NaN. So replace the loss of a replica with weight 0 by zeros. If
-        # the weight is on the CPU, drop the replica from the graph, too, because its backward divides by 0.
+        # the weight is on the CPU, also drop the replica from the graph, because its backward divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
         here = weight.to(tensor.device, non_blocking=True)
@@ -298,7 +294,6 @@ class Gathering:
             self.weights.say()
 
     def _check_rows(self, tensors: list[Tensor], place: str) -> None:
-        """Raise WorkloadError if the size in the batch dimension does not match the number of samples."""
         rows = tuple(_rows(tensor, self.dim) for tensor in tensors)
         if len(self.shares) < 2 or None in rows or rows == self.shares or not any(rows):
             return
@@ -348,7 +343,6 @@ class Gathering:
         raise _cannot_join("values", values, place)
 
     def _join_caches(self, caches: list[Any]) -> Any:
-        """Join the key-value caches of transformers models: objects with tensors, one entry per layer."""
         if len({id(cache) for cache in caches}) != len(caches):
             raise WorkloadError(
                 f"{len(caches)} replicas returned the same {type(caches[0]).__name__} object. Expected a separate "
@@ -364,7 +358,7 @@ class Gathering:
         if any(type(value) is not type(first) for value in values):
             raise _cannot_join("types", [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
-            # Caches have the batch in dimension 0, whatever the wrapper's `dim`. Counters and empty caches have none.
+            # Caches have the batch in dimension 0, for any `dim`. Counters and empty caches have no batch.
             return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
         if children_of(first) is not None:
             return self._join_children(values, self._join_state)
@@ -378,7 +372,7 @@ class Gathering:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    # An array has rows for samples, as a tensor does. If the arrays of two replicas are equal, it is a coincidence.
+    # An array has rows for samples, as a tensor does, so two equal arrays are not the same value.
     if value is other:
         return True
     if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0:

@@ -1,4 +1,4 @@
-"""Infer from a loss's autograd graph what the loss is a mean over. No code of the model runs.
+"""Infer the divisor of a loss from its autograd graph. No code of the model runs.
 
 cross_entropy(x, y, weight=w)       NllLossBackward0, with w, y and the ignored label    a mean over sum(w[y])
 losses[mask].mean()                 MeanBackward0 of 13 elements, from 8 samples         a mean over the mask
@@ -30,13 +30,12 @@ Kind = Literal["samples", "sum", "weights", "labels", "elements", "unknown"]
 
 @dataclass(frozen=True)
 class Reading:
-    """Describe the loss that the graph shows.
+    """Describe how a loss combines the samples.
 
     Attributes:
-        kind: ``"sum"``, ``"unknown"``, or the divisor of a mean. ``"weights"`` are the weights of the labels.
-            ``"labels"`` are the labels that are not ignored. ``"elements"`` is a number that is not a multiple of the
-            samples.
-        text: A description of the loss for messages.
+        kind: ``"sum"``, ``"unknown"``, or the divisor of a mean. ``"weights"`` is the sum of the labels' class weights.
+            ``"labels"`` is the number of labels that are not ignored. ``"elements"`` is a number that is not a multiple
+            of the samples.
     """
 
     kind: Kind
@@ -51,7 +50,7 @@ _SUM, _MEAN = 2, 1
 
 
 def read_loss(loss: Tensor, samples: int) -> Reading:
-    """Return what a loss of `samples` samples is a mean over. This waits for the loss's device."""
+    """Return how a loss combines its samples. This waits for the loss's device."""
     return _read(loss.grad_fn, samples, is_root=True)
 
 
@@ -69,14 +68,14 @@ def _read(node: Any, samples: int, *, is_root: bool) -> Reading:
         parts = [_read(one, samples, is_root=False) for one in inner]
         return next((one for kind in _KINDS for one in parts if one.kind == kind), _SAMPLES)
     reading = _read_reduction(node, name, samples)
-    # Next to another loss, a sum or a mean may be a penalty on parameters, which does not depend on the samples.
+    # Added to another loss, a sum or a mean may be a penalty on parameters, which does not depend on the samples.
     if not is_root and reading.kind in ("sum", "elements"):
         return Reading("unknown", reading.text)
     return reading
 
 
 _KINDS: tuple[Kind, ...] = ("weights", "labels", "unknown")
-"""If several losses are added up, the first of these kinds that occurs is the kind of the total."""
+"""If several losses are added up, the total has the first of these kinds that occurs."""
 
 
 def _read_reduction(node: Any, name: str, samples: int) -> Reading:
@@ -131,7 +130,7 @@ COUNTS: dict[str, str] = {
     "labels": "a function that counts those labels in a batch",
     "elements": "a function that counts those elements in a batch",
 }
-"""Advice for `count=`, for each kind of loss that needs it."""
+"""Advice on the `count=` argument, for each kind of loss that needs it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +140,6 @@ class LabelMean:
     Attributes:
         position: The position of the labels among the batch's leaves.
         is_shifted: Whether the loss skips the first label of each sequence.
-        ignored: The label that the loss ignores.
         weights: The class weights, in double precision on the CPU. None if all are equal.
     """
 
@@ -152,7 +150,7 @@ class LabelMean:
 
     @property
     def is_special(self) -> bool:
-        """Whether none of the named rules of `reduce` gives this count."""
+        """Whether no named rule of `reduce` gives this count."""
         return self.weights is not None or self.ignored != IGNORED_LABEL
 
     def __call__(self, batch: Any) -> float:
@@ -162,13 +160,12 @@ class LabelMean:
         return kept.numel() if self.weights is None else as_count(self.weights[kept].sum(), "the class weights' sum")
 
     def __str__(self) -> str:
-        """Describe the divisor in words."""
         labels = f"labels that are not {self.ignored}" + ", without the first label of each sequence" * self.is_shifted
         return labels if self.weights is None else f"the class weights of the {labels}"
 
 
 def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
-    """Yield the possible counts of each cross entropy in a loss's graph whose labels are in the batch."""
+    """Yield the possible counts for each cross entropy in a loss's graph whose labels are in the batch."""
     for node in _nodes(loss):
         target = _saved(node, "target")
         if not _name(node).startswith("NllLoss") or target is None:
@@ -190,7 +187,7 @@ def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
 
 
 def _nodes(loss: Tensor) -> Iterable[Any]:
-    """Yield the 64 nodes of a graph that are nearest to the loss."""
+    """Return the 64 nodes of a graph that are nearest to the loss."""
     return itertools.islice(_nodes_below(loss.grad_fn), _MOST_NODES)
 
 
@@ -207,7 +204,7 @@ def _name(node: Any) -> str:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return a value that a node saved for its backward. Return None if it did not, or if it was freed."""
+    """Return a value that a node saved for its backward. Return None if the value does not exist or was freed."""
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # the backward has run

@@ -1,8 +1,8 @@
 """Compute the weights that combine the replicas' scalar losses into one loss.
 
 If the loss is a mean over samples, the weights are the samples of each replica. If the loss is a mean over tokens, they
-are the tokens. Sums are added without weights. The kind of loss cannot be read from a module. The gradient check infers
-it, or the user passes `reduce=`.
+are the tokens. Sums are added without weights. A module does not show which kind its loss is, so the gradient check
+infers the kind, or the user passes `reduce=`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
-"""Rule that combines scalar outputs. A callable gets a replica's ``(args, kwargs)`` and returns an amount, for example
-its number of tokens. The weight of the replica is its amount divided by the sum of all replicas' amounts."""
+"""The rule to combine scalar outputs. A callable gets a replica's ``(args, kwargs)`` and returns an amount, for example
+its number of tokens. The weight is that amount divided by the sum over all replicas."""
 
 _NAMED = ("samples", "tokens", "next tokens", "sum")
 
@@ -30,7 +30,7 @@ IGNORED_LABEL = -100
 """The label that torch's cross entropy ignores by default."""
 
 _DIVISOR = "num_items_in_batch"
-"""The argument that models of transformers use as the divisor of their summed losses."""
+"""The argument by which models of transformers divide their summed losses."""
 
 
 class ReduceWarning(UserWarning):
@@ -38,21 +38,21 @@ class ReduceWarning(UserWarning):
 
 
 class DoubtfulWeights(list["float | Tensor"]):
-    """Weights that were guessed. The code that combines a loss with them calls `say`."""
+    """Weights that were guessed. Call `say` when a loss is combined with them."""
 
     def __init__(self, weights: Sequence[float | Tensor], doubt: str) -> None:
         super().__init__(weights)
         self.doubt = doubt
 
     def say(self) -> None:
-        """Warn that the weights are a guess. Warn only once."""
+        """Warn once that the weights are a guess."""
         if self.doubt:
             warnings.warn(self.doubt, ReduceWarning, stacklevel=3)
             self.doubt = ""
 
 
 _looked_at: set[type[nn.Module]] = set()
-"""Classes whose labels were examined. Each class is examined once per process."""
+"""Classes whose labels were examined, which happens once per process."""
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
@@ -76,8 +76,7 @@ def weights_of(
     Args:
         reduce: The rule of the user or the plan. None weights by samples. If a call has `num_items_in_batch`, the
             module divides its sum by that number, so the outputs are added without weights.
-        chunks: The call of each replica, ``(args, kwargs)``, before the replicas run.
-        sizes: Samples in each chunk.
+        chunks: The call of each replica, ``(args, kwargs)``.
 
     Returns:
         Plain numbers. If labels are counted, scalar tensors on the labels' device, to avoid a synchronisation. If the
@@ -94,8 +93,8 @@ def weights_of(
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
     labels = (_labels_in(kwargs, reduce) for _, kwargs in chunks)
-    # Keep tensors: `.item()` would wait for the device, and it fails on fake tensors. Use double precision, so the
-    # weight of a loss in double precision is not less precise than the loss.
+    # Keep tensors, because `.item()` would wait for the device, and fails on fake tensors. Use double precision, as a
+    # loss may have it.
     return _shares([(one != IGNORED_LABEL).sum().double() for one in labels], sizes)
 
 
@@ -112,9 +111,9 @@ def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
 
 
 def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
-    """Return the labels that the loss averages over. For "next tokens", drop the first label of each sequence.
+    """Return the labels that the loss averages over.
 
-    The first token is not predicted from any other token.
+    For "next tokens", leave out the first label of each sequence, because no earlier token predicts it.
     """
     if reduce == "next tokens" and isinstance(kwargs.get("shift_labels"), Tensor):
         return cast("Tensor", kwargs["shift_labels"])
@@ -144,7 +143,7 @@ def _by_samples_with_doubts(
     found = [labels for _, kwargs in chunks if is_integer(labels := kwargs.get("labels"))]
     if not found or torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) or one.is_meta for one in found):
         return weights
-    _looked_at.add(kind)  # examine each class once, because `bool()` below waits for the labels' device
+    _looked_at.add(kind)  # only once per class, because `bool()` below waits for the labels' device
     if not any(bool((item == IGNORED_LABEL).any()) for item in found):
         return weights
     return DoubtfulWeights(

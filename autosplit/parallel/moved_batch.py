@@ -14,8 +14,8 @@ def to_device(batch: Any, device: torch.device | str | int) -> Any:
     """Return a batch with its tensors on a device.
 
     Args:
-        batch: A tensor, or lists, tuples, dicts and dataclasses of them. Objects with a `to` method, such as the
-            batches of transformers and PyG, are moved by it. Other values, such as texts, are unchanged.
+        batch: Tensors in nested containers. The `to` method of other objects, such as PyG's batches, moves them.
+            Other values are unchanged.
         device: The device. Copies from pinned memory to CUDA devices run asynchronously.
     """
     target = torch.device(device)

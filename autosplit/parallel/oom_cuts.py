@@ -1,6 +1,6 @@
 """Cut a micro-batch that ran out of memory into two parts, and run the parts instead.
 
-A backward that fails has updated some gradients and not others. The rules for the parts are:
+A backward that fails has updated some gradients and not others. Two rules apply:
 
 - A gradient that did not exist before is dropped. The parts compute it again.
 - A gradient that the backward added to is complete, because autograd adds to a leaf once per backward. The parts do
@@ -41,11 +41,11 @@ _log = logging.getLogger(__name__)
 OnOom = Literal["raise", "cut"]
 
 CUTS_UNTIL_LOWERED = 3
-"""After this many out-of-memory errors at a size, micro-batches of that size are cut before they run."""
+"""Number of out-of-memory errors at a batch size, after which micro-batches of that size are cut before they run."""
 
 SHARE_UNTIL_LOWERED = 0.25
-"""The fraction of runs of that size that must have failed, too. A failed run costs up to a whole run, and two halves
-cost a few tenths more than one."""
+"""The fraction of runs at a batch size that must also have failed. A failed run costs up to a whole run, and two halves
+cost a few tenths more than one run."""
 
 
 class CutWarning(UserWarning):
@@ -54,10 +54,10 @@ class CutWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Represent a micro-batch or a part of it.
+    """A micro-batch or a part of it.
 
     Attributes:
-        size: Its weight in the optimizer step: samples, or the count that its mean loss averages over.
+        size: The weight in the optimizer step: samples, or the divisor of the mean loss.
         added: Tensors whose gradients contain this part already.
     """
 
@@ -71,15 +71,15 @@ class Cuts:
     """Cut the micro-batches of a run, and learn which sizes to cut before they run.
 
     Args:
-        least: The fewest samples that a part may have.
-        count: Returns the weight of a part. By default, the weight is the number of samples.
+        least: The smallest number of samples of a part.
+        count: Returns the weight of a part. Default: the number of samples.
         note: Called once with a note when micro-batches begin to be cut before they run.
-        lowers: Whether memory depends only on the number of samples. If so, sizes that ran out of memory several
-            times are cut before they run.
+        lowers: Whether memory depends only on the number of samples. Then sizes that ran out of memory several times
+            are cut before they run.
 
     Attributes:
         most_samples: Micro-batches with more samples are cut before they run. None for no limit.
-        count_cut: The number of micro-batches and parts that ran out of memory.
+        count_cut: The number of out-of-memory errors.
     """
 
     dim: int = 0
@@ -93,7 +93,7 @@ class Cuts:
     _failures: Counter[int] = field(default_factory=Counter, init=False)
 
     def parts_of(self, batch: Any, size: float) -> list[Part]:
-        """Return the micro-batch in one part, or in several parts if it has more than `most_samples` samples."""
+        """Return the micro-batch in parts of at most `most_samples` samples."""
         part = Part(batch, size)
         samples = self.samples_of(part) if self.most_samples is not None and size else 0
         if self.most_samples is None or samples <= self.most_samples:
@@ -102,10 +102,9 @@ class Cuts:
         return self._cut(part, samples, [samples * i // number for i in range(number + 1)])
 
     def halves(self, part: Part, added: Sequence[Tensor], why: str) -> list[Part]:
-        """Cut a part that ran out of memory into two, and return them. Warn the first time.
+        """Cut a part that ran out of memory into two. Warn the first time.
 
         Args:
-            added: Tensors whose gradients contain the whole part already.
             why: The cause and advice, if memory other than the part's own was too large. Empty otherwise.
         """
         samples = self.samples_of(part)
@@ -131,7 +130,7 @@ class Cuts:
         return self._cut(whole, samples, [0, half, samples])
 
     def samples_of(self, part: Part) -> int:
-        """Count the samples of a part."""
+        """Return the number of samples of a part."""
         return batch_size_of(part.batch, self.dim)
 
     def count_run(self, part: Part) -> None:
@@ -162,7 +161,7 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 
 
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
-    """Return the `Cuts` of a loader, the same object in every epoch. Return None if `on_oom` is "raise"."""
+    """Return a loader's `Cuts`, the same in every epoch, or None if `on_oom` is "raise"."""
     if on_oom not in ("raise", "cut"):
         raise InputError(
             f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', such a micro-batch runs in parts.",
@@ -181,8 +180,8 @@ class Attempt:
     """Run a part that may run out of memory.
 
     Attributes:
-        has_failed: Whether it ran out of memory. The caller must then run its `halves`.
-        has_backward: Whether its backward has finished, so its gradients are complete.
+        has_failed: Whether the part ran out of memory. The caller must then run its `halves`.
+        has_backward: Whether the backward has finished, so the gradients are complete.
     """
 
     def __init__(self, part: Part, cuts: Cuts) -> None:
@@ -196,7 +195,7 @@ class Attempt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the part in the block. Catch an out-of-memory error if smaller parts can help, and re-raise others."""
+        """Run the part in the block. Catch out-of-memory errors if smaller parts can help."""
         try:
             with _left_out(self.part.added):
                 yield
@@ -214,7 +213,7 @@ class Attempt:
             if is_oom(error):
                 self._added, self._hides = gradients.drop_begun(), gradients.hides
                 if not loss._is_view():
-                    loss.detach_()  # the variable in the user's loop would keep the graph's memory until the next loss
+                    loss.detach_()  # the loop's variable would keep the graph in memory until the next loss
             raise
         self.has_backward = True
 
@@ -235,7 +234,7 @@ class Attempt:
     def halves(self) -> list[Part]:
         """Free memory, restore the random state, and return the two halves.
 
-        Call it when nothing refers to the error any more, because its traceback keeps tensors in memory.
+        Call this after the error is gone, because its traceback keeps tensors in memory.
         """
         gc.collect()
         accelerator = accelerator_in_use()
@@ -246,11 +245,10 @@ class Attempt:
 
 
 class AddedGradients:
-    """Record the gradients that the backward of a loss may add to, before it runs.
+    """Record the gradients that the backward of a loss may add to, before the backward runs.
 
     Attributes:
-        hides: Whether the graph contains reentrant checkpointing. It builds parts of the graph in the backward, so
-            some gradients are unknown.
+        hides: Whether the graph contains reentrant checkpointing, which builds parts of the graph in the backward.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -292,7 +290,7 @@ class AddedGradients:
 
 
 def _wait_for_workers(devices: Iterable[torch.device]) -> None:
-    """Wait for autograd's thread of each device. It may still be busy after the thread of another device failed."""
+    """Wait for autograd's thread of each device. It may still be busy after another thread failed."""
     for device in set(devices):
         if device.type != "cpu":
             torch.zeros((), device=device, requires_grad=True).mul(1).backward()
@@ -300,7 +298,7 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the gradients of these tensors unchanged by any backward in the block."""
+    """Leave the gradients of these tensors unchanged by any backward in the block."""
     with ExitStack() as hooks:
         for tensor in tensors:
             hooks.enter_context(tensor.register_hook(torch.zeros_like))

@@ -1,8 +1,7 @@
 """Iterate over an epoch by optimizer steps of exactly E samples, and over the micro-batches of each step.
 
-`steps` follows the schedule of the loader's `ScheduledBatchSampler`. With other batch samplers it counts samples. It
-weights each micro-batch's mean loss by the micro-batch's fraction of the step. So the gradient is exact, even if the
-last micro-batch is smaller. A `BalancedDataParallel` keeps its replicas until the last micro-batch of a step.
+Each micro-batch's mean loss is weighted by its fraction of the step's samples. So the gradient is exact. A
+`BalancedDataParallel` keeps its replicas until the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class _MicroBatch:
-    """The micro-batch, or the part of it, that a step runs.
+    """The micro-batch, or the part of a cut micro-batch, that a step runs.
 
     Attributes:
-        part: The part that `attempt` has to run. None if it ran, or if micro-batches are not cut.
+        part: The part that `attempt` has to run, or None.
         meets: Whether the ranks synchronise in its backward.
     """
 
@@ -65,9 +64,9 @@ class _MicroBatch:
 class OptimizerStep:
     """Run one optimizer step. Iterate over it for its micro-batches, and call `backward` once for each.
 
-    `backward` multiplies the mean loss of a micro-batch by its weight. The sum of the gradients is then the gradient of
-    the mean over the whole step. The weight is the micro-batch's samples divided by the step's samples. On a rank of a
-    DDP job, the weight is multiplied by `num_ranks`, because DDP averages the gradients of the ranks.
+    `backward` multiplies the mean loss of a micro-batch by its weight: its samples divided by the step's samples. The
+    sum of the gradients is then the gradient of the mean over the whole step. In a DDP job, the weight is also
+    multiplied by `num_ranks`, because DDP averages the gradients of the ranks.
 
     Args:
         sizes: The divisor of each micro-batch's mean loss, usually its number of samples.
@@ -78,11 +77,8 @@ class OptimizerStep:
         splits: See `StepSchedule.splits`.
 
     Attributes:
-        listeners: Objects whose methods the step calls for each micro-batch, in the order of this list.
-        cuts: Cuts micro-batches that run out of memory in an `attempt`.
-        noise_scale: The estimate that was passed to `steps`. It includes this step once the step's loop has ended.
-        device: The device to which each micro-batch is moved. None to yield the batches as they are.
-        awaited: Detects whether the optimizer steps after the last backward.
+        listeners: The objects that the step calls for each micro-batch, in order.
+        noise_scale: The estimate that was passed to `steps`.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class OptimizerStep:
         self._watched: WatchedParameter | None = None
 
     def __len__(self) -> int:
-        """Count the micro-batches of this step."""
+        """Return the number of micro-batches of this step."""
         return len(self.micro_batch_sizes)
 
     @property
@@ -141,11 +137,11 @@ class OptimizerStep:
 
     @property
     def counts_here(self) -> bool:
-        """False while this rank runs samples of another rank, with weight 0."""
+        """Whether the current samples count. False while this rank runs another rank's samples, with weight 0."""
         return self._now is None or not self._now.is_open or self._now.samples > 0
 
     def expect_gather(self) -> None:
-        """Run the backward of this micro-batch even if its weight is 0, because all ranks gather gradients in it."""
+        """Run this micro-batch's backward even with weight 0, because all ranks gather gradients in it."""
         if self._now is not None:
             self._now.gathers = self._now.is_open
 
@@ -153,7 +149,7 @@ class OptimizerStep:
     def loss(self) -> float:
         """The mean loss over the micro-batches of the step so far. Reading it waits for the device.
 
-        On a rank of a DDP job, this is the mean over the rank's own samples. Reading it does not communicate.
+        In a DDP job, this is the mean over the rank's own samples.
         """
         own = sum(self.micro_batch_sizes) * self.num_ranks
         return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
@@ -161,8 +157,8 @@ class OptimizerStep:
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Multiply the current micro-batch's mean loss by its weight, and run the backward pass.
 
-        A micro-batch of weight 0 runs no backward, because its mean is 0/0 and would make all gradients NaN. If the
-        ranks synchronise in it, the rank runs the zeroed loss of another rank's sample instead.
+        If the weight is 0, no backward runs, because the mean is 0/0 and would make all gradients NaN. If the ranks
+        synchronise in this micro-batch, the rank runs the backward of another rank's sample with zeroed gradients.
 
         Args:
             loss: The mean loss of the micro-batch, one number.
@@ -193,7 +189,7 @@ class OptimizerStep:
                 "forward and step.backward(loss) into `with step.attempt():`.",
                 code="backward-outside-attempt",
             )
-        now.had_backward = True  # even if the backward fails: its gradients may be incomplete, so it cannot run again
+        now.had_backward = True  # also if the backward fails: gradients may be incomplete, so it cannot run again
         if not weight and not ((now.meets or now.gathers) and self.num_ranks > 1):
             if scaler is not None:
                 scaler.scale(loss.new_zeros(()))  # creates the scale, which scaler.step() needs
@@ -217,12 +213,11 @@ class OptimizerStep:
         if weight and any(listener.needs_gradients for listener in self.listeners):
             scale = 1.0 if scaler is None else scaler.scale(scaled.detach().new_ones(()))
             return self._around("recorded", scaled, now.size, weight, scale)
-        # If the ranks gather outputs, other ranks' losses have gradients for this rank's samples. Do not silence them.
+        # If the ranks gather outputs, keep the gradients that other ranks' losses have for this rank's samples.
         return nullcontext() if weight or (now.gathers and self.counts_here) else self._around("silenced")
 
     @contextmanager
     def _around(self, method: str, *args: Any) -> Iterator[None]:
-        """Enter the context that a method of every listener returns."""
         with ExitStack() as stack:
             for listener in self.listeners:
                 stack.enter_context(getattr(listener, method)(*args))
@@ -240,12 +235,12 @@ class OptimizerStep:
                 optimizer.zero_grad()
 
         An out-of-memory error ends the block but not the loop. The parts start from the same random state, and the
-        gradient of the step does not change. Do not keep outputs of the model after the block, because they would
-        occupy the memory that the parts need. With ``on_oom="raise"`` the block does nothing.
+        gradient of the step does not change. Do not keep outputs of the model after the block, because the parts need
+        their memory. With ``on_oom="raise"`` the block does nothing.
 
         Raises:
-            OutOfMemoryError: torch's error, if the micro-batch is too small to be cut. Also if reentrant checkpointing
-                hides which gradients are complete.
+            OutOfMemoryError: The micro-batch is too small to be cut. Or reentrant checkpointing hides which gradients
+                are complete. This is torch's error.
         """
         if self.cuts is None:
             yield
@@ -298,7 +293,7 @@ class OptimizerStep:
             self._drawn += 1
             accumulation.split = None if self._splits is None else self._splits[number]
             parts = [Part(batch, size)] if self.cuts is None else self.cuts.parts_of(batch, size)
-            del batch  # this frame would keep the batch in memory while the loader makes the next
+            del batch  # otherwise this frame would keep the batch in memory while the loader makes the next
             while parts:
                 part, is_last = parts.pop(0), self._drawn == len(self) and not parts
                 opinions = [listener.draw(is_last) for listener in self.listeners]
@@ -331,7 +326,6 @@ class OptimizerStep:
             )
 
     def _check_parameters(self) -> None:
-        """Raise InputError if the parameters were updated, or the gradients cleared, within the step."""
         change = self._watched.change() if self._watched is not None else ""
         if change:
             raise InputError(
@@ -360,17 +354,14 @@ def steps(
     """Yield the optimizer steps of one epoch of a loader. See `Plan.steps`.
 
     If the loader has a `ScheduledBatchSampler`, its schedule gives the sizes, and batches are not examined. With other
-    loaders, the batches of a step are buffered until they have `effective_batch_size` samples or the loader ends. The
-    weights depend on the total. The last batch may exceed it and is not cut. If `count` is given, a step of such a
-    loader has ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches.
+    loaders, batches are buffered until they have `effective_batch_size` samples or the loader ends, because the weights
+    depend on the total. If `count` is given, a step of such a loader has ``accumulation_steps(effective_batch_size,
+    batch_size)`` micro-batches.
 
     Args:
         over_ranks: Sums each number of a list over the ranks. Needed for `count` if the loader yields one rank's part.
         spans_ranks: Whether losses are already normalised over all ranks. See `normalised_over_ranks`.
-        cuts: Cuts micro-batches that run out of memory. None to raise the error instead.
-        noise_scale: The estimate to which each step is added, or None.
         sums_over_ranks: Adds up the ranks' sums of gradient norms. None in a single process.
-        device: See `OptimizerStep`.
     """
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -407,7 +398,7 @@ def checked(
     reads_loss: bool = False,
     device: torch.device | str | int | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Set up each step with `cuts`, `noise_scale` and `device`, and yield it. Raise InputError after unfinished steps.
+    """Set `cuts`, `noise_scale` and `device` on each step, and yield it. Raise InputError if a step is left unfinished.
 
     Args:
         reads_loss: Whether to warn if the first step's loss is not a mean over samples.
@@ -438,7 +429,7 @@ def _scheduled_steps(
             *over_ranks([sum(not size for one in sampler.schedule for size in one.micro_batch_sizes)])
         )
     sampler.begin_epoch()
-    start_step = sampler.start_step  # read it before iter(), because workers then begin to draw and reset it
+    start_step = sampler.start_step  # read it before iter(), because workers then start to draw and reset it
     schedule = sampler.schedule
     sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
     batches = iter(loader)
@@ -450,7 +441,7 @@ def _scheduled_steps(
             sizes, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
         if count is not None:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
-            # A rank without samples runs a sample of another rank, with weight 0.
+            # A rank without samples runs a sample of another rank with weight 0, so its count is 0.
             parts = zip(held, step.micro_batch_sizes, strict=False)
             sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
             sizes += [0] * (len(step.micro_batch_sizes) - len(held))
@@ -483,7 +474,7 @@ def _scheduled_steps(
 def _held_steps(
     loader: Iterable[Any], count: Count, *, most_batches: int | None = None, enough: int | None = None
 ) -> Iterator[OptimizerStep]:
-    """Buffer batches and yield a step when there are `most_batches`, or when their counts reach `enough`."""
+    """Yield a step for every `most_batches` batches, or when their counts reach `enough`."""
     held: list[Any] = []
     sizes: list[float] = []
     index = 0

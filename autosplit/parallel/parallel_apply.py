@@ -1,8 +1,8 @@
 """Run a module on the chunks of a batch, each chunk on its device.
 
-On GPUs, torch's `parallel_apply` runs one replica per GPU in parallel. On CPU devices, the chunks run in turn. Outside
-a placement (`autosplit.devices.transfer`) they run through the one module. Inside a placement there is a replica per
-device, so the placement can charge the copies to each device.
+On GPUs, torch's `parallel_apply` runs one replica per GPU in parallel. On CPU devices, the chunks run one after
+another. Inside a placement (`autosplit.devices.transfer`), each CPU device has a replica, to charge its copies to the
+device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autosplit.workload.batch import map_tensors, placed_on
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
-    """Run the chunks in turn through the one module. As on GPUs, only the first chunk updates its buffers."""
+    """Run the chunks one after another through the module. Only the first chunk updates its buffers."""
     if len(chunks) > 1:
-        # On GPUs each replica gets a copy. Clone here, too: a module may change its input in place.
+        # On GPUs each replica gets a copy. Clone here, too, because a module may change its input in place.
         chunks = [map_tensors(torch.clone, call) for call in chunks]
     slots = moving_buffers(module) if len(chunks) > 1 else []
-    copies = [BufferCopies(slots) for _ in chunks[1:]]  # copy before the first chunk updates them, as replicas do
+    copies = [BufferCopies(slots) for _ in chunks[1:]]  # copy before the first chunk updates the buffers
     outputs = [module(*chunks[0][0], **chunks[0][1])]
     for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
         with own:
@@ -43,7 +43,7 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
 def run_placed(
     module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
 ) -> list[Any]:
-    """Scatter the chunks, replicate the module, and run the replicas on the simulated devices of a placement."""
+    """Scatter the chunks, replicate the module, and run the replicas in a placement."""
     adopt_module(placement, module, 0)
     placed = [placed_on(index, call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
@@ -65,9 +65,6 @@ def run_on_gpus(
     shares: Sequence[int],
 ) -> list[Any]:
     """Scatter all chunks, replicate the module, and run all replicas at the same time.
-
-    Args:
-        shares: Samples in each chunk.
 
     Raises:
         OutOfMemoryError: A GPU ran out of memory. The error names the GPU and its samples.
@@ -126,7 +123,7 @@ def _named_oom(
 
 
 def _failed_device(message: str, devices: Sequence[torch.device], active: list[int]) -> int | None:
-    """Return the index of the device that ran out of memory, parsed from a replica's or the allocator's message."""
+    """Return the index of the device that ran out of memory, parsed from the error message."""
     for position, index in enumerate(active):
         if f"in replica {position} on device" in message:
             return index

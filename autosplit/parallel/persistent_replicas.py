@@ -2,17 +2,17 @@
 
 Note [Kept replicas]
 ~~~~~~~~~~~~~~~~~~~~
-nn.DataParallel broadcasts parameters and reduces gradients in every micro-step, because the parameters of its replicas
-are outputs of one autograd node. Here each device keeps a leaf for each parameter until the optimizer steps:
+nn.DataParallel broadcasts parameters and reduces gradients in every micro-step, because its replicas' parameters are
+outputs of one autograd node. Here each device keeps a leaf tensor for each parameter until the optimizer steps:
 
                   before        micro-step 1     micro-step 2 (last)                    optimizer.step()
     p (device 0)  copied to l   p.grad = a1      p.grad = a1 + a2, then + b1 + b2       updates p, so l is outdated
     l (device 1)  = p           l.grad = b1      l.grad = b1 + b2, then None
 
-Between the micro-steps, p.grad lacks b1. Nothing may use it then, so these guards raise InputError instead of training
-on a part of the gradient: an optimizer step (`refuse_update`), clipping or scaling (`settle`), and a backward with
-create_graph=True, because b1 cannot keep a graph. Clearing p.grad is fine, and drops b1, too. Buffers are copied at
-each forward, as nn.DataParallel does.
+Between the micro-steps, p.grad lacks b1: the gradient b1 waits on device 1. Training on p.grad would then be wrong. So
+these operations raise InputError: an optimizer step (`refuse_update`), clipping or scaling (`settle`), and a backward
+with create_graph=True, because b1 cannot keep a graph. Clearing p.grad also drops b1. Buffers are copied at each
+forward, as in nn.DataParallel.
 
 A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of the leaf:
 
@@ -20,8 +20,8 @@ A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of 
                          _Copy ── replica's forward ── loss
     leaf (device 1) ───────┘
 
-A backward gives the gradient to the leaf and copies nothing. `torch.autograd.grad(loss, parameter)` asks for the
-gradient of the parameter instead: no leaf accumulates then, and `_Copy` copies the gradient to device 0. So VQGAN's
+A backward gives the gradient to the leaf and copies nothing. `torch.autograd.grad(loss, parameter)` requests the
+gradient of the parameter instead. No leaf accumulates then, and `_Copy` copies the gradient to device 0. So VQGAN's
 adaptive weight, GradNorm and PCGrad get the gradient of the whole batch.
 """
 
@@ -47,13 +47,12 @@ from autosplit.torch_versions import run_early, storage_key, will_run
 
 @dataclass
 class _Master:
-    """Hold a parameter (or a buffer that can have a gradient) on device 0, and its leaves on other devices.
+    """A parameter (or a buffer that can have a gradient) on device 0, and its copies on other devices.
 
     Attributes:
-        leaves: By device, the copies that replicas compute with.
-        stamps: By device, the version of the values in the copy. A device may skip a micro-step and run a later one.
+        leaves: The copy on each device. Replicas compute with it.
+        stamps: The version of the values in each copy.
         noted: The module's gradient after the last backward, and its version. None if no gradient waits.
-        hook: Detects when autograd adds to the module's gradient without the wrapper.
     """
 
     tensor: Tensor
@@ -64,7 +63,7 @@ class _Master:
 
     @property
     def waiting(self) -> bool:
-        """Whether a leaf has a gradient that is not yet added to the module's gradient."""
+        """Whether a leaf has a gradient that was not yet added to the module's gradient."""
         return any(leaf.grad is not None for leaf in self.leaves.values())
 
     @property
@@ -79,36 +78,32 @@ class _Master:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the module's gradient was changed since `note`."""
         return self.noted is not None and (
             self.tensor.grad is not self.noted[0] or self.noted[0]._version != self.noted[1]
         )
 
     def note(self) -> None:
-        """Record the module's gradient and its version."""
         assert self.tensor.grad is not None
         self.noted = self.tensor.grad, self.tensor.grad._version
         if self.hook is None:
             self.hook = self.tensor.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
 
     def let_go(self) -> None:
-        """Forget the recorded gradient and remove the hook."""
         self.noted = None
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
 
     def drop_gradients(self) -> None:
-        """Delete the gradients of all leaves."""
         self.let_go()
         for leaf in self.leaves.values():
             leaf.grad = None
 
 
 def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
-    """Record the gradient again after a backward that did not go through the wrapper, such as a weight penalty.
+    """Record the gradient again after a backward that did not use the wrapper, such as a weight penalty's.
 
-    torch also calls this hook if the backward of `_Copy` returned no gradient. The gradient is unchanged then.
+    torch also calls this hook if the backward of `_Copy` returned no gradient.
     """
     master = known()
     if master is None or master.noted is None or tensor.grad is None or not master.is_changed:
@@ -152,39 +147,36 @@ class KeptReplicas:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients of earlier micro-steps wait on other devices to be reduced to device 0."""
+        """Whether gradients of earlier micro-steps wait on other devices. See Note [Kept replicas]."""
         return any(master.waiting for master in self._masters.values())
 
     @property
     def needed(self) -> bool:
-        """Whether gradients wait, or a forward ran whose backward may still run."""
+        """Whether gradients wait, or a forward ran and its backward may follow."""
         return self._has_graph or self.waiting
 
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
-        """Return a replica of the module for each device. The replica of device 0 uses the module's own parameters.
+        """Return a replica of the module for each device.
 
-        Values are copied again, unless gradients wait or a backward may still run. Those belong to the present values.
+        Parameters are copied again, unless gradients wait or a backward may follow. Both belong to the current values.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
         self._follow(kept)
         if not self.needed:
-            self._round += 1  # copy again, because versions miss changes through `.data` or in a tracker
+            self._round += 1  # copy again, because versions miss changes through `.data` or in a memory tracker
         if isinstance(self._copies, GpuCopies):
             for device in devices:
                 self._renew(self._copies, kept, device)
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
-        # Copy tensor by tensor to all devices, as a broadcast does. So no device waits for the end of another's copies.
+        # Copy one tensor to all devices before the next, so no device waits for another's copies.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
             for device, table in tables.items():
                 table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device)
         return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Create waiting gradients of zeros, as after an earlier micro-step.
-
-        A trace of a single accumulating micro-step needs them.
-        """
+        """Create zero gradients on other devices, as after a micro-step, for a trace of the next."""
         self.replicas(module, devices)
         for parameter in parameters:
             master = self._masters.get(id(parameter))
@@ -193,11 +185,10 @@ class KeptReplicas:
         self.note()
 
     def watch(self, outputs: Iterable[Tensor], *, last: bool) -> None:
-        """Register hooks that detect the begin and the end of a backward through these outputs.
+        """Register hooks that detect the start and end of a backward through these outputs.
 
         Args:
-            outputs: The outputs of a forward. If a backward does not pass through them, the leaves' hooks detect it.
-            last: Whether to reduce the gradients to device 0 after the backward. If False, only record them.
+            last: Whether to reduce the gradients to device 0 after the backward.
         """
         self._last = last
         for tensor in outputs:
@@ -215,12 +206,12 @@ class KeptReplicas:
                 torch.autograd.Variable._execution_engine.queue_callback(_weakly(self.end_backward))
 
     def _adds_gradients(self) -> bool:
-        """Return whether the running backward adds to gradients of parameters. `torch.autograd.grad` does not."""
+        """Return whether the running backward accumulates into parameters. `torch.autograd.grad` does not."""
         tensors = (tensor for master in self._masters.values() for tensor in (master.tensor, *master.leaves.values()))
         return any(tensor.requires_grad and will_run(get_gradient_edge(tensor).node) for tensor in tensors)
 
     def end_backward(self) -> None:
-        """Reduce the gradients to device 0 after the last micro-step. Record them after any other micro-step."""
+        """After the last micro-step, reduce the gradients to device 0. After any other, record them."""
         self._task = _NO_TASK
         if self._last:
             self.bring_home()
@@ -228,7 +219,11 @@ class KeptReplicas:
             self.note()
 
     def bring_home(self) -> None:
-        """Add all waiting gradients to the module's. Raise InputError if one has a graph (``create_graph=True``)."""
+        """Add all waiting gradients to the module's.
+
+        Raises:
+            InputError: A waiting gradient has a graph (``create_graph=True``).
+        """
         self._has_graph = False
         if isinstance(self._copies, GpuCopies):
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
@@ -237,7 +232,7 @@ class KeptReplicas:
             self._bring(master)
 
     def note(self) -> None:
-        """Record the module's gradients while others wait, to detect later when they are cleared."""
+        """Record the module's gradients while others wait, so `settle` can detect that they were cleared."""
         self._has_graph = False
         for master in self._masters.values():
             for leaf in master.leaves.values():
@@ -254,8 +249,8 @@ class KeptReplicas:
         """Drop the waiting gradients of parameters whose gradient was cleared.
 
         Raises:
-            InputError: A gradient was clipped, scaled or replaced. The waiting gradients were not, so the sum would be
-                wrong.
+            InputError: The module's gradient was clipped, scaled or replaced. The waiting gradients were not, so their
+                sum would be wrong.
         """
         for master in self._masters.values():
             if master.is_cleared:
@@ -288,7 +283,6 @@ class KeptReplicas:
             )
 
     def _follow(self, kept: list[Tensor]) -> None:
-        """Create a master for each new tensor, and remove the masters of tensors that the module no longer has."""
         before = dict(self._masters)
         self._masters = {
             id(tensor): before.pop(id(tensor)) if id(tensor) in before else _Master(tensor) for tensor in kept
@@ -298,10 +292,9 @@ class KeptReplicas:
         self.settle()
         for master in self._masters.values():
             if master.noted is None:
-                master.drop_gradients()  # left by a failed backward: a complete backward would have recorded them
+                master.drop_gradients()  # a failed backward left them: a complete backward would have recorded them
 
     def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
-        """Copy the parameters whose values on a device are outdated, in as few copies as possible."""
         stale = []
         for tensor in kept:
             master = self._masters[id(tensor)]
@@ -316,7 +309,6 @@ class KeptReplicas:
             master.stamps[device] = (self._round, *_stamp(master.tensor))
 
     def _elsewhere(self, tensor: Tensor, device: int) -> Tensor:
-        """Return the copy of a tensor that the replica on another device computes with."""
         master = self._masters.get(id(tensor))
         if master is None:  # a plain buffer, or a buffer that a forward computed from parameters (not a leaf)
             return self._copies.copy(tensor if tensor.requires_grad else tensor.detach(), device, "buffer")
@@ -326,7 +318,7 @@ class KeptReplicas:
             if may_have_gradient(tensor):
                 # Do this even if the tensor is frozen, because the backward of an earlier forward may still run.
                 leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
-        elif master.stamps[device] != stamp:  # only inside a placement: between GPUs, `_renew` has copied it already
+        elif master.stamps[device] != stamp:  # only inside a placement. Between GPUs, `_renew` has copied it already
             with torch.no_grad():
                 transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
@@ -339,7 +331,6 @@ class KeptReplicas:
         return copied
 
     def _bring_from(self, copies: GpuCopies, device: int) -> None:
-        """Reduce a device's dense gradients to device 0, in as few copies as possible."""
         waiting, grads = [], []
         for master in self._masters.values():
             leaf = master.leaves.get(device)
@@ -363,7 +354,7 @@ class KeptReplicas:
         master.let_go()
 
     def _zeros_for(self, master: _Master) -> Tensor:
-        """Create a zero gradient on device 0, in the layout of the waiting gradients."""
+        """Create a zero gradient on device 0, dense or sparse like the waiting gradients."""
         device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
         if grad.layout != torch.strided:
             return self._copies.bring(torch.zeros_like(grad), device)  # sparse, with no values
@@ -375,7 +366,7 @@ _NO_TASK = -1
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method as long as its object is alive. The hook does not keep the object alive."""
+    """Return a hook that calls a method, and does not keep the method's object alive."""
     known = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> None:
@@ -411,7 +402,7 @@ def _refuse_graph(grad: Tensor | None) -> None:
 
 
 def _add_to(tensor: Tensor, grad: Tensor) -> None:
-    """Add to a tensor's gradient in place, as autograd does. A sparse plus a dense gradient gives a dense one."""
+    """Add to a tensor's gradient in place, as autograd does. A sparse plus a dense gradient is dense."""
     if tensor.grad is None:
         tensor.grad = grad
     elif tensor.grad.is_sparse and not grad.is_sparse:
@@ -426,7 +417,7 @@ _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 
 @cache
 def _guard_updates() -> None:
-    """Check every optimizer's step from now on. The hook is never removed: torch may be iterating over its hooks."""
+    """Check every optimizer step from now on. The hook is never removed, because torch may be iterating over hooks."""
     register_optimizer_step_pre_hook(_before_update)
 
 

@@ -9,7 +9,7 @@ from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 
 LossScope = Literal["sample", "ranks"]
-"""Scope of the divisor of a micro-batch's loss: the rank's samples, or the samples of all ranks."""
+"""The divisor of a micro-batch's loss: the rank's samples, or a sum over all ranks."""
 
 OverRanks = Callable[[Sequence[float]], list[float]]
 """A function that sums each number of a list over the ranks. All ranks must call it with lists of equal length."""
@@ -46,8 +46,8 @@ def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list
         loss(r, m) = S(r, m) / (K(m) / W)    with K(m) = boxes of micro-batch m, over all ranks
 
     DDP averages the ranks' gradients, so a weight w(m) gives w(m) * sum_r S(r, m) / K(m). The loss of the whole step is
-    the sum of all S divided by the sum of all K. So w(m) = K(m) / sum of all K. The weight is 1 if the step has one
-    micro-batch. An `OptimizerStep` weights by size * W / total, so each size is K(m) / W.
+    the sum of all S divided by the sum of all K. So w(m) = K(m) / sum of all K. An `OptimizerStep` weights by size * W
+    / total, so each size is K(m) / W.
 
     Args:
         counts: K(m) of each micro-batch, over all ranks.
@@ -59,7 +59,7 @@ def refuse_ranks_without_samples(without: float) -> None:
     """Raise InputError if a rank has no sample in some micro-batch.
 
     Args:
-        without: The number of micro-batches without a sample, over all ranks.
+        without: The number of such micro-batches.
     """
     if without:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Read a user's DataLoader, to build another with the same samples and settings around a plan's batch sampler."""
+"""Rebuild a user's DataLoader with a plan's batch sampler, and with the same samples and settings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ from autosplit.rng import kept_rng
 
 
 class SampledOrder:
-    """Draw the order of an epoch from the user's own sampler, for example a sampler that groups by length.
+    """Draw the order of an epoch from the user's own sampler.
 
-    The generators of torch, Python, NumPy and the sampler are seeded, so every process draws the same order. Afterwards
-    their states are restored.
+    All random generators are seeded, so every process draws the same order. Their states are restored.
 
     Args:
-        sampler: Yields indices of samples, or batches of indices.
-        num_samples: The length of the data set.
         seed: The order depends on `seed` plus the epoch.
     """
 
@@ -39,7 +36,7 @@ class SampledOrder:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Return the order of an epoch. Raise InputError if it leaves samples out or repeats some."""
+        """Return the order of an epoch. Raise InputError if the order lacks or repeats samples."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         order = self._drawn(epoch)
@@ -73,7 +70,6 @@ class SampledOrder:
 
 
 def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
-    """Yield the generators of a sampler and of the samplers inside it."""
     while sampler is not None:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -82,11 +78,11 @@ def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
 
 
 def is_shuffled(loader: Any) -> bool | None:
-    """Return whether a loader shuffles. Return None if it may leave samples out, repeat some, or use another order."""
+    """Return whether a loader shuffles. Return None if its sampler may repeat or omit samples, or reorder them."""
     sampler = _sampler_of(loader)
     if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
         return None  # a user's class, even if it is derived from the classes below
-    if isinstance(sampler, DistributedSampler):  # its split over the processes is replaced by the plan's
+    if isinstance(sampler, DistributedSampler):  # the plan's split replaces its split over the processes
         return bool(sampler.shuffle)
     if isinstance(sampler, RandomSampler):
         return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
@@ -94,7 +90,6 @@ def is_shuffled(loader: Any) -> bool | None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """Return the sampler, or the batch sampler, of a loader."""
     drawn = getattr(loader, "batch_sampler", None)
     while (inner := getattr(drawn, "batch_sampler", None)) is not None:
         drawn = inner  # accelerate's batch samplers distribute the batches of this inner batch sampler
@@ -102,7 +97,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
-    """Return `is_shuffled`, or the `SampledOrder` of a user's sampler if it is sound. Return None otherwise."""
+    """Return `is_shuffled`, or the `SampledOrder` of a user's sampler if the order is sound, or None."""
     shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
     if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
         return shuffled
@@ -112,12 +107,11 @@ def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
 
 @dataclass(frozen=True)
 class LoaderParts:
-    """Hold what a user's DataLoader is made of.
+    """The parts of a user's DataLoader.
 
     Attributes:
         order: Whether the loader shuffles, or the order of the user's own sampler.
-        drop_last: Whether the loader drops the last batch of an epoch if it is incomplete.
-        settings: Arguments of a DataLoader: `collate_fn`, `num_workers` and so on, without sampler and batch size.
+        settings: Other arguments of a DataLoader, such as `collate_fn` and `num_workers`.
     """
 
     dataset: Any
@@ -126,7 +120,7 @@ class LoaderParts:
     settings: dict[str, Any]
 
     def order_options(self, shuffle: bool | None, drop_last: bool | None) -> dict[str, Any]:
-        """Return the arguments of a `ScheduledBatchSampler` for this order. Values that are not None replace it."""
+        """Return arguments of a `ScheduledBatchSampler` for this order. The given arguments take precedence."""
         own = self.order if shuffle is None and isinstance(self.order, SampledOrder) else None
         return {
             "shuffle": bool(self.order) if shuffle is None else shuffle,
@@ -144,12 +138,9 @@ _SETTINGS = (
 def parts_of(loader: Any, seed: int) -> LoaderParts:
     """Return the parts of a DataLoader.
 
-    Args:
-        seed: Seed of the order, if the user's own sampler draws it.
-
     Raises:
-        InputError: A plan's batch sampler cannot replace the loader's. The loader is no DataLoader of PyTorch, its data
-            set has no length or makes its own batches, or its sampler repeats samples or leaves some out.
+        InputError: A plan's batch sampler cannot replace the loader's. The loader is no DataLoader, its data set has no
+            length or makes its own batches, or its sampler repeats or omits samples.
     """
     if not isinstance(loader, DataLoader):
         raise InputError(
@@ -193,12 +184,11 @@ def loader_around(
     drop_last: bool | None,
     options: dict[str, Any],
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a plan's batch sampler, for a data set or instead of another DataLoader.
+    """Return a DataLoader with a plan's batch sampler.
 
     Args:
         data: The data set, or the DataLoader whose data set, order and settings are used.
-        make_sampler: Makes the batch sampler from the data set, `shuffle`, `order`, `seed` and `drop_last`.
-        found: The fastest settings that were measured. They replace the settings of the DataLoader.
+        found: The fastest settings that were measured. They replace the DataLoader's.
         options: Arguments of a DataLoader from the user. They replace all others.
     """
     taken = [name for name in ("batch_size", "sampler", "batch_sampler") if name in options]
@@ -218,7 +208,7 @@ def loader_around(
             code="loader-data",
         )
     settings = {**parts.settings, **found}
-    if options.get("num_workers") == 0:  # torch refuses settings of workers if there are none
+    if options.get("num_workers") == 0:  # torch raises an error for worker settings without workers
         settings = {name: settings[name] for name in settings if name not in ("prefetch_factor", "persistent_workers")}
     sampler = make_sampler(parts.dataset, seed=seed, **parts.order_options(shuffle, drop_last))
     return DataLoader(parts.dataset, batch_sampler=sampler, **{**settings, **options})

@@ -1,7 +1,7 @@
 """Replicate a module on the devices of a wrapper, as nn.DataParallel does.
 
-Replicas also exist inside a placement (`autosplit.devices.transfer`). There all devices are torch's one CPU. Each
-replica has its own copies of the tensors, so the placement can charge each copy to the right device.
+Inside a placement (`autosplit.devices.transfer`), replicas also have copies, so each copy is charged to the right
+device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autosplit.torch_versions import default_device
 def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
     """Return a function that runs a replica with the autocast dtype, inference mode and default device of this thread.
 
-    These settings are thread-local. torch's `parallel_apply` copies only grad mode and whether autocast is on into the
+    These settings are thread-local. torch's `parallel_apply` copies only grad mode and whether autocast is on to the
     threads of the replicas (torch nn/parallel/parallel_apply.py).
 
     Args:
-        device: The device of the replica. If the default device has the same type, the replica's thread uses `device`.
+        device: The device of the replica.
     """
     inference = torch.is_inference_mode_enabled()
     default = default_device()
@@ -36,7 +36,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as contexts:
-            if inference:  # never call inference_mode(False) otherwise, because it would enable gradients
+            if inference:  # inference_mode(False) would enable gradients
                 contexts.enter_context(torch.inference_mode())
             if own != default_device():
                 contexts.enter_context(own)
@@ -50,10 +50,10 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 class _Broadcast(torch.autograd.Function):
     """Broadcast parameters from device 0 to each active device. One autograd node reduces all gradients.
 
-    No gradient reaches `.grad` before all replicas have finished. Until then, the sum needs memory in addition to the
-    first replica's gradients. While accumulating, it also needs memory in addition to `.grad` (torch
-    nn/parallel/_functions.py, Broadcast). If a replica has no gradient, torch's node fills in zeros. This node does
-    not, so an unused parameter keeps `grad=None` and a sparse gradient stays sparse.
+    `.grad` gets no gradient before all replicas have finished. Until then, the sum needs memory in addition to the
+    first replica's gradients, and to an accumulated `.grad` (torch nn/parallel/_functions.py, Broadcast). Unlike
+    torch's node, this node does not fill in zeros, so an unused parameter keeps `grad=None` and a sparse gradient stays
+    sparse.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Same(torch.autograd.Function):
-    """Return the tensor from a new autograd node. The node of a plain view would refuse sparse gradients."""
+    """Return the tensor from a new autograd node. The node of a plain view would reject sparse gradients."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _Same(torch.autograd.Function):
 
 
 def here(tensor: Tensor) -> Tensor:
-    """Return a module's tensor for the replica on device 0. If it can have a gradient, add an autograd node to it."""
+    """Return a module's tensor for the replica on device 0, with an autograd node if it can have a gradient."""
     if not may_have_gradient(tensor):
         return tensor
     same: Tensor = _Same.apply(tensor)  # type: ignore[no-untyped-call]
@@ -98,12 +98,12 @@ def may_have_gradient(tensor: Tensor) -> bool:
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in order, without the duplicates that tied parameters cause."""
+    """Return the tensors in order, without the duplicates of tied parameters."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
-    """Build a replica of the module on each device, with the structure of nn.DataParallel's replicas."""
+    """Create a replica of the module on each device, with the structure of nn.DataParallel's replicas."""
     tensors = unique((*module.parameters(), *module.buffers()))
     moving = [tensor for tensor in tensors if tensor.requires_grad]
     fixed = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
@@ -118,10 +118,10 @@ def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure, with other tensors in it. Tied tensors stay tied.
+    """Copy a module's structure, with other tensors in it.
 
     Args:
-        table: The new tensors, by the `id` of the module's tensor that each one replaces.
+        table: The new tensors, by the `id` of the module's tensor that each replaces.
     """
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
@@ -141,7 +141,7 @@ def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
 
 
 def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the buffers that a forward may update in place: all if a submodule is in training mode, else none."""
+    """Return the buffers that a forward may update: all if a submodule is in training mode, else none."""
     slots = [
         (part, name, buffer)
         for part in module.modules()
@@ -169,7 +169,7 @@ class BufferCopies:
 
 
 def copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Copy the buffers that a replica updated to the module. Device 0 had no samples, so its buffers are unchanged."""
+    """Copy the buffers that a replica updated to the module, if device 0 had no samples."""
     if not moving_buffers(module):
         return
     with torch.no_grad():

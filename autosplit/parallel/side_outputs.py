@@ -1,7 +1,7 @@
 """Find tensors that a module's forward stores in attributes, for a loss that is computed elsewhere.
 
-On several devices each replica stores its own tensor. The module's attribute then has the samples of one device only,
-or of an earlier forward. A loss that uses the attribute has the wrong gradient.
+On several devices each replica stores its own tensor. A loss that uses the module's attribute then has the wrong
+gradient.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ADVICE = (
 )
 
 _looked_at: WeakSet[nn.Module] = WeakSet()
-"""Modules that were examined. Each module is examined once."""
+"""Modules that were examined."""
 
 
 def kept_tensors(module: nn.Module, ran: nn.Module | None = None) -> list[tuple[str, Tensor]]:
-    """Return the tensors with a graph in a module's attributes, each with its name. Parameters are left out.
+    """Return the tensors with a graph in a module's attributes, with their names. Leave out parameters.
 
     Args:
-        ran: The replica that ran instead of the module. Its attributes are examined.
+        ran: The replica that ran instead of the module.
     """
     replicas = dict((module if ran is None else ran).named_modules())
     return [
@@ -49,9 +49,9 @@ def examine_no_more(module: nn.Module) -> None:
 
 
 def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> None:
-    """Warn once if a split forward stores a tensor in an attribute and does not use it for its outputs.
+    """Warn once if a split forward stores a tensor in an attribute, and the outputs do not depend on the tensor.
 
-    If the outputs depend on the stored tensor, it may be an activation for inspection. Otherwise it is a loss.
+    Such a tensor is probably a loss. Otherwise it may be an activation for inspection.
     """
     if module in _looked_at or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return

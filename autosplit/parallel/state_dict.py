@@ -13,25 +13,22 @@ from autosplit.errors import InputError, shown
 _WRAPPED = "module"
 """Name of the module inside nn.DataParallel, DistributedDataParallel and BalancedDataParallel."""
 _COMPILED = "_orig_mod"
-"""Name of the module inside a compiled module. Layers do not have this name, but a layer named `module` is common."""
+"""Name of the module inside a compiled module. No layer has this name, but a layer named `module` is common."""
 
 
 def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the entries of a state dict so that it loads into a module.
 
-    nn.DataParallel, DistributedDataParallel and BalancedDataParallel add ``module.`` to the names, and torch.compile
-    adds ``_orig_mod.``. This function compares the names of the state with the names of the module, and adds or removes
-    these parts. A layer that is called `module` keeps its name::
+    Wrappers add ``module.`` to the names, and torch.compile adds ``_orig_mod.``. This function adds or removes these
+    parts. A layer that is called `module` keeps its name::
 
         wrapper.load_state_dict(autosplit.matching_state_dict(wrapper, torch.load(path, weights_only=True)))
 
     Args:
-        module: The module into which the state will be loaded.
         state: The state dict of the same model, wrapped or compiled in any way.
 
     Returns:
-        A new dict with the same tensors. It keeps entries that the module does not have. `load_state_dict` reports
-        them, and missing entries, unless ``strict=False``.
+        A new dict with the same tensors. Entries that the module lacks are kept, and `load_state_dict` reports them.
 
     Raises:
         InputError: `state` is not a state dict, for example a whole checkpoint.
@@ -39,7 +36,7 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
     _check(module, state)
     wanted = {_bare(name) for name in module.state_dict(keep_vars=True)}
     shift = _best_shift(wanted, {_bare(name) for name in state})
-    # A wrapper and the layer in it have the same bare path. The inner layer comes later and has the tensors.
+    # A wrapper and its inner layer have the same bare path. The inner layer comes later and has the tensors.
     places = {_bare(path): path for path, _ in module.named_modules(remove_duplicate=False)}
     renamed = {name: _compiled(_shifted(_bare(name), shift), places) for name in state}
     often = Counter(renamed.values())
@@ -65,33 +62,29 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Callable[[str], str]) -> dict[str, Any]:
-    """Rename the entries of a state and of its metadata, the layers' versions. torch needs them for old states."""
+    """Rename the entries of a state and of its metadata: the layers' versions, which torch needs for old states."""
     result: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        # Set an attribute, as Module.state_dict does. A wrapper and the layer in it may get the same name. The layer
-        # comes later, so its metadata wins.
+        # Set an attribute, as Module.state_dict does. If a wrapper and its inner layer get the same name, the layer's
+        # metadata wins, because it comes later.
         moved = OrderedDict((layer(path), known) for path, known in metadata.items())
         result._metadata = moved  # type: ignore[attr-defined]  # noqa: SLF001
     return result
 
 
 def _bare(name: str) -> str:
-    """Return a name without ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def _depth(name: str) -> int:
-    """Count the parts ``module`` at the beginning of a name, from wrappers or from layers of that name."""
+    """Count the leading ``module`` parts of a name, from wrappers or from layers of that name."""
     parts = name.split(".")
     return next((index for index, part in enumerate(parts) if part != _WRAPPED), len(parts))
 
 
 def _shifted(name: str, shift: int) -> str:
-    """Add `shift` times ``module.`` to a name, or remove it if `shift` is negative.
-
-    A name with fewer wrappers than there are to remove stays the same.
-    """
+    """Add ``module.`` to a name `shift` times. If `shift` is negative, remove it, if the name has that many."""
     if shift >= 0:
         return ".".join([_WRAPPED] * shift + ([name] if name else []))
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name
@@ -109,7 +102,7 @@ def _best_shift(wanted: set[str], given: set[str]) -> int:
 
 
 def _compiled(name: str, places: Mapping[str, str]) -> str:
-    """Return a bare name with the ``_orig_mod`` parts of the layer that it belongs to."""
+    """Add the ``_orig_mod`` parts of the layer to which a bare name belongs."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         place = places.get(".".join(parts[:end]))

@@ -1,4 +1,4 @@
-"""The interface of an `OptimizerStep` to the code that follows it: a job's ranks, gradient norms, checks of a loss."""
+"""Let other code follow an `OptimizerStep`: synchronise ranks, record gradient norms, check the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepListener:
     needs_gradients = False
 
     def draw(self, is_last: bool) -> bool | None:  # noqa: ARG002
-        """Prepare a micro-batch. Return whether the ranks synchronise in its backward. None for no opinion."""
+        """Prepare a micro-batch. Return whether the ranks synchronise in its backward, or None for no opinion."""
         return None
 
     def uncounted(self, stands_in: bool) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -36,7 +36,7 @@ class StepListener:
         """Examine the first loss of the step that has a weight, before its backward."""
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Run in this context a backward of weight 0, which runs because the other ranks wait for it."""
+        """Run a backward of weight 0 in this context. It runs only because the other ranks wait for it."""
         return nullcontext()
 
     def recorded(
@@ -50,14 +50,14 @@ class StepListener:
         return nullcontext()
 
     def spoil(self) -> None:
-        """Note that a micro-batch ran out of memory and will run again in two parts."""
+        """Record that a micro-batch ran out of memory and will run again in two parts."""
 
     def finish(self, num_samples: float) -> None:
-        """Act after the last backward, before the optimizer's step. `num_samples` is the count of the whole step."""
+        """Act after the last backward, before the optimizer steps. `num_samples` is the count of the whole step."""
 
 
 class LossReader(StepListener):
-    """Warn if the graph of a step's first loss shows that it is not a mean over samples."""
+    """Warn if the graph of a step's first loss shows that the loss is not a mean over samples."""
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Examine the loss's autograd graph."""
@@ -66,7 +66,7 @@ class LossReader(StepListener):
 
 @dataclass(eq=False)
 class Consumption(StepListener):
-    """Count the samples of an optimizer step in its sampler, once the step's update has come."""
+    """Count the samples of an optimizer step in its sampler when the optimizer has updated the parameters."""
 
     sampler: ScheduledBatchSampler
     samples: int
@@ -78,7 +78,7 @@ class Consumption(StepListener):
 
 
 Sums = tuple[float, float, float]
-"""Sums of one step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
+"""Three numbers of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2. See `NoiseScale`."""
 
 
 class NoiseEstimate(Protocol):

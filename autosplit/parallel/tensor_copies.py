@@ -1,6 +1,6 @@
 """Copy tensors between device 0 of a wrapper and its other devices.
 
-`Copies` works inside a placement (`autosplit.devices.transfer`), and `GpuCopies` works on real GPUs.
+`Copies` works inside a placement (`autosplit.devices.transfer`), and `GpuCopies` on real GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUCKET_BYTES = 10 * 2**20
 
 
 class Copies:
-    """Copy tensors one by one inside a placement. A device is a position in the wrapper's list of devices."""
+    """Copy tensors one by one inside a placement. A device is an index into the wrapper's list of devices."""
 
     def name_of(self, device: int) -> str:
         """Return the name of a device for messages."""
@@ -37,7 +37,7 @@ class Copies:
         return transfer(tensor, device, 0, "gradient")
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-        """Copy tensors from device 0 to each device. Return the list of copies of each tensor. Device 0 gets a view."""
+        """Copy tensors from device 0 to each device. Return each tensor's copies. Device 0 gets a view."""
         return [
             [
                 tensor.view_as(tensor) if device == 0 else self.copy(tensor.detach(), device, "parameter")
@@ -47,7 +47,7 @@ class Copies:
         ]
 
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
-        """Add up the devices' gradients of each tensor on device 0. A sum is None if no device has that gradient."""
+        """Add up each tensor's gradients on device 0, or return None if there are none."""
         return [self._sum_on_first(parts, devices) for parts in grads]
 
     def _sum_on_first(self, grads: Grads, devices: Sequence[int]) -> Tensor | None:
@@ -61,22 +61,19 @@ class Copies:
                 total, owned = brought, device != 0
             else:
                 total, owned = total.add_(brought) if owned else total + brought, True
-            del brought  # free it before the next copy is made
+            del brought  # free it before the next copy
         return total
 
 
 @dataclass(frozen=True)
 class GpuCopies(Copies):
-    """Copy tensors between GPUs. On CUDA this uses the functions behind nn.DataParallel.
-
-    A GPU that is in the list twice gets two copies.
-    """
+    """Copy tensors between GPUs. On CUDA this uses the functions behind nn.DataParallel."""
 
     devices: tuple[torch.device, ...]
 
     @property
     def _in_one_go(self) -> bool:
-        """Whether small tensors are copied together. torch supports this on CUDA, and on CPU (used by tests)."""
+        """Whether small tensors are copied together. torch supports this on CUDA and on CPU (for tests)."""
         return self.devices[0].type in {"cuda", "cpu"}
 
     def name_of(self, device: int) -> str:
@@ -87,12 +84,12 @@ class GpuCopies(Copies):
         """Copy a tensor from device 0 to another device. Gradients flow back through the copy."""
         return tensor.to(self.devices[device], non_blocking=True, copy=True)
 
-    def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
+    def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # `tensor` has its device
         """Copy a gradient from a device to device 0."""
         return tensor.to(self.devices[0], non_blocking=True)
 
     def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors from device 0 into existing tensors (`blocks`) on another device. Batch the small tensors."""
+        """Copy tensors from device 0 into existing tensors (`blocks`) on another device, small tensors together."""
         block_of = dict(zip(map(id, tensors), blocks, strict=True))
         for bucket in buckets(tensors, BUCKET_BYTES):
             arrived = _moved([tensor.detach() for tensor in bucket], self.devices[device])
@@ -109,7 +106,7 @@ class GpuCopies(Copies):
         if not self._in_one_go:
             return super().spread(tensors, devices)
         others = [device for device in devices if device != 0]
-        # torch copies from the first device of the list, so device 0 is in it even if it has no samples.
+        # torch copies from the first device of the list, so device 0 must be first even if it has no samples.
         targets = [self.devices[device] for device in (0, *others)]
         found = comm.broadcast_coalesced([tensor.detach() for tensor in tensors], targets) if tensors else []
         by_device = dict(zip((0, *others), found, strict=False))
@@ -136,7 +133,7 @@ class GpuCopies(Copies):
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors of one dtype and one device to another device as one flat tensor. Return views of that tensor."""
+    """Copy tensors of one dtype to another device as one flat tensor. Return views of it."""
     if len(tensors) == 1:
         return [tensors[0].to(device, non_blocking=True)]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=True)

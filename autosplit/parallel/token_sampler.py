@@ -15,18 +15,17 @@ from autosplit.solve.padded_length import Batches, LengthPlan, checked_lengths, 
 
 
 class TokenBatchSampler(ScheduledBatchSampler):
-    """Yield batches of samples of similar length. Each has as many samples as fit on the devices at its length.
+    """Yield batches of samples of similar length.
 
     Every sample is yielded once per epoch. With an effective batch size, each optimizer step has the same samples as
-    with the plan's `batch_sampler`. But the samples are sorted by length, and the batches differ. Without an effective
-    batch size, every batch is an optimizer step, so steps differ in their number of samples. The longest sample of a
-    batch comes first. Devices or ranks get their samples in that order.
+    with the plan's `batch_sampler`, sorted by length. Otherwise every batch is an optimizer step. The longest sample of
+    a batch comes first.
 
     Args:
         lengths: The length of each sample of the data set, in the unit of the plan's lengths.
         split: Samples of the longest length that each device or rank gets in a full forward.
-        keeps_effective: Whether every step has exactly `effective_batch_size` samples. If False, every batch is a step.
-        rank: The rank whose part of every batch to yield. None for the whole batch.
+        keeps_effective: Whether every step has exactly `effective_batch_size` samples.
+        rank: The rank whose part to yield. None for the whole batch.
 
     Raises:
         InputError: A length is not an integer of 1 or more, or is above the longest length of the plan.
@@ -91,7 +90,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return shares_of(self._plan, len(batch), self._lengths[batch[0]], self._split)
 
     def __len__(self) -> int:
-        """Count the batches of the epoch."""
+        """Return the number of batches of the epoch."""
         return sum(map(len, self._of_epoch(self.epoch)[0]))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -105,7 +104,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return batch[ends[rank] : ends[rank + 1]] or batch[-1:]  # a rank without samples runs one with weight 0
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:  # noqa: ARG002
-        """Raise InputError if the model cannot train on a single sample, because a batch may have only one."""
+        """Raise InputError if the model cannot train on a single sample, because a batch may have only one sample."""
         if least > 1:
             raise InputError(
                 f"The plan's BatchNorms need at least {least} samples on a device, but batches of similar length "
@@ -115,7 +114,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
             )
 
     def common_facts(self) -> dict[str, Any]:
-        """Return the facts about the coming epoch that must be equal on all ranks of a job."""
+        """Return the facts about the next epoch that must be equal on all ranks of a job."""
         if self._digest is None:
             self._digest = hashlib.sha256(repr(self._lengths).encode()).hexdigest()[:16]
         return {**super().common_facts(), "digest of the lengths": self._digest}

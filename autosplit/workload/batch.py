@@ -1,4 +1,4 @@
-"""Cut a batch, and make a batch of another size. See Note [What is cut] in `autosplit.workload.samples`."""
+"""Cut a batch, and resize a batch. See Note [What is cut] in `autosplit.workload.samples`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def unmarked(tree: Any) -> Any:
-    """Return a batch without `Whole` markers, for a plain module. Without markers, return the same object."""
+    """Return a batch without `Whole` markers, for a plain module."""
     if not any(isinstance(leaf, Whole) for leaf in leaves_of(tree)):
         return tree
     return map_tensors(lambda tensor: tensor, tree)
@@ -97,13 +97,13 @@ def _map_samples(
 def chunk(
     tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None, *, layout: Layout | None = None
 ) -> list[Any]:
-    """Cut a batch into one batch per size. Their tensors are views, and parts without samples are in each of them.
+    """Cut a batch into one batch per size. Tensors are views. Each batch contains all parts without samples.
 
     Args:
-        layout: Decides which parts hold samples. Default: the layout of a batch of `size` samples.
+        layout: Decides which parts contain samples. Default: the layout of a batch of `size` samples.
 
     Raises:
-        WorkloadError: A part of the batch cannot be cut. A single size cuts nothing, and examines nothing.
+        WorkloadError: A part of the batch cannot be cut.
     """
     if len(sizes) == 1 and size is not None:
         return [unmarked(tree)]
@@ -141,10 +141,11 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
-    """Make a batch of `n` samples by repeating the samples of a sample batch in order.
+    """Return a batch of `n` samples that repeats the samples of a sample batch in order.
 
     Args:
-        mark: Put tensors without samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
+        mark: Whether to mark tensors without samples as `Whole`. At another size, a ``(T, T)`` mask may look like a
+            batch.
 
     Returns:
         A batch of the same structure. Tensors without samples are the same objects.

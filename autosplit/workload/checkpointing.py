@@ -21,11 +21,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Checkpoints every layer, or every second layer, of the given classes.
+    """Checkpoint every layer, or every second layer, of the given classes.
 
     Attributes:
-        kinds: Classes of the layers, or their names; `AUTO` for the layers of transformers' models.
-        every: 1 for every layer; 2 for every second layer, beginning with the first.
+        kinds: Classes of the layers, or their names. `AUTO` for the layers of transformers' models.
+        every: 1 for every layer. 2 for every second layer, beginning with the first.
     """
 
     kinds: tuple[type | str, ...]
@@ -47,7 +47,7 @@ class Checkpointing:
         self.names_in(modules[0])
 
     def names_in(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of the layers in a model. Of nested layers, only the outermost counts."""
+        """Return the names of the layers in a model. Ignore layers inside these layers."""
         found = [*_outermost(model, self._is_one)]
         if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
             raise WorkloadError(
@@ -76,7 +76,7 @@ class Checkpointing:
 
 
 def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
-    """Return the checkpointing options to search for an argument of `tune`; ``(None,)`` keeps the model unchanged."""
+    """Return the checkpointing options to search for an argument of `tune`. ``(None,)`` keeps the model unchanged."""
     if value is None:
         return (None,)
     given = value.split(",") if isinstance(value, str) else value

@@ -1,7 +1,7 @@
 """Detect modules that torch compiled, return their eager form, and compile them again with the same options.
 
 Memory and time are predicted for the eager form, because a compiled module can be neither replicated nor traced.
-TorchScript modules have no eager form and are refused.
+TorchScript modules have no eager form, so they are not supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CompiledTimes:
     """Published times of compiled training steps, divided by the times of the same steps in eager mode.
 
     Attributes:
-        pairs: Number of published pairs. Both steps of a pair have the same model, GPU and batch.
+        pairs: Number of published pairs. A pair has the same model, GPU and batch.
     """
 
     pairs: int
@@ -66,10 +66,9 @@ def has_compiled_parts(module: nn.Module) -> bool:
 
 
 def scripted_part(module: nn.Module) -> str | None:
-    """Describe the first TorchScript module inside a module. Return None if there is no TorchScript module.
+    """Describe the first TorchScript module inside a module, or return None.
 
-    TorchScript keeps its tensors in C++. So the tensors of a copy can't be replaced, and the parameters of a deep copy
-    can't be trained.
+    TorchScript keeps its tensors in C++. So a copy's tensors can't be replaced or trained.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -97,7 +96,7 @@ def with_eager_parts(module: nn.Module) -> nn.Module:
 
 
 def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
-    """Compile a module in the same manner as another module."""
+    """Compile a module with the options of another compiled module."""
     if not isinstance(_eager(original), nn.Module):
         module.compile()
         return module
@@ -123,7 +122,7 @@ def compiled_times_note(modules: Iterable[nn.Module]) -> str:
 
 
 def _is_convolutional(modules: list[nn.Module]) -> bool:
-    """Return whether most parameters belong to convolutions. A vision transformer has one for its patches only."""
+    """Return whether most parameters are in convolutions."""
     parts = [part for module in modules for part in module.modules()]
     own = [(part, sum(p.numel() for p in part.parameters(recurse=False))) for part in parts]
     in_convolutions = sum(count for part, count in own if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
@@ -131,5 +130,5 @@ def _is_convolutional(modules: list[nn.Module]) -> bool:
 
 
 def _eager(module: nn.Module) -> Any:
-    # Not getattr: a compiled module forwards unknown attributes to the eager module, and other wrappers may, too.
+    # Do not use getattr, because compiled modules and other wrappers forward unknown attributes to their inner module.
     return None if isinstance(module, torch.jit.ScriptModule) else module._modules.get("_orig_mod")

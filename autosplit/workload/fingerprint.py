@@ -1,7 +1,7 @@
 """Describe a Python value as plain JSON that is the same in every process, to compare workloads.
 
-Tensors count by shape and dtype, not by values. Functions and classes count by their compiled code and the objects that
-the code uses. Objects count by class and attributes, and modules also by parameters and hooks.
+A tensor is described by shape and dtype, not by values. Functions and classes are described by their compiled code and
+the objects that it uses, and objects by class and attributes.
 
 The description includes everything that may matter. If equal workloads get different descriptions, a search is
 repeated. If different workloads get the same description, the plan is wrong.
@@ -25,8 +25,8 @@ from autosplit.errors import is_installed
 
 _DEPTH = 16
 _VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
-_ITEMS = 256  # of a container; its length counts in full
-_CHARACTERS = 1000  # of a text; its length counts in full
+_ITEMS = 256  # the described items of a container. Its length is described, too
+_CHARACTERS = 1000  # the described characters of a text. Its length is described, too
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
 _RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for values of the user
@@ -34,25 +34,22 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def digest_of(plain: object) -> str:
-    """Return 32 hexadecimal digits for a value made of dicts, lists, numbers and texts.
-
-    The order of keys does not count.
-    """
+    """Return 32 hexadecimal digits for a value of dicts, lists, numbers and texts. The order of keys has no effect."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def qualified_name(kind: Any) -> str:
-    """Return the name of a function or class, with its module if that is installed, but not for the user's files.
+    """Return the name of a function or class. Prefix its module if that belongs to an installed package.
 
-    A user's file is ``__main__`` when it is run and has another name when it is imported.
+    The user's files get no prefix, because a file is ``__main__`` if it is run and has another name if it is imported.
     """
     module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None) or type(kind).__qualname__
     return f"{module}.{name}" if isinstance(module, str) and _is_installed(module) else str(name)
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module belongs to Python or an installed package, rather than to the user's files."""
+    """Return whether a module belongs to Python or an installed package, not to the user's files."""
     root = module.partition(".")[0]
     if root == "torch" or root in sys.stdlib_module_names:
         return root != "__main__"
@@ -61,7 +58,7 @@ def _is_installed(module: str) -> bool:
 
 
 def shape_of(tensor: Any) -> str | None:
-    """Return the dtype and shape of a tensor or an array, such as ``"torch.float32(3, 4)"``; None for other values."""
+    """Return a tensor's or an array's dtype and shape, such as ``"torch.float32(3, 4)"``. None for other values."""
     try:
         shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     except RuntimeError:  # torch's lazy parameters have no shape yet
@@ -72,7 +69,7 @@ def shape_of(tensor: Any) -> str | None:
 
 
 class Describer:
-    """Describes values as plain JSON. It numbers the objects it has seen, so use a new one for each value."""
+    """Describe values as plain JSON. Use one describer per value, because it numbers objects."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -94,7 +91,7 @@ class Describer:
             return qualified_name(type(value))
         if id(value) in self._seen:
             return f"#{self._seen[id(value)][0]}"
-        self._seen[id(value)] = (len(self._seen), value)  # kept alive, so that no other object gets its id
+        self._seen[id(value)] = (len(self._seen), value)  # keep the value alive, so no other object gets its id
         return self._compound(value, depth + 1)
 
     def _compound(self, value: Any, depth: int) -> Any:
@@ -103,7 +100,7 @@ class Describer:
         if isinstance(value, (tuple, list)):
             return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
         if isinstance(value, (set, frozenset)):
-            # Its order changes from process to process.
+            # The order of a set changes from process to process.
             members = None if len(value) > _VALUES else digest_of(sorted(map(_text, value)))
             return [qualified_name(type(value)), len(value), members]
         if isinstance(value, (Mapping, UserDict)):
@@ -118,10 +115,6 @@ class Describer:
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> Any:
-        """Describe an instance by its class and attributes.
-
-        Describe a bound method by its function and its instance.
-        """
         kind = type(value)
         name = qualified_name(kind)
         method = getattr(value, "__func__", None)
@@ -132,17 +125,17 @@ class Describer:
         if isinstance(value, ModuleType):
             return value.__name__
         described: list[Any] = [name]
-        if kind.__module__ == "torch":  # a dtype or layout; for a device only its type matters
+        if kind.__module__ == "torch":  # a dtype, layout or device. The index of a device does not matter
             described.append(str(value.type) if kind.__name__ == "device" else str(value))
         described += [qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
         others = self._other_attributes(value, depth)
         return [*described, others] if others else described
 
     def _other_attributes(self, value: Any, depth: int) -> dict[str, Any]:
-        """Describe the attributes that `_plain_attributes` leaves out, if the user can set them.
+        """Describe attributes that are not plain values, if the user can set them.
 
-        For an object of a library, these are public attributes with containers of plain values. Its other attributes
-        may differ in each process.
+        For an object of a library, describe only public containers of plain values. Its other attributes may differ in
+        each process.
         """
         others = {name: item for name, item in _attributes(value).items() if not isinstance(item, _PLAIN)}
         if _extends_library(type(value)):
@@ -165,7 +158,6 @@ class Describer:
         return [*described, {name: self.of(item, depth) for name, item in _globals_of(function).items()}]
 
     def _class(self, kind: type, depth: int) -> Any:
-        """Describe a class by the code of its methods and of the user's classes that it inherits from."""
         name = qualified_name(kind)
         if _is_installed(kind.__module__):
             return name
@@ -178,7 +170,7 @@ class Describer:
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
     def tree(self, module: Any, depth: int = 0) -> list[Any]:
-        """Return each module of a model with its class and plain attributes."""
+        """Describe each module of a model by its class and attributes."""
         lines: list[Any] = []
         for name, part in module.named_modules():
             self._seen.setdefault(id(part), (len(self._seen), part))
@@ -195,7 +187,7 @@ class Describer:
     def _others_of_module(self, module: Any, depth: int) -> dict[str, Any]:
         """Describe other attributes that affect a module's output: hooks, and a replaced `forward`.
 
-        For a class of the user, all attributes count. For a library's class, its `repr` and its parameters are enough.
+        For a user's class, describe all attributes. For a library's class, its `repr` and its parameters are enough.
         """
         own, extends = not _is_installed(type(module).__module__), _extends_library(type(module))
         others: dict[str, Any] = {}
@@ -213,13 +205,13 @@ class Describer:
 
 
 def tensors_in(module: Any) -> list[Any]:
-    """Return name, dtype and shape of each parameter and buffer of a model, and whether each parameter is trained."""
+    """Return each parameter's and buffer's name, dtype and shape, and whether a parameter is trained."""
     parameters = [[name, shape_of(tensor), bool(tensor.requires_grad)] for name, tensor in module.named_parameters()]
     return [*parameters, *([name, shape_of(tensor)] for name, tensor in module.named_buffers())]
 
 
 def text_of(module: Any) -> str:
-    """Return the `repr` of a model without memory addresses, or only its class if the model's `repr` raises."""
+    """Return the `repr` of a model without memory addresses. If it raises an error, return the class name."""
     try:
         return _ADDRESS.sub("0x", repr(module))
     except Exception:  # noqa: BLE001 (a user's extra_repr may raise anything, and a report must not fail for it)
@@ -231,7 +223,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _extends_library(kind: type) -> bool:
-    """Return whether a class has a base from an installed package, whose private attributes should be ignored."""
+    """Return whether a class has a base from an installed package, whose private attributes are ignored."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
     return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
 
@@ -251,7 +243,6 @@ def _plain_attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a value consists of nested containers and plain values only."""
     if value is None or isinstance(value, _PLAIN):
         return True
     if depth > _DEPTH or not isinstance(value, (tuple, list, set, frozenset, Mapping)):
@@ -262,7 +253,6 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _modules_own() -> frozenset[str]:
-    """Return the names of the attributes that every `nn.Module` has."""
     from torch import nn
 
     return frozenset(vars(nn.Module()))
@@ -275,7 +265,6 @@ def _code(code: CodeType) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text for a constant of code, or for a member of a set."""
     if isinstance(value, CodeType):
         return _code(value)
     if isinstance(value, frozenset):  # its order changes from process to process
@@ -288,13 +277,11 @@ def _text(value: Any) -> str:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that the code and its inner functions look up."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _globals_of(function: Any) -> dict[str, Any]:
-    """Return the globals that a function and its inner functions look up."""
     known = function.__globals__
     return {name: known[name] for name in sorted(_names(function.__code__)) if name in known}
 
@@ -309,5 +296,5 @@ def _cells(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is still empty
             yield None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autosplit.errors import WorkloadError
 
 COPYING = ("resume", "save")
-"""Tasks that keep copies on the device during a training step. They are also the roles of such ceilings."""
+"""Tasks that keep copies on the device during a training step. Ceilings for these tasks have the same names."""
 
 FITS = (*COPYING, "eval")
 

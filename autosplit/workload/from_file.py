@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from autosplit.workload.workload import Workload
 
 DEFAULT_NAME = "workload"
-"""Name of the workload if the spec has none."""
 
 _EXPECTED = (
     "Expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
@@ -29,7 +28,7 @@ _EXPECTED = (
 
 
 class Loaded:
-    """A function that makes a workload, with its spec. Pickling sends the spec, and unpickling loads it again.
+    """A function that returns a workload, with its spec. Unpickling loads the spec again.
 
     Attributes:
         spec: The spec with the absolute path of the file, so that it is valid in any folder.
@@ -57,17 +56,17 @@ class Loaded:
 
 
 def load_workload(spec: str) -> Workload | Callable[[], Workload]:
-    """Run the file or import the module that a spec names, and return the workload in it.
+    """Run the file or import the module that a spec names, and return its workload.
 
-    A file runs under a module name of its own, never as ``__main__``. Its folder stays on ``sys.path``, as with
-    ``python FILE``, because functions of the file may import neighbouring modules later.
+    A file runs under a separate module name, never as ``__main__``. Its folder stays on ``sys.path``, because functions
+    of the file may import neighbouring modules later.
 
     Args:
         spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The default name is ``workload``.
 
     Returns:
-        A `Workload`. Or, if the name is a function that returns one, a `Loaded`, which can be sent to another process.
-        The caller then decides where the model is built.
+        A `Workload`. If the name is a function that returns a workload, a `Loaded`, which can be sent to another
+        process.
     """
     place, name = split_spec(spec)
     return _named(load_module(place), name, place)
@@ -79,9 +78,9 @@ def load_module(place: str) -> ModuleType:
 
 
 def load_loader(spec: str) -> Any:
-    """Run the file of a spec, ``FILE[:NAME]`` as in `load_workload`, and return its DataLoader.
+    """Run the file of a spec, ``FILE[:NAME]``, and return its DataLoader. See `load_workload`.
 
-    The default name is ``loader``. The name belongs to a DataLoader, or to a function that returns one.
+    The default name is ``loader``.
     """
     place, name = split_spec(spec, "loader")
     module = load_module(place)
@@ -97,7 +96,7 @@ def load_loader(spec: str) -> Any:
 
 
 def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
-    """Split ``FILE[:NAME]`` into file and name. The colon of a Windows drive belongs to the file."""
+    """Split ``FILE[:NAME]`` into file and name."""
     place, colon, name = spec.rpartition(":")
     if not colon or not (name.isidentifier() or Path(place).exists()):
         return spec, default
@@ -116,7 +115,6 @@ def _is_file_spec(place: str) -> bool:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Execute a file as a new module."""
     _check_file(path)
     resolved = path.resolve()
     digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:8]
@@ -126,7 +124,7 @@ def _run_file(path: Path) -> ModuleType:
     assert loader_spec.loader is not None, resolved
     module = importlib.util.module_from_spec(loader_spec)
     _put_on_path(resolved.parent)
-    # Before it runs: dataclasses and pickle look their module up there.
+    # Do this before the module runs, because dataclasses and pickle look the module up here.
     sys.modules[name] = module
     try:
         with users_errors(str(path)):
@@ -138,7 +136,6 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_file(path: Path) -> None:
-    """Raise InputError if the path is not a Python file, and suggest similar names."""
     if path.is_dir():
         raise InputError(
             f"{path} is a folder. {_EXPECTED} {_nearest_files(path, path.name)}", code="workload-file-is-folder"
@@ -163,7 +160,6 @@ def _check_file(path: Path) -> None:
 
 
 def _nearest_files(folder: Path, name: str) -> str:
-    """List the Python files of a folder with similar names, or else some of its Python files."""
     try:
         found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     except OSError:
@@ -174,7 +170,7 @@ def _nearest_files(folder: Path, name: str) -> str:
 
 
 def _import_module(dotted: str) -> ModuleType:
-    """Import a module by name. Put the current folder on ``sys.path`` first, as ``python -m`` does."""
+    """Import a module by name. First put the current folder on ``sys.path``, as ``python -m`` does."""
     _put_on_path(Path.cwd())
     importlib.invalidate_caches()
     neither = InputError(
@@ -201,7 +197,6 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
-    """Return a module's workload, or the function that makes it."""
     from autosplit.workload.workload import Workload
 
     where = f"{place}:{name}"
@@ -213,7 +208,7 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     value: Any = getattr(module, name)
     if isinstance(value, Workload):
         return value
-    # A module is callable, too, but a call runs its forward.
+    # An nn.Module is callable, too, but a call runs its forward.
     if not callable(value) or inspect.isclass(value) or hasattr(value, "named_parameters"):
         raise InputError(
             f"{where} is of type {_type_name(value)}. Expected an autosplit.Workload or a function that returns one. "
@@ -238,13 +233,12 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments without defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature: the call will show
+    except (TypeError, ValueError):  # some builtins have no signature. The later call reports missing arguments
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """List names that the user may have meant: workloads, and the module's functions without required arguments."""
     from autosplit.workload.workload import Workload
 
     found = []

@@ -1,6 +1,6 @@
-"""Count the samples of batches that a user's `make_batch` made. Nothing is cut, so the batches can have any form.
+"""Count the samples of batches that a user's `make_batch` made. The batches can have any form.
 
-Two small batches show where the number of samples is. Batches of 2 and 4 graphs, for example:
+Two small batches show which sizes are the number of samples. For example, with batches of 2 and 4 graphs:
 
     batch["x"]           (7, 4) and (14, 4)     all nodes
     batch["edge_index"]  (2, 7) and (2, 14)     all edges
@@ -21,7 +21,7 @@ from autosplit.workload.samples import batch_size_of, is_plain_sequence
 from autosplit.workload.tree import children_of
 
 SIZES = (2, 4)
-"""Samples of the two batches. Both are even, because some batches consist of pairs."""
+"""Samples of the two small batches. Both are even, because some batches consist of pairs."""
 
 SAMPLES = 4
 """Samples of a sample batch that `make_batch` makes."""
@@ -29,11 +29,10 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class MadeBatches:
-    """Counts the samples of batches of one `make_batch`.
+    """Count the samples of batches of one `make_batch`.
 
     Attributes:
         places: Tensors and lists whose size is the number of samples.
-        is_constant: `make_batch` returned the same shapes for both sizes.
     """
 
     places: tuple[str, ...]
@@ -42,17 +41,17 @@ class MadeBatches:
 
     @classmethod
     def of(cls, make_batch: Callable[[int], Any], dim: int) -> MadeBatches:
-        """Make two small batches, and find what grows with the number of samples."""
+        """Make two small batches, and find the sizes that grow with the number of samples."""
         try:
             with kept_rng():
                 few, more = (dict(_sizes_in(make_batch(n), dim)) for n in SIZES)
-        except Exception:  # noqa: BLE001  # it may refuse small batches; a later call shows its error
+        except Exception:  # noqa: BLE001  # `make_batch` may not support small batches. A later call shows its error
             return cls((), dim)
         places = (place for place, size in few.items() if (size, more.get(place)) == SIZES)
         return cls(tuple(places), dim, few == more)
 
     def count(self, batch: Any) -> int | None:
-        """Return the number of samples of a batch; None if no part of the batch shows it."""
+        """Return the number of samples of a batch, or None if no part shows it."""
         sizes = dict(_sizes_in(batch, self.dim))
         found = next((sizes[place] for place in self.places if place in sizes), None)
         if found is None and self.is_constant:
@@ -60,9 +59,9 @@ class MadeBatches:
         return found
 
     def sample_batch(self, make_batch: Callable[[int], Any], given: Any) -> tuple[Any, int, tuple[str, ...]]:
-        """Return the sample batch, its number of samples, and a note if `make_batch` had to make it.
+        """Return the sample batch, its number of samples, and notes.
 
-        It has to if nothing in the given batch shows the number of samples.
+        If the given batch does not show the number of samples, `make_batch` makes the sample batch, with a note.
         """
         size = self.count(given) or count_or_none(given, self.dim)
         if size:
@@ -74,7 +73,7 @@ class MadeBatches:
 
 
 def count_or_none(batch: Any, dim: int) -> int | None:
-    """Return the number of samples of a batch; None if its tensors have no size in common."""
+    """Return the number of samples of a batch, or None if its tensors have no size in common."""
     try:
         return batch_size_of(batch, dim)
     except WorkloadError:
@@ -82,7 +81,6 @@ def count_or_none(batch: Any, dim: int) -> int | None:
 
 
 def _sizes_in(tree: Any, dim: int, place: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the tensors and lists of a batch with their sizes."""
     if isinstance(tree, Tensor) and tree.dim() > dim:
         yield place, tree.size(dim)
     if place and is_plain_sequence(tree):

@@ -1,4 +1,4 @@
-"""Call a model with a batch, and take the loss of its outputs if no loss function is given."""
+"""Call a model with a batch, and compute the loss from its outputs if no loss function is given."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autosplit.workload.models import Models
 
 
 def call_model(model: Any, inputs: Any) -> Any:
-    """Call a model: a tensor is its one argument, a mapping its keywords, a tuple or list its arguments.
+    """Call a model with a tensor, with the items of a mapping as keywords, or with the items of a tuple or list.
 
-    A wrapper sees the `Whole` marks. A plain module does not know them, so they are removed.
+    A wrapper gets the `Whole` markers. For a plain module, remove them.
     """
     if not isinstance(model, nn.DataParallel):
         inputs = unmarked(inputs)
@@ -62,7 +62,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def on_device_of(outputs: Any, targets: Any) -> Any:
-    """Move the targets to the device of the outputs, and remove `Whole` marks for the user's loss function."""
+    """Move the targets to the device of the outputs, and remove `Whole` markers for the user's loss function."""
     targets = unmarked(targets)
     first, placement = next(tensors_of(outputs), None), active_placement()
     if first is not None and placement is None:
@@ -72,7 +72,7 @@ def on_device_of(outputs: Any, targets: Any) -> Any:
 
 
 def on_first_device(batch: Any, models: Models) -> Any:
-    """Move the batch to the first device of a step, and remove `Whole` marks for the user's code."""
+    """Move the batch to the first device of a step, and remove `Whole` markers for the user's code."""
     batch = unmarked(batch)
     if active_placement() is not None:
         return placed_on(0, batch)

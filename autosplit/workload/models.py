@@ -1,4 +1,4 @@
-"""Handle one model or optimizer, or several in a sequence or mapping, in the same manner."""
+"""Handle one or several models or optimizers in the same manner."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class Several(Generic[T]):
     """One object or several, each with its name.
 
     Attributes:
-        given: The user's argument: one object, or a sequence or mapping of several.
-        items: The objects, in order.
-        names: The key or position of each object; an empty text for a single object.
+        names: The key or position of each object. An empty text for a single object.
     """
 
     given: Any
@@ -30,7 +28,7 @@ class Several(Generic[T]):
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Read the user's argument."""
+        """Convert the user's argument."""
         if not isinstance(given, (tuple, list, Mapping)):
             return cls(given, (given,), ("",))
         named = given.items() if isinstance(given, Mapping) else enumerate(given)
@@ -38,7 +36,7 @@ class Several(Generic[T]):
         return cls(given, items, tuple(map(str, names)))
 
     def like(self, items: tuple[Any, ...]) -> Self:
-        """Return other objects in the same form (single, sequence or mapping) as these."""
+        """Return other objects in the same form as these: single, sequence or mapping."""
         if isinstance(self.given, Mapping):
             return type(self)(dict(zip(self.given, items, strict=True)), items, self.names)
         made = type(self.given)(items) if isinstance(self.given, (tuple, list)) else items[0]

@@ -25,7 +25,7 @@ Sources: "MI100" Instruction Set Architecture, "RDNA3" Instruction Set Architect
 
 
 def precision_list(value: Any) -> tuple[str | None, ...]:
-    """Return the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``, or None."""
+    """Return the precisions to search, for one precision, ``("none", "bf16")``, ``"none,bf16"`` or None."""
     if value is None:
         return (None,)
     names = value.split(",") if isinstance(value, str) else value
@@ -43,10 +43,10 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
 
 
 def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) -> list[str]:
-    """List the devices without native bfloat16, by label and name, if bf16 is one of several precisions.
+    """Return the devices without native bfloat16, by label and name, if bf16 is one of several precisions.
 
-    A single precision is the user's choice, native or not. The devices must belong to this process, because ``cuda:0``
-    of another process may be another GPU.
+    A single precision is the user's choice. The devices must belong to this process, because ``cuda:0`` of another
+    process may be another GPU.
     """
     if len(precisions) < 2 or "bf16" not in precisions:
         return []
@@ -56,7 +56,7 @@ def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) ->
 def native_ones(
     precisions: Sequence[str | None], lacking: Sequence[str]
 ) -> tuple[tuple[str | None, ...], tuple[Note, ...]]:
-    """Return the precisions that all devices run natively, and a note about the others."""
+    """Return the precisions that all devices run natively, and a note if bf16 is left out."""
     if not lacking:
         return tuple(precisions), ()
     who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"

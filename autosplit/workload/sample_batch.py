@@ -1,7 +1,7 @@
 """Return the largest of a few batches from a loader, without side effects on the loader.
 
-A batch is padded to its longest sample. So a sample batch with short samples would lead to a batch size that runs out
-of memory later.
+A batch is padded to its longest sample. A sample batch with short samples would lead to a batch size that later runs
+out of memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     """Draw batches from a loader and return the batch with the most elements per sample.
 
-    Random states and the loader stay unchanged, and its workers are stopped. If two batches are equal, return the batch
-    with more samples.
+    If two batches have equally many elements per sample, return the batch with more samples.
 
     Args:
-        loader: A DataLoader, or another iterable of batches.
         batches: Number of batches to draw.
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
@@ -48,7 +46,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         for batch in itertools.islice(iterator, batches):
             size = _extent(batch, drawn, dim)
             if size > most:
-                # Copy the tensors: they may be in memory that workers share, and some loaders reuse their buffers.
+                # Copy the tensors, because workers may share their memory, and some loaders reuse their buffers.
                 largest = map_tensors(lambda tensor: tensor.detach().clone(), batch, keeps_marks=True)
                 most = size
             drawn += 1
@@ -76,7 +74,7 @@ def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
         yield iter(loader)
         return
     own = copy.copy(loader)
-    own._iterator = None  # noqa: SLF001  # holds persistent workers; the user's loader keeps them
+    own._iterator = None  # noqa: SLF001  # the user's loader keeps its persistent workers
     own.pin_memory = False  # nothing is sent to a GPU here
     iterator = iter(own)
     try:
@@ -109,7 +107,6 @@ def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
 
 
 def _ragged(tree: Any) -> str | None:
-    """Return ``"PackedSequence"`` or ``"nested tensor"`` if the batch contains such samples, or None."""
     if isinstance(tree, PackedSequence):
         return "PackedSequence"
     if isinstance(tree, Tensor):

@@ -1,7 +1,7 @@
-"""Find the samples of a batch: how many there are, and which tensors and lists hold them.
+"""Find the samples of a batch: how many there are, and which tensors and lists contain them.
 
 # Note [What is cut]
-A batch of 4 samples is split (3, 1) over two devices as follows. A batch dimension of 0 is assumed.
+A batch of 4 samples, with batch dimension 0, is split (3, 1) over two devices as follows.
 
     part of the batch                          first device            second device
     tensor of shape (4, 3, 8, 8)               (3, 3, 8, 8)            (1, 3, 8, 8)
@@ -14,9 +14,9 @@ A batch of 4 samples is split (3, 1) over two devices as follows. A batch dimens
     array or other object of 4 items           refused                 refused
     object that moves itself: `.to(device)`    refused                 refused
 
-A list or tuple of 4 items holds one sample in each item. There is one exception: if the first dimension of all its
+A list or tuple of 4 items has one sample in each item. There is one exception: if the first dimension of all its
 tensors is 4, too, then its tensors are cut, as nn.DataParallel cuts them. This exception does not apply to a list of
-dicts, or to a list of tensors next to a list that is known to hold samples. Arguments of a call are never cut as a
+dicts, or to a list of tensors if another list is known to contain samples. The tuple of a call's arguments is never a
 list of samples.
 """
 
@@ -36,7 +36,7 @@ from autosplit.workload.tree import Whole, children_of, has_tensors, is_cache, l
 
 
 class AmbiguousBatchError(WorkloadError):
-    """A list of tensors holds one sample in each item, or the tensors hold the samples in their rows.
+    """A list of tensors contains one sample in each item, or the tensors contain the samples in their rows.
 
     Attributes:
         rows: The number of samples if the rows are the samples, as in nn.DataParallel.
@@ -49,12 +49,12 @@ class AmbiguousBatchError(WorkloadError):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Decides which parts of a batch of `size` samples hold samples. See Note [What is cut].
+    """Decide which parts of a batch of `size` samples contain samples. See Note [What is cut].
 
     Args:
-        depth: The outermost containers that are arguments: 1 for a batch, 2 for a call ``(args, kwargs)``.
-        lists_hold: A list of tensors is known to hold samples, so other lists of tensors hold samples, too.
-        structure: The ids of lists and tuples that hold no samples, although they have as many items.
+        depth: How many of the outermost containers are arguments: 1 for a batch, 2 for a call ``(args, kwargs)``.
+        lists_hold: Whether a list of tensors is known to contain samples. Then other lists of tensors do, too.
+        structure: The ids of lists and tuples that contain no samples, although they have as many items.
     """
 
     size: int
@@ -70,18 +70,18 @@ class Layout:
         return dataclasses.replace(layout, lists_hold=any(has_tensors(part) for part in layout.lists(tree)))
 
     def is_cut(self, leaf: Any) -> bool:
-        """Return whether a leaf is a tensor that holds samples."""
+        """Return whether a leaf is a tensor that contains samples."""
         return isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.size(self.dim) == self.size
 
     def is_list(self, node: Any, level: int) -> bool:
         """Return whether a part of a batch is a list or tuple with one item for each sample.
 
         Args:
-            level: The number of containers around it.
+            level: The nesting depth of the part.
         """
         if not is_plain_sequence(node) or len(node) != self.size or id(node) in self.structure:
             return False
-        if level < self.depth:  # only a batch that is itself a list of dicts, as detectron2's models take it
+        if level < self.depth:  # only a batch that is itself a list of dicts, as for detectron2's models
             return level == 0 and self.depth == 1 and type(node) is list and is_records(node)
         tensors = [leaf for leaf in leaves_of(node) if isinstance(leaf, Tensor)]
         if not tensors or is_records(node):
@@ -93,7 +93,7 @@ class Layout:
         return (part for _, part, is_list in self.parts(tree, "") if is_list)
 
     def parts(self, tree: Any, name: str, level: int = 0) -> Iterator[tuple[str, Any, bool]]:
-        """Yield the leaves outside lists of samples, and these lists: the place, the part, and whether it is a list."""
+        """Yield lists of samples and all other leaves: the place, the part, and whether it is a list of samples."""
         is_list = self.is_list(tree, level)
         children = None if is_list else children_of(tree)
         if children is None:
@@ -126,7 +126,7 @@ def is_records(items: Any) -> bool:
 
 
 def are_similar(items: Any) -> bool:
-    """Return whether the items have the same types and numbers of dimensions, which samples of one data set share."""
+    """Return whether the items have the same types and numbers of dimensions, as samples have."""
     return len({tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(item)) for item in items}) == 1
 
 
@@ -137,7 +137,7 @@ def _agree(tensors: list[Tensor], layout: Layout) -> bool:
 
 
 def _other_sizes(tensors: Iterable[Tensor], size: int, dim: int) -> set[int]:
-    """Return the other dimensions' sizes of the tensors with `size` at `dim`."""
+    """Return the sizes in the other dimensions of all tensors that have `size` at `dim`."""
     held = [tensor.shape for tensor in tensors if tensor.size(dim) == size]
     return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 
@@ -153,20 +153,17 @@ def batch_size_of(
 ) -> int:
     """Return the number of samples in a batch.
 
-    This is the size at `dim` that the tensors have in common, or the length of the lists that hold samples. A tensor
+    This is the size at `dim` that the tensors have in common, or the length of the lists that contain samples. A tensor
     with another size is accepted if it cannot be a batch: its size at `dim` is 1, or each of its dimensions is a size
-    that the batch's tensors have elsewhere (a ``(T, T)`` mask next to ``(n, T)`` tokens). Other tensors without samples
-    need `Whole`.
+    that the batch's tensors have elsewhere (a ``(T, T)`` mask next to ``(n, T)`` tokens).
 
     Args:
-        may_be_empty: Return 0 for a batch without samples instead of raising.
-        depth: As in `Layout`.
-        structure: As in `Layout`.
+        may_be_empty: Return 0 for a batch without samples instead of raising WorkloadError.
         expected: Decides if both the tensors' size and a list's length could be the number of samples.
 
     Raises:
-        WorkloadError: There is no such number.
-        AmbiguousBatchError: There are two such numbers.
+        WorkloadError: No number fits all tensors and lists.
+        AmbiguousBatchError: Two numbers fit.
     """
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not tensors:
@@ -204,14 +201,12 @@ def batch_size_of(
 
 
 def _list_lengths(tree: Any, dim: int, depth: int, structure: frozenset[int]) -> list[int]:
-    """Return the lengths of lists that can be the number of samples: no tensor contradicts them."""
     lengths = dict.fromkeys(len(part) for part in _sequences(tree, depth) if has_tensors(part))
     layouts = (Layout.of(tree, length, dim, depth, structure) for length in lengths)
     return [layout.size for layout in layouts if layout.lists_hold and layout.fits(tree)]
 
 
 def _sequences(tree: Any, depth: int, level: int = 0) -> Iterator[Any]:
-    """Yield the lists and tuples of a tree that may hold samples."""
     if is_plain_sequence(tree) and (level >= depth or level == 0 == depth - 1):
         yield tree
     for _, item in children_of(tree) or ():
@@ -219,7 +214,7 @@ def _sequences(tree: Any, depth: int, level: int = 0) -> Iterator[Any]:
 
 
 def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[int], structure: frozenset[int]) -> int:
-    """Decide between the tensors' size and a list's length, for example for 8 images of 3 channels."""
+    """Choose between the tensors' size and a list's length, for example for 8 images of 3 channels."""
     for length in by_lists:
         if any(map(is_records, Layout.of(tree, length, dim, depth, structure).lists(tree))):
             return length
@@ -235,18 +230,18 @@ def _one_reading(tree: Any, dim: int, depth: int, by_rows: int, by_lists: list[i
 
 
 COLLATED = "torch.utils.data.default_collate(samples)"
-"""The call that makes a batch from a list of samples."""
+"""The call that turns a list of samples into a batch, for messages."""
 
 
 def is_list_of_samples(batch: Any) -> bool:
-    """Return whether a batch looks like a list of samples of a data set, which nothing has collated."""
+    """Return whether a batch looks like a list of samples that was not collated."""
     if type(batch) is not list or len(batch) < 2 or any(isinstance(sample, Tensor) for sample in batch):
         return False
     return are_similar(batch)
 
 
 def uncuttable(tree: Any, name: str, layout: Layout) -> str:
-    """Return why a batch cannot be cut, with the place of the part; empty if it can be cut."""
+    """Return why a batch cannot be cut, with the place of the part, or an empty string."""
     for place, part, is_list in layout.parts(tree, name):
         if isinstance(part, Tensor) and part.layout is not torch.strided and layout.is_cut(part):
             return (
@@ -280,10 +275,10 @@ def _length(part: Any) -> int:
 
 
 def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
-    """Return advice on tensors that are cut although they may hold no samples, or an empty string.
+    """Return advice on tensors that are cut although they may contain no samples, or an empty string.
 
-    Such a tensor has as many rows as the batch by accident. This is possible if another tensor has this size in another
-    dimension: ``(T, E)`` next to ``(n, T)`` if n is T.
+    A tensor is doubtful if another tensor has the number of samples in another dimension: ``(T, E)`` next to
+    ``(n, T)`` if n equals T.
     """
     layout = Layout(size, dim)
     cut = [(place, leaf) for place, leaf in leaves if layout.is_cut(leaf)]
@@ -302,7 +297,7 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
 
 @contextmanager
 def doubting(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> Iterator[None]:
-    """Add to the module's errors which tensors may have been cut by accident."""
+    """Add advice to the module's errors if tensors may have been cut by coincidence."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
@@ -322,4 +317,4 @@ def shapes_text(tree: Any) -> str:
 
 
 MOST_SHAPES = 12
-"""Most shapes in a message: a list of images has one for each."""
+"""The number of tensor shapes in a message. A list of images could have hundreds."""

@@ -20,9 +20,9 @@ from autosplit.workload.workload import Workload
 def at_length(workload: Workload, length: int) -> Workload:
     """Return the workload with samples of another length.
 
-    The present length is the first dimension after the batch dimension, in the first tensor that has one. Every other
-    dimension of this size is cropped or repeated in all tensors, so masks of length by length are, too. If this is
-    wrong for a workload, it can define ``make_batch(n, length=length)``.
+    The current length is the first dimension after the batch dimension, in the first tensor that has such a dimension.
+    Every other dimension of this size is cropped or repeated in all tensors, also masks. To change this, define
+    ``make_batch(n, length=length)``.
     """
     size, dim = workload.sample_batch_size, workload.batch_dim
     if workload.make_batch is not None:
@@ -84,7 +84,7 @@ def _length_of(batch: Any, size: int, dim: int) -> int | None:
 def _takes_length(make_batch: Any) -> bool:
     try:
         parameters = inspect.signature(make_batch).parameters.values()
-    except ValueError:  # it has no signature
+    except ValueError:  # the function has no signature
         return False
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return any((one.name == "length" and one.kind in by_name) or one.kind is one.VAR_KEYWORD for one in parameters)

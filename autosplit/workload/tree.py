@@ -1,7 +1,6 @@
-"""The tree of a batch: walk it and rebuild it.
+"""Walk and rebuild the tree of a batch.
 
-A batch is a tensor, or any nesting of tuples, lists, mappings, dataclasses, namedtuples and `UserDict`-like
-encodings of them.
+A batch is a tensor, or any nesting of tuples, lists, mappings, dataclasses, namedtuples and `UserDict`-like encodings.
 """
 
 from __future__ import annotations
@@ -21,30 +20,29 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Generic[T]):
-    """A marker: every device gets this value whole, whatever its shape.
+    """Mark a value that every device gets whole, whatever its shape.
 
         model(tokens, autosplit.Whole(positions))
 
-    Without it, a tensor with as many rows as the batch has samples is cut, and so is a list with as many items. The
-    module gets the value without the marker.
+    Without the marker, a tensor with as many rows as the batch has samples is cut, and so is a list with as many items.
 
     Args:
-        value: Any value that holds no samples: a tensor, a list of sizes, or a container of them.
+        value: Any value that contains no samples: a tensor, a list of sizes, or a container of these.
     """
 
     value: T
 
 
 def children_of(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the items of a container with their places, such as ``[0]`` or ``.mask``; None for a leaf."""
+    """Return a container's items with their places, such as ``[0]`` or ``.mask``. Return None for a leaf."""
     if isinstance(tree, Whole):
         return None
     if isinstance(tree, PackedSequence):
-        # Not `batch_sizes`: torch requires it on the CPU, and it has no floating-point numbers to convert.
+        # Leave out `batch_sizes`, because torch requires it on the CPU. It has no floating-point numbers to convert.
         return [(f".{name}", getattr(tree, name)) for name in ("data", "sorted_indices", "unsorted_indices")]
     if isinstance(tree, (tuple, list)):
         return [(f"[{index}]", item) for index, item in enumerate(tree)]
-    # Before dataclasses: a ModelOutput is both a dataclass and an OrderedDict, and must be built as a mapping.
+    # Check this before dataclasses: a ModelOutput is both a dataclass and an OrderedDict, and is rebuilt as a mapping.
     if isinstance(tree, (Mapping, UserDict)):
         return [(f"[{key!r}]", item) for key, item in tree.items()]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -53,7 +51,7 @@ def children_of(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuild a tree with each leaf replaced. A `Whole` is a leaf, and containers keep their types."""
+    """Rebuild a tree with each leaf replaced. Containers keep their types."""
     children = children_of(tree)
     if children is None:
         return function(tree)
@@ -61,7 +59,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def with_children(tree: Any, items: list[Any]) -> Any:
-    """Make a container like another one from other items, in the order of `children_of`."""
+    """Return a container like `tree` with other items, in the order of `children_of`."""
     if isinstance(tree, PackedSequence):
         data, *indices = items
         return PackedSequence(data, tree.batch_sizes, *indices)
@@ -73,7 +71,7 @@ def with_children(tree: Any, items: list[Any]) -> Any:
 
 
 def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
-    """Make a mapping or dataclass like `old` with other values."""
+    """Return a mapping or dataclass like `old` with other values."""
     if type(old) is dict:
         return items
     if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
@@ -85,7 +83,7 @@ def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
         for name, item in {**getattr(old, "__dict__", {}), **items}.items():
             object.__setattr__(new, name, item)
         return new
-    # Encodings and defaultdicts have constructors of their own. Refilling a shallow copy calls no constructor.
+    # Encodings and defaultdicts have other constructors. Refilling a shallow copy calls no constructor.
     new = copy.copy(old)
     if isinstance(new, UserDict):
         new.data = dict(items)
@@ -116,7 +114,7 @@ def marked(tree: Any, positions: set[int]) -> Any:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree in order, also those inside a `Whole`."""
+    """Yield the tensors of a tree in order, including tensors inside a `Whole`."""
     for leaf in leaves_of(tree):
         if isinstance(leaf, Whole):
             yield from tensors_of(leaf.value)
@@ -130,7 +128,7 @@ def has_tensors(tree: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any, *, keeps_marks: bool = False) -> Any:
-    """Rebuild a tree with `function` applied to each tensor. `Whole` markers are removed, unless marks are kept."""
+    """Rebuild a tree with `function` applied to each tensor. Remove `Whole` markers, unless `keeps_marks`."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Whole):
@@ -142,5 +140,5 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any, *, keeps_marks: bo
 
 
 def is_cache(kind: type) -> bool:
-    """Return whether a class is a cache of transformers, without importing it."""
+    """Return whether a class is a cache of transformers, without importing transformers."""
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)

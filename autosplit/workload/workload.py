@@ -1,6 +1,6 @@
-"""Define the workload: a model, a sample batch, a loss, an optimizer, a precision, and a way to make batches.
+"""Describe a training step: a model, a sample batch, a loss, an optimizer and a precision.
 
-A workload only describes the step. `autosplit.runtime.trainee` makes a copy of it and runs that.
+`autosplit.runtime.trainee` copies the model and runs the copy.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The autocast dtype of each precision. `fp16` also uses a GradScaler."""
 
 _OTHER_NAMES = {
     **dict.fromkeys(("float32", "fp32", "32", torch.float32), "none"),
@@ -45,11 +46,9 @@ _OTHER_NAMES = {
 
 
 def precision_name(value: Any) -> Any:
-    """Return autosplit's name of a precision that is given as a dtype or by torch's name. Return others unchanged."""
+    """Return autosplit's name of a precision, for torch's dtype or name. Return any other value unchanged."""
     return _OTHER_NAMES.get(value, value) if isinstance(value, (str, torch.dtype)) else value
 
-
-"""The autocast dtype of each precision. `fp16` also uses a GradScaler."""
 
 ModelFactory = Callable[[], Any]
 MakeBatch = Callable[[int], Any]
@@ -65,9 +64,8 @@ class Workload:
     of its floating-point tensors. The plan has a note if the mean is used.
 
     Args:
-        model: A module; a function that returns a module; or, with `step`, several modules in a tuple, list or mapping.
-            For ``sim:`` devices the function builds the model without memory. The model is never changed, because a
-            copy of it runs.
+        model: A module, or a function that returns a module. With `step`, several modules in a tuple, list or mapping.
+            For ``sim:`` devices, a function avoids allocating the parameters. autosplit runs a copy of the model.
         sample_batch: One batch of training data. Batches of other sizes repeat its samples.
         loss_fn: ``loss_fn(outputs, targets) -> Tensor`` with one element.
         compute_loss: ``compute_loss(model, batch) -> Tensor``, which replaces all the rules above. The batch is on the
@@ -75,23 +73,21 @@ class Workload:
         step: ``step(models, optimizers, batch) -> None``, which replaces the whole optimizer step, for several models
             and optimizers. Such a step can't accumulate gradients.
         optimizer: A class (``torch.optim.AdamW``), a factory that is called with the trainable parameters, or an
-            optimizer object. The object is never stepped, because a copy of it is. With `step`, pass a sequence or
-            mapping with one for each model. Default: AdamW, with a note in the plan.
+            optimizer object, which is copied and never stepped. With `step`, pass a sequence or mapping with one for
+            each model. Default: AdamW, with a note in the plan.
         precision: ``"none"`` (the default), ``"bf16"`` or ``"fp16"``.
-        loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch.
-        loss_scope: ``"sample"`` if each sample's loss is independent of the other samples; ``"batch"`` if it depends on
-            the whole batch (contrastive losses), which rules out accumulation.
-        batch_dim: The batch dimension of every tensor that holds samples.
-        make_batch: ``make_batch(n) -> batch``, if repeating samples is not enough, or if the batch has no dimension
-            that all its tensors share: lists of images, graphs, packed sequences. If nothing is cut (one device, or
-            DDP), no tensor of its batches needs a batch dimension.
+        loss_reduction: How the loss combines the samples of a batch: ``"mean"`` or ``"sum"``.
+        loss_scope: ``"sample"`` if each sample's loss is independent of the other samples. ``"batch"`` if it depends on
+            the whole batch (contrastive losses). Gradients are then not accumulated.
+        batch_dim: The batch dimension of every tensor that contains samples.
+        make_batch: ``make_batch(n) -> batch``. Pass it if repeating samples is not enough, or for lists of images,
+            graphs, packed sequences. On one device, or with DDP, no tensor of its batches needs a batch dimension,
+            because nothing is cut.
         evaluate: ``evaluate(model, batch) -> Any``, such as a call of `generate` or a metric. It runs in evaluation
-            mode without gradients if `fits` has ``"eval"``. The batch is on the first device. Default: the model's
-            forward, or `compute_loss`.
+            mode without gradients if `fits` has ``"eval"``. Default: the model's forward, or `compute_loss`.
         fits: Tasks that must fit into memory in addition to training, as in `tune`: ``"resume"``, ``"save"``,
             ``"eval"``. Default: none.
-        checkpointing: The layers that are checkpointed, for `tune` to try. Default: the model stays unchanged.
-        assumed: Sentences about assumptions of this description, for the plan's notes.
+        checkpointing: The layers that are checkpointed, for `tune` to try.
 
     Raises:
         WorkloadError: The arguments do not describe a training step.
@@ -114,9 +110,8 @@ class Workload:
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
     models: Models | None = field(init=False, repr=False)
-    """The model, or the models; None if a function makes them."""
+    """The model, or the models. None if `model` is a function."""
     sample_batch_size: int = field(init=False, repr=False)
-    """Samples in the sample batch."""
     _made: MadeBatches | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -166,7 +161,6 @@ class Workload:
             object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
 
     def _check_pair(self) -> None:
-        """Raise WorkloadError if `loss_fn` is given and the sample batch is not a pair of inputs and targets."""
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             pair = "such a pair, ((a, b), targets) if the model takes two inputs"
@@ -214,19 +208,16 @@ class Workload:
         """Describe a training step whose sample batch is the largest of several batches from a loader.
 
         If samples differ in length, a batch is padded to its longest sample, which determines its memory. So the batch
-        with the most elements per sample becomes the sample batch. The plan holds for batches up to this length::
+        with the most elements per sample becomes the sample batch. The plan is valid up to this length::
 
             workload = Workload.from_loader(loader, model=model, loss_fn=loss_fn, batches=200)
             plan = autosplit.tune(workload)
 
-        Drawing batches has no side effects: random states, the loader's generator and any iterator in use stay
-        unchanged, and workers are stopped. Only a plain iterator loses the batches that are drawn.
+        The loader and random states stay unchanged. Only a plain iterator loses the batches that are drawn.
 
         Args:
-            loader: A DataLoader, or another iterable of training batches, endless or not.
-            model: As in `Workload`.
-            batches: Number of batches to draw; default 32. With more batches, longer samples are found.
-            batch_dim: As in `Workload`.
+            loader: An iterable of training batches.
+            batches: Number of batches to draw; default 32. More batches find longer samples.
             **options: The other arguments of `Workload`.
 
         Raises:
@@ -237,7 +228,7 @@ class Workload:
 
     @classmethod
     def from_name(cls, name: str, **_options: Any) -> NoReturn:
-        """Raise InputError: this method was replaced by `autosplit.workload_from_name`."""
+        """Raise InputError, because `autosplit.workload_from_name` has replaced this method."""
         raise InputError(
             f"Workload.from_name({name!r}) was removed. Use autosplit.workload_from_name with the same arguments.",
             code="argument-removed",
@@ -278,23 +269,23 @@ class Workload:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The model, or the models; empty if a function makes them."""
+        """Return the model in a tuple, or the models. Empty if `model` is a function."""
         return () if self.models is None else self.models.modules
 
     @property
     def optimizers(self) -> Several[Any]:
-        """The optimizer argument of each model: a class, a factory or an optimizer object."""
+        """Return the optimizer argument of each model: a class, a factory or an optimizer object."""
         default = torch.optim.AdamW if self.step is None else ()
         return Several.of(default if self.optimizer is None else self.optimizer)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The tasks of `fits` that keep copies on the device during a training step."""
+        """Return the tasks of `fits` that keep copies on the device during a training step."""
         return tuple(name for name in self.fits if name in COPYING)
 
     @property
     def sample_text(self) -> str:
-        """Describe the sample batch for error messages, with `batch_dim`, because a wrong one may cause the error."""
+        """Describe the sample batch for error messages. Include `batch_dim`, which may cause the error."""
         counted = counted_text(self.sample_batch_size, "sample")
         if self.make_batch is None:
             counted += f" along dimension {self.batch_dim}"
@@ -304,14 +295,11 @@ class Workload:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The autocast dtype of `precision`, or None."""
+        """Return the autocast dtype of `precision`, or None."""
         return PRECISIONS[self.precision or "none"]
 
     def batch(self, n: int) -> Any:
-        """Make a batch of `n` samples.
-
-        Returns:
-            The batch of `make_batch`, or else the sample batch with its samples repeated in order.
+        """Return a batch of `n` samples: `make_batch(n)`, or else the sample batch with its samples repeated in order.
 
         Raises:
             WorkloadError: `make_batch` returned a batch of another size.
@@ -319,7 +307,7 @@ class Workload:
         return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
     def made_batch(self, n: int) -> Any:
-        """Return the batch that `make_batch` makes.
+        """Return `make_batch(n)`.
 
         Raises:
             WorkloadError: The batch has another number of samples.
@@ -345,7 +333,7 @@ class Workload:
         """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
 
         Raises:
-            WorkloadError: There is no loss, it does not have exactly one element, or it does not depend on a trainable
+            WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable
                 parameter.
         """
         try:
@@ -417,10 +405,7 @@ class Workload:
             raise
 
     def _refuse_unlike_arguments(self) -> None:
-        """Raise WorkloadError if the model's forward cannot take all parts of the batch as its inputs.
-
-        Usually the batch then includes the targets.
-        """
+        """Raise WorkloadError if the model's forward takes fewer inputs than the batch has parts, such as targets."""
         if not isinstance(self.model, nn.Module) or not isinstance(self.sample_batch, (tuple, list)):
             return
         name, count = type(self.model).__name__, len(self.sample_batch)
@@ -433,12 +418,12 @@ class Workload:
                 f"inputs alone. If it is a list of samples, pass {COLLATED}.",
                 code="batch-arguments-differ",
             ) from None
-        except ValueError:  # it has no signature
+        except ValueError:  # the function has no signature
             return
 
     @property
     def called_with(self) -> Literal["tensor", "arguments", "keywords"]:
-        """How the model is called with its inputs, see `call_model`."""
+        """Return how the model is called with its inputs. See `call_model`."""
         inputs = self.sample_batch if self.loss_fn is None else self.sample_batch[0]
         if isinstance(inputs, (Mapping, UserDict)):
             return "keywords"
@@ -450,7 +435,7 @@ class Workload:
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:
-        """Return a note for each assumption that was made because an argument is missing."""
+        """Return a note for each argument that is missing and was assumed."""
         notes = [Note("assumed", text) for text in self.assumed]
         if self.takes_loss_itself and loss_rule(outputs) == "mean":
             text = "No loss is given: the mean of the model's floating-point outputs is used. Pass loss_fn=."
@@ -462,7 +447,6 @@ class Workload:
 
 
 def _refuse_arguments_of(model: type) -> None:
-    """Raise WorkloadError if `model` is a class that needs arguments."""
     try:
         inspect.signature(model).bind()
     except TypeError as error:
@@ -471,7 +455,7 @@ def _refuse_arguments_of(model: type) -> None:
             f"Pass an instance, {model.__name__}(...).",
             code="model-is-a-class",
         ) from None
-    except ValueError:  # it has no signature
+    except ValueError:  # the class has no signature
         return
 
 
