@@ -1,6 +1,6 @@
 """Load the catalogue of GPUs for ``sim:`` specs, and find a GPU by any spelling of its name.
 
-The figures are in ``gpus.toml``, each row with its source. AUTOSPLIT_GPUS may name a file of the same format, or the
+The values are in ``gpus.toml``, each row with its source. AUTOSPLIT_GPUS may name a file of the same format, or the
 output of ``autosplit doctor --json``, to add or replace GPUs. That file is untrusted input.
 """
 
@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 GPUS_VARIABLE = "AUTOSPLIT_GPUS"
-"""The environment variable with the path of the user's own GPU file."""
+"""The environment variable with the path of the user's GPU file."""
 
 SIMULATED_ERRORS = (
     (
@@ -50,7 +50,7 @@ UNMEASURED_RATES = "unmeasured-rates"
 """The kind of the note on GPUs without measured kernel rates."""
 
 _DEFAULTS_OF = "A100 and H100"
-"""The GPUs between whose measurements the ``sustained`` of [defaults] lies."""
+"""The GPUs whose measurements are the lower and upper bound of ``sustained`` in [defaults]."""
 
 _MOST_BYTES = 2**20
 
@@ -88,7 +88,6 @@ class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of a GPU file."""
 
     cards: dict[_Name, _Row] = {}
     links: dict[str, _Positive] = {}
@@ -108,11 +107,12 @@ class GpuSpec:
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
         memory_bytes_per_s: Bandwidth of the GPU's memory.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
-        launch_s: Time to launch an operation before its kernel starts work.
+        launch_s: Seconds to launch an operation before its kernel starts.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
-        multiprocessors: None if unknown. Products are then assumed to use all of them.
+        multiprocessors: None if unknown. Then products are assumed to use the whole GPU.
         sustained: Fraction of a peak that long products reach, by dtype.
-        sustained_on: GPUs on which these fractions were measured, if not on this GPU (``"A100 and H100"``). Else empty.
+        sustained_on: Other GPUs on which `sustained` was measured (``"A100 and H100"``). Empty if it was measured on
+            this GPU.
         memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
             slow products.
         driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
@@ -137,7 +137,7 @@ class GpuSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors can use on a whole GPU."""
+        """Memory of a whole GPU that tensors can use."""
         return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
@@ -162,12 +162,12 @@ class GpuSpec:
 
     @property
     def rates(self) -> str:
-        """Source of the rates: ``"published"``, or the device that they were measured on."""
+        """Source of the rates: ``"published"``, or ``"measured "`` and the device."""
         return self.source if self.source.startswith("measured ") else "published"
 
 
 def unmeasured_rates(specs: Iterable[GpuSpec]) -> str:
-    """Return sentences on the GPUs that are predicted with the kernels of other GPUs, or an empty text."""
+    """Return a warning about GPUs that are predicted with the kernels of other GPUs, or an empty text."""
     found = {spec.name: spec for spec in specs}.values()
     others = ", ".join(f"{spec.name} ({spec.sustained_on})" for spec in found if spec.sustained_on)
     foreign = ", ".join(spec.name for spec in found if spec.compute_capability is None)
@@ -201,7 +201,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         else:
             given = _table_of(text)
         others = _specs(given, table)
-    # Some valid TOML (dates, numbers with thousands of digits) raises other errors than the parser's own.
+    # Some valid TOML (dates, numbers with thousands of digits) raises other errors than the parser's.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
@@ -282,7 +282,7 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a GPU by its own or the driver's name. Case, spaces, '-', '_' and the brand do not matter.
+    """Return the row of a GPU by its name or the driver's name. Case, spaces, '-', '_' and the brand do not matter.
 
     Raises:
         DeviceError: No row or more than one row has this name.

@@ -27,13 +27,13 @@ class OpCost:
     """The work of a kernel, independent of the GPU.
 
     Attributes:
-        flops: Floating-point operations if torch has a formula for the op. 0 for kernels that only move memory.
+        flops: Floating-point operations by torch's formula for the op. 0 for kernels that only move memory.
         rate: The GPU peak that limits the kernel: a dtype's name, or ``"tf32"``.
         product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 if there is no
-            product. For an optimizer's kernel the first is the number of tensors, for softmax the length of a row, for
-            pooling the number of elements.
-        part: The part of the step that started the op. Only the first kernel of an op has one, because other kernels
-            cost the host nothing.
+            product. For other kernels, the first number is a size: the number of tensors for an optimizer, the row
+            length for softmax, the number of elements for pooling, the number of channels for BatchNorm.
+        part: The part of the step that started the op. It is ``"none"`` for all but the first kernel of an op, because
+            the other kernels take no host time.
     """
 
     flops: int
@@ -44,7 +44,7 @@ class OpCost:
     part: Part = "forward"
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time that the kernel takes on a GPU."""
+        """Return the kernel's seconds on a GPU."""
         return Work.of(0, [self]).seconds(spec)
 
 
@@ -74,12 +74,12 @@ class Work:
         return replace(self, numbers=numbers.reshape(self.numbers.shape))
 
     def inner(self, first: int, last: int) -> Work:
-        """Return these kernels without the given numbers of first and last kernels."""
+        """Return these kernels without `first` kernels at the start and `last` kernels at the end."""
         own = slice(first, len(self.labels) - last)
         return Work(self.device, self.numbers[:, own], self.labels[own], self.codes[:, own])
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time of all kernels on a GPU that never waits for the host."""
+        """Return the seconds of all kernels on a GPU that never waits for the host."""
         return float(kernel_seconds(self.numbers, self.codes, spec).sum())
 
 
@@ -88,8 +88,9 @@ class Load:
     """The time of a list of kernels on a GPU whose host starts them one after another.
 
     Attributes:
-        host_s: Time of the host for all kernels.
-        end_s: Time from the host's begin to the end of the last kernel, on an idle GPU.
+        busy_s: Seconds that the GPU computes.
+        host_s: Seconds in which the host starts all kernels.
+        end_s: Seconds from the host's first start to the end of the last kernel, on an idle GPU.
     """
 
     busy_s: float
@@ -98,9 +99,12 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1, fused_share: float = 1.0) -> list[Load]:
-    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small ones.
+    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small works.
 
     Args:
+        works: Lists of kernels.
+        spec: The GPU.
+        replicas: See `kernel_time.host_seconds`.
         fused_share: See `kernel_time.kernel_seconds`.
     """
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
@@ -201,10 +205,10 @@ def is_free(func: Any) -> bool:
 
 
 def running_part() -> Part:
-    """Return whether autograd ("backward") or the model ("forward") starts ops now.
+    """Return the part of the step that runs: the backward in autograd's ops, otherwise the forward.
 
-    Checkpointing runs the model's code again inside of the backward, with gradients enabled. The host needs as much
-    time for these ops as in the forward.
+    Checkpointing runs the model again inside the backward, with gradients enabled. These ops count as forward, because
+    they take as much host time as in the forward.
     """
     is_model = torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled()
     return "forward" if is_model else "backward"
@@ -213,10 +217,14 @@ def running_part() -> Part:
 def op_cost(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part = "forward"
 ) -> tuple[OpCost, ...]:
-    """Return the kernels of an op. A free op has none.
+    """Return the kernels of an op. A free op has no kernels.
 
     Args:
-        part: The part that started the op, see `running_part`. For optimizer ops it is always "update".
+        func: The dispatched op.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        outputs: Its results.
+        part: The part of the step that started the op, see `running_part`. Optimizer ops always get "update".
     """
     if is_free(func):
         return ()
@@ -285,10 +293,9 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
 
 
 def _extent(kind: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> int:
-    """Return the size that the time of some kernels depends on, and 0 for other kernels.
+    """Return the size that the time of some kernels depends on, and 0 for other kernels. See `OpCost.product`.
 
-    For softmax it is the length of a row, for pooling the number of elements. BatchNorm of contiguous images has a
-    block of threads for each channel, so it is the number of channels.
+    BatchNorm of contiguous images has a block of threads for each channel, so its size is the number of channels.
     """
     if kind == "softmax":
         return int(tensors[-1].shape[next(arg for arg in args if isinstance(arg, int))])
@@ -332,7 +339,6 @@ def _product(outer: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int,
 
 
 def _positions(values: Tensor) -> int:
-    """Return the number of samples times the number of spatial positions."""
     return values.shape[0] * math.prod(values.shape[2:])
 
 
@@ -399,8 +405,8 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
     """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
 
     The forward has two products: scores = query @ key, then scores @ value. The backward has five: the scores again,
-    and one for each gradient of scores, values, queries and keys. With grouped queries, several query heads read one
-    head of keys and values. torch's own formula rejects that before 2.13, and lacks the CPU's operator.
+    and one for each gradient of scores, values, queries and keys. With grouped queries, several query heads share a
+    head of keys and values. torch's own formula rejects grouped queries before 2.13, and lacks the CPU's operator.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if backward:
@@ -409,7 +415,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
 
 
 def _has_long_rows(tensor: Tensor) -> bool:
-    """Return whether the last dimension is contiguous and fills a transaction of 128 bytes of the GPU's memory."""
+    """Return whether the last dimension is contiguous and fills a 128-byte transaction of GPU memory."""
     return tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] * tensor.element_size() >= 128
 
 
@@ -419,7 +425,7 @@ def _rate(tensors: Sequence[Tensor]) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's values. Elements repeated by `expand` are read once."""
+    """Return the bytes of a tensor's values. Elements repeated by `expand` count once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated

@@ -71,6 +71,7 @@ class Trace:
     update: tuple[Event, ...]
 
     def events(self, phase: Phase) -> tuple[Event, ...]:
+        """Return the events of a phase."""
         events: tuple[Event, ...] = getattr(self, phase)
         return events
 
@@ -193,7 +194,7 @@ class Tracer:
         has_begun = False
         try:
             has_begun = self.fake and self.workload.step is None and self.trainee.begin_state()
-        except Exception as error:  # an optimizer may need a step to create state, so run a step
+        except Exception as error:  # noqa: BLE001  # an optimizer may need a step to create state, so run a step
             _log.debug("the optimizer's state appears in a step: %s", error)
             self.trainee.end_state(())
         found = run_until_settled(self.trainee, lambda: self._run(first))

@@ -44,8 +44,8 @@ class Ceiling:
         device: The label of the device.
         role: The role of the device in the step.
         batch_size: The ceiling in samples. 0 if not even one sample fits.
-        limited_by: ``"memory"``, or another limit. ``"max_batch_size"`` is the largest size allowed. ``"kernel"`` means that
-            a kernel accepts no larger tensors (2^31 elements). ``"time"`` means that a larger batch would not raise
+        limited_by: ``"memory"``, or another limit. ``"max_batch_size"``: the search stopped at this bound.
+            ``"kernel"``: a kernel accepts no larger tensors (2^31 elements). ``"time"``: a larger batch would not raise
             throughput or would take too long.
         fixed_bytes: Bytes at any batch size, by a line through the points near the ceiling.
         bytes_per_sample: Bytes per sample, by the same line.
