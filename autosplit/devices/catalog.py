@@ -88,7 +88,6 @@ class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-
     cards: dict[_Name, _Row] = {}
     links: dict[str, _Positive] = {}
     defaults: _Defaults | None = None

@@ -17,12 +17,7 @@ from autosplit.errors import DeviceError
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of the machine, with a fix.
-
-    Attributes:
-        problem: The problem. The message of an error also has the next step.
-        cure: How to fix it. Empty if `problem` has it.
-    """
+    """A problem of the machine. `cure` describes a fix unless `problem` already includes it."""
 
     problem: str
     cure: str = ""
@@ -34,17 +29,16 @@ class Card:
 
     Attributes:
         device: ``"cuda:0"``.
-        name: The vendor's name for it.
-        memory_bytes: Total memory.
+        name: The vendor's name.
         free_bytes: Free memory, or None if unknown.
-        used_by_others_bytes: Memory that other processes hold, or None if unknown.
+        used_by_others_bytes: Memory of other processes, or None if unknown.
         compute_capability: ``"9.0"``, or None for a device other than CUDA.
         compute_mode: ``"default"``, ``"exclusive process"``, ..., or None if NVML does not report it.
         catalogue: The catalogue row with this name, or None.
         tflops: Rate of matrix products by dtype, in 10^12 operations per second. ``"tf32"`` only if supported.
-        tflops_of_catalogue: The same as fractions of the catalogue's rates. Empty without a row.
+        tflops_of_catalogue: `tflops` as fractions of the catalogue's rates. Empty without a row.
         memory_gb_per_s: Bytes read and written in its memory, in 10^9 per second.
-        memory_of_catalogue: The same as a fraction of the catalogue's rate. None without a row.
+        memory_of_catalogue: `memory_gb_per_s` as a fraction of the catalogue's rate. None without a row.
         launch_s: Host time per operation.
         usual_link_gb_per_s: The catalogue's rate to a neighbouring GPU, in 10^9 bytes per second. None without a row.
     """
@@ -70,8 +64,6 @@ class Copy:
     """A copy from one GPU to another.
 
     Attributes:
-        source: The sending GPU.
-        destination: The receiving GPU.
         arrives: Whether the data arrives unchanged.
         gb_per_s: 10^9 bytes per second.
     """
@@ -88,7 +80,6 @@ class Meeting:
 
     Attributes:
         backend: Torch's backend for these devices: ``"nccl"``, ``"gloo"``.
-        ranks: Number of ranks.
         gb_per_s: 10^9 bytes of gradients reduced per second, or None if the all-reduce failed.
         failure: The reason of the failure, or None.
         cure: How to fix it.
@@ -109,9 +100,9 @@ class Training:
         devices: The device spec.
         split: Samples per device.
         accumulation_steps: Micro-steps per optimizer step.
-        predicted_samples_per_s: Throughput that the plan predicts.
+        predicted_samples_per_s: The plan's prediction.
         measured_samples_per_s: Throughput of training with the plan.
-        predicted_bytes: Peak of each device that the plan predicts.
+        predicted_bytes: The plan's prediction of each device's peak.
         measured_bytes: Peak of each device during training.
         took_s: Tuning time.
     """
@@ -162,6 +153,9 @@ def cards_table(examination: Examination) -> dict[str, Any]:
 
     A single GPU has no link to measure. It gets the link of its catalogue row, or PCI Express 4.0 without a row. Data
     types that a GPU does not support run as float32.
+
+    Raises:
+        DeviceError: The machine has no accelerator.
     """
     if not is_accelerator(examination.kind):
         raise DeviceError(
@@ -191,7 +185,7 @@ def cards_table(examination: Examination) -> dict[str, Any]:
 
 
 def cards_toml(examination: Examination) -> str:
-    """Return `cards_table` as the text of a file, for AUTOSPLIT_GPUS."""
+    """Return `cards_table` as the text of a file for AUTOSPLIT_GPUS."""
     table = cards_table(examination)
     lines = ["# Rates that autosplit doctor measured, for AUTOSPLIT_GPUS.", "", "[links]"]
     lines += [f"{name} = {rate}" for name, rate in table["links"].items()]
@@ -211,7 +205,7 @@ def _rounded(rate: float) -> float:
 
 
 def row_name(name: str) -> str:
-    """Return a GPU's name as the name of a row of the catalogue."""
+    """Convert a GPU's name to the name of a catalogue row."""
     name = re.sub(r"\((R|TM)\)", "", name)
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name).strip("-")
     return (plain if plain[:1].isalpha() else f"card-{plain}")[:60]

@@ -1,9 +1,9 @@
-"""Run the attention operator that torch's CUDA back end would choose, on fake tensors of the CPU.
+"""Run the attention operator that torch's CUDA back end would choose, on fake CPU tensors.
 
 torch has four back ends for `scaled_dot_product_attention`. They save different tensors for the backward: the fused
 back ends save one number per row of scores, and the math back end saves the scores. The choice depends on the GPU's
 compute capability, on dtypes, head sizes and masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and on the
-version of torch. `chosen_backend` makes this choice, and `attend` calls the operator of the chosen back end.
+version of torch. `chosen_backend` makes this choice, and `attend` calls the chosen operator.
 
 benchmarks/results/kernels contains torch's own choices. Tests compare `chosen_backend` with them.
 """
@@ -28,13 +28,13 @@ Backend = Literal["cudnn", "flash", "efficient", "math"]
 HALVES = (torch.float16, torch.bfloat16)
 
 _FLASH_ALIGNMENT = 8
-"""Flash attention pads head sizes to a multiple of this (attention.cpp, `pad_last_dim`)."""
+"""Flash attention pads head sizes to a multiple of this number (attention.cpp, `pad_last_dim`)."""
 
 _CUDNN_UNEQUAL = (192, 128)
 """Head sizes above 128 that cuDNN supports on compute capability 10 (`check_cudnn_tensor_shapes`)."""
 
 _MASK_ALIGNMENT = 16
-"""The memory-efficient back end pads rows of a mask to a multiple of this (attention.cpp, `preprocess_mask`)."""
+"""The memory-efficient back end pads mask rows to a multiple of this number (attention.cpp, `preprocess_mask`)."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,12 @@ class AttentionCall:
     """The properties of an attention call that decide the back end.
 
     Attributes:
-        query: Shape (batch, heads, length, head size). `key` and `value` have the same order.
+        query: Shape (batch, heads, length, head size), as for `key` and `value`.
         mask: Shape of the mask, or None.
         trains_mask: Whether the mask needs a gradient.
         is_grouped: Whether `enable_gqa` was set.
         is_dense: Whether query, key, value and mask are contiguous in their last dimension.
-        allowed: The back ends that the user has not disabled, see `allowed_backends`. The math back end is always
-            there.
+        allowed: The fused back ends that the user has not disabled, see `allowed_backends`.
     """
 
     query: tuple[int, ...]
@@ -88,17 +87,17 @@ class AttentionCall:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """The number of heads of query, key and value."""
+        """Number of heads of query, key and value."""
         return self.query[1], self.key[1], self.value[1]
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """The size of a head of query and key, and of value."""
+        """Head size of query and key, and of value."""
         return self.query[-1], self.value[-1]
 
 
 def allowed_backends() -> frozenset[Backend]:
-    """Return the back ends that the user has not disabled with `torch.nn.attention.sdpa_kernel` or similar switches."""
+    """Return the fused back ends that the user has not disabled, for example with `torch.nn.attention.sdpa_kernel`."""
     cuda = torch.backends.cuda
     switches: dict[Backend, Any] = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -152,7 +151,7 @@ def _takes_cudnn(call: AttentionCall, kernels: GpuKernels) -> bool:
 def _takes_flash(call: AttentionCall, kernels: GpuKernels) -> bool:
     size, value_size = call.head_sizes
     if call.needs_grad and (86 <= kernels.capability <= 89 or kernels.capability >= 120):
-        # The backward for these sizes needs more shared memory than these GPUs have.
+        # The backward for other sizes needs more shared memory than these GPUs have.
         fits = size <= 192 or (size > 224 and not call.dropout)
     else:
         fits = True
@@ -190,6 +189,8 @@ def attend(
     Args:
         inputs: Query, key and value.
         mask: A mask of booleans, or numbers to add to the scores.
+        call: The properties of the call.
+        backend: The back end.
         scale: The factor of the scores, or None for `1 / sqrt(head size)`.
     """
     if mask is not None and mask.dtype is torch.bool:
@@ -211,7 +212,6 @@ def attend(
 
 
 def _output(operator: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Call one of torch's operators, and return its first result."""
     outputs: Any = getattr(aten, operator)(*args, **kwargs)
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     return found
@@ -253,10 +253,10 @@ def _math_with_dropout(
     scores = scaled @ (keys.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    # Reuse one name: torch frees each of these tensors as soon as the next one exists.
+    # Reuse one name: torch frees each of these tensors as soon as the next tensor exists.
     scores = _output("_safe_softmax", scores, -1)
     scores = torch.native_dropout(scores, call.dropout, True)[0]
-    weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first
+    weights = scores.to(call.dtype)  # torch's operator also returns the weights, and computes them first
     output = (scores @ values).to(call.dtype)
     del weights
     return output

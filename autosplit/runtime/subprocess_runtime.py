@@ -1,7 +1,7 @@
-"""Run real steps in a separate process. A crash of a kernel or the process, or a lack of host memory, costs one call.
+"""Run real steps in a separate process, so that a crash or a lack of host memory costs only one call.
 
-The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes every later
-call fail.
+The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes all later
+calls fail.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ T = TypeVar("T")
 RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
-"""Least limit for importing torch and building a workload, even if the time limit is almost over."""
+"""Minimum time limit for importing torch and building a workload, even if the tuning's time limit is almost over."""
 
 CALL_LIMIT_S = 10.0
-"""Least limit for a call. A call runs a few steps, and the first one chooses kernels."""
+"""Minimum time limit of a call. A call runs a few steps, and the first step chooses kernels."""
 
 ASKED_LIMIT_S = 30.0
-"""Least limit for a function on the workload. It usually takes a few seconds."""
+"""Minimum time limit of a function on the workload, which usually takes a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
-"""Least limit for a compiled step, with the compilation."""
+"""Minimum time limit of a compiled step, with the compilation."""
 
 ALERT_LIMIT_S = 3.0
-"""Least limit for a call after another call has hung."""
+"""Minimum time limit of a call after another call has hung."""
 
 SLOWER_BY = 20.0
-"""Factor by which a call may exceed the longest answered call. Steps grow from 1/8 of a ceiling to all of it."""
+"""Time limit of a call as a multiple of the longest call. Steps grow from 1/8 of a ceiling to the whole ceiling."""
 
 FUTILE_DEATHS = 3
-"""Most lost processes if none has answered a call, because then the number of samples is not the cause.
+"""If no call has returned, stop after this many lost processes, because the number of samples is not the cause.
 
-After as many hanging calls, the end of the time limit also ends the attempts.
+After as many hanging calls, also stop at the end of the time limit.
 """
 
 
 class IsolatedRuntime:
-    """A runtime in a separate process, which is started at once and loads in the background.
+    """A runtime in a separate process, which starts immediately and loads in the background.
 
     Args:
         make: A picklable function that makes the real runtime in that process.
-        deadline_s: `time.monotonic()` of the time limit; None for no limit. One call may take at most half of the
+        devices: The devices of the runtime.
+        deadline_s: `time.monotonic()` of the time limit. None for no limit. One call may take at most half of the
             remaining time, so that a smaller step can still run after a step that hangs.
 
     Raises:
@@ -108,8 +109,8 @@ class IsolatedRuntime:
         """Return the peak bytes of a step on each device.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory. The error names it.
-            StepLostError: The process died, or was ended because it hung.
+            OutOfMemoryError: A device ran out of memory. The error names the device.
+            StepLostError: The process died, or was killed because it hung.
             UserCodeError: The workload's own code raised.
             AutosplitError: The process cannot be started, or dies in every call.
         """
@@ -117,7 +118,7 @@ class IsolatedRuntime:
         return found
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step on accelerators until its memory is steady, and return it. Raises the errors of `peaks`."""
+        """Run a step on accelerators until its memory is steady, and return that memory. Raises errors like `peaks`."""
         found: StepMemory = self._call("memory", shape)
         return found
 
@@ -127,10 +128,10 @@ class IsolatedRuntime:
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload in the other process. The function can be imported, and its result pickled.
+        """Call a function on the workload in the other process. The function and its result must be picklable.
 
         Raises:
-            AutosplitError: The process died, or was ended because it hung.
+            AutosplitError: The process died, or was killed because it hung.
         """
         self._get_ready()
         try:
@@ -143,11 +144,11 @@ class IsolatedRuntime:
         return found
 
     def close(self) -> None:
-        """End the process if there is one."""
+        """End the process, if any."""
         self._child.close()
 
     def _call(self, name: str, shape: StepShape, *args: float) -> Any:
-        # A step that killed a process is not run again.
+        # Do not repeat a step that killed a process.
         known = self._deadly.get((name, shape))
         if known is not None:
             raise self._lost_step(shape, known)
@@ -276,7 +277,7 @@ def _take_over(settings: _Settings) -> None:
 
 
 class _Served:
-    """The real runtime. Its errors are converted, so that the parent can raise them."""
+    """The real runtime. It converts errors, so that the parent can raise them."""
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
         _take_over(settings)
