@@ -183,7 +183,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
         gpu.free_bytes = available_host_bytes()
         gpu.used_bytes = max(0, (gpu.total_bytes or 0) - gpu.free_bytes)
     if gpu.free_bytes is None:
-        # CUDA has values for unified memory and slices, and NVML has not. The call creates a context, so avoid it if possible.
+        # Only CUDA has values for unified memory and slices. The call creates a context, so avoid it if possible.
         memory = _read(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
         if memory is not None:
             gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])

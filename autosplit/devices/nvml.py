@@ -62,7 +62,7 @@ def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:
 
 
 def memory_by_nvml(nvml: Any, handle: Any) -> Any:
-    """Read a GPU's memory from NVML. Version 2 excludes the driver's own memory. Version 1 is the fallback."""
+    """Read a GPU's memory from NVML. Version 2 excludes the driver's memory. Version 1 is the fallback."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except Exception:  # noqa: BLE001 (some drivers answer "unknown error" to version 2)

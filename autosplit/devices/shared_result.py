@@ -1,6 +1,6 @@
 """Make the file that `autosplit doctor --share` writes: a machine's rates, and a plan's predictions for it.
 
-docs/results.md is a table of such files. They have no user, path, process, UUID or host name.
+docs/results.md is a table of such files. They contain no user, path, process, UUID or host name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class SharedResult:
-    """The results of `autosplit doctor` that a user shares.
+    """The results of `autosplit doctor` that a user shares. See `Examination` for the other attributes.
 
     Attributes:
         schema_version: Version of this format. It changes if a key is removed or gets another meaning.
@@ -25,14 +25,6 @@ class SharedResult:
         autosplit: Version of autosplit.
         python: Version of Python.
         system: Operating system: ``"Linux"``, ``"Windows"``, ``"Darwin"``.
-        torch: Version of torch.
-        cuda: The CUDA version that torch was built for, or None.
-        driver: The version of NVIDIA's driver, or None if NVML does not report it.
-        kind: Torch's name for the devices: ``"cuda"``, ``"xpu"``, ``"cpu"``.
-        cards: The devices, with their measured rates.
-        copies: Copies between all pairs of devices, in both directions.
-        collective: An all-reduce between the devices, or None with fewer than two.
-        training: A small tuned model, with predicted and measured figures. None if it could not be tuned.
     """
 
     schema_version: int
@@ -51,7 +43,7 @@ class SharedResult:
 
 
 def shared_result(found: Examination) -> SharedResult:
-    """Return what a user shares of an examination: no remarks, no texts of errors, nothing on other processes."""
+    """Return the shareable results of an examination: without remarks, error texts and data of other processes."""
     collective = None if found.collective is None else replace(found.collective, failure=None, cure="")
     return SharedResult(
         schema_version=SCHEMA_VERSION,

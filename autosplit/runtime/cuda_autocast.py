@@ -53,7 +53,7 @@ _OTHER_NAMES = {
 """Python's names of operators if they differ from the names in torch's source."""
 
 LOWER_NAMES = frozenset(_words("addmv addr chain_matmul einsum linalg_multi_dot mv"))
-"""Operators that CUDA's autocast casts to the autocast dtype and the CPU's does not (AT_FORALL_LOWER_PRECISION_FP).
+"""Operators that only CUDA's autocast casts to the autocast dtype (AT_FORALL_LOWER_PRECISION_FP).
 
 Recurrent cells are missing here, because a GPU runs them as fused kernels. See `recurrent_calls`.
 """

@@ -47,7 +47,7 @@ class OpRecorder:
     """Collect ops between transfers.
 
     Attributes:
-        norms_over_samples: Some recorded op may reject a batch of 1.
+        norms_over_samples: Whether a recorded op may reject a batch of 1.
         recurrent: Recognises the ops of recurrent layers.
     """
 
@@ -85,7 +85,7 @@ class OpRecorder:
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """End the current `Work` of both devices, and record the transfer."""
-        # Gradients are reduced when all devices have finished, so all their earlier work is closed first.
+        # Gradients are reduced when all devices have finished, so close all their earlier work first.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
@@ -95,7 +95,7 @@ class OpRecorder:
         return tuple(self._phases[-1][1])
 
     def repeat(self, events: Sequence[Recorded]) -> None:
-        """Add events that were recorded before to the current phase."""
+        """Add previously recorded events to the current phase."""
         self._close(*list(self._open))
         self._phases[-1][1].extend(events)
 

@@ -14,10 +14,10 @@ from autosplit.torch_versions import is_wrapper_subclass
 from autosplit.workload.workload import Workload
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
-"""Packages with layers that hold packed weights. Their kernels run only on GPUs."""
+"""Packages with layers that contain packed weights. Their kernels run only on GPUs."""
 
 OPTIMIZERS = frozenset({"bitsandbytes", "torchao"})
-"""Packages with optimizers that hold low-bit state. Their own kernels update it."""
+"""Packages with optimizers that store low-bit state. Their own kernels update it."""
 
 
 def refuse_quantized(workload: Workload) -> None:

@@ -90,7 +90,7 @@ class RecurrentCalls:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Watch the recurrent layers of models. The models may be replicated."""
+        """Watch the recurrent layers of models, which may be replicated."""
         with ExitStack() as hooks:
             for module in modules:
                 for layer in module.modules():

@@ -1,6 +1,6 @@
 """Define CUDA's fused RMS norm as an operator for fake tensors, because torch has it only for real GPUs.
 
-On the CPU `aten._fused_rms_norm` consists of eight operators and saves three float32 tensors for the backward. CUDA's
+On the CPU, `aten._fused_rms_norm` consists of eight operators and saves three float32 tensors for the backward. CUDA's
 operator saves its input and one number per row (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
 """
 
@@ -24,7 +24,7 @@ RMS_NORM_BACKWARD = torch.ops.autosplit.rms_norm_backward
 
 @functools.cache
 def has_fused_rms_norm() -> bool:
-    """Return whether this torch has a fused RMS norm for CUDA. torch < 2.8 does not."""
+    """Return whether this torch has a fused RMS norm for CUDA, as torch 2.8 and later."""
     return bool(aten_ops("_fused_rms_norm"))
 
 
