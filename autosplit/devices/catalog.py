@@ -99,12 +99,10 @@ class GpuSpec:
 
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
-        memory_bytes: Nominal memory.
         context_bytes: Memory that the CUDA context uses.
         fragmented: Fraction of the rest that workspaces and gaps between tensors use.
         peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
-        memory_bytes_per_s: Bandwidth of the GPU's memory.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
         launch_s: Seconds to launch an operation before its kernel starts.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.

@@ -22,8 +22,6 @@ class SharedResult:
     Attributes:
         schema_version: Version of this format. It changes if a key is removed or gets another meaning.
         date: Day of the measurement, as ``2026-11-26``.
-        autosplit: Version of autosplit.
-        python: Version of Python.
         system: Operating system: ``"Linux"``, ``"Windows"``, ``"Darwin"``.
     """
 

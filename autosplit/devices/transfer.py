@@ -101,7 +101,6 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
     """Copy a tensor from one device of the step to another, differentiably.
 
     Args:
-        tensor: The tensor.
         source: Index of the tensor's device, or `HOST`.
         destination: Index of the device that receives the copy, or `HOST`.
         purpose: The tensor's role, for the tracker: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,

@@ -55,8 +55,6 @@ def nearest_note(
 
     Args:
         remembered: The profiles, the newest first. Unreadable profiles are skipped.
-        machine: Description of this machine.
-        workload: Description of the workload.
         request: The request in the form that a plan stores.
         ignoring: Parts of the workload. A plan with no other differences is skipped.
     """

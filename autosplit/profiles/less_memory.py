@@ -32,7 +32,6 @@ class Lack:
         capacities_bytes: Memory that training may use on each device.
         waiting_bytes: Memory of the gradients that each device keeps between forwards.
         least_batch: Minimum samples on which a device trains.
-        most_samples_per_s: Throughput of the loader.
     """
 
     capacities_bytes: tuple[int, ...]

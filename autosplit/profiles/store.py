@@ -56,7 +56,6 @@ class Found:
     """The saved plan of a key.
 
     Attributes:
-        plan: The plan, or None.
         path: The profile's file, which may not exist.
         notes: The reason why the file was not used.
         unreadable: Whether the system refused to read the file.
@@ -84,11 +83,7 @@ def find(
 ) -> Found:
     """Return the plan of a key, or the reason why its file cannot be used. Invalid content never raises.
 
-    Args:
-        key: The key.
-        machine: The expected machine of the plan.
-        workload: The expected workload of the plan.
-        request: The expected request of the plan, with the name. Plans in older files have no request.
+    The plan must have this machine, workload and request (with the name). Plans in older files have no request.
     """
     try:
         path = _path_of(key)

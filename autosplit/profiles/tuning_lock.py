@@ -52,12 +52,10 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
     Args:
         path: The lock file. Its folder is made if necessary. None if there can be no folder.
-        limit_s: Maximum seconds to wait.
         tell: Called once with a sentence about the holder, when the wait begins.
         trouble: The reason why there is no lock file.
 
     Attributes:
-        held: Whether this process holds the lock.
         waited_s: Seconds spent waiting.
         trouble: The reason why this process cannot wait, or None.
         gave_up: A message if the limit ended the wait, or None.

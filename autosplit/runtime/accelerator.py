@@ -63,9 +63,7 @@ class AcceleratorRuntime:
     """A training step on accelerators of one kind.
 
     Args:
-        devices: The accelerators.
         capacities_bytes: Memory limit of each device, computed before this process had a context there.
-        workload: The model, optimizer and sample batch.
     """
 
     simulated = False

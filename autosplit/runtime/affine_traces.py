@@ -115,7 +115,6 @@ class AffineTraces:
         """Return the trace of a step, or of a later micro-step.
 
         Args:
-            shape: The step or micro-step.
             first: For a later micro-step, the first micro-step of the step. Its trace model is used if that model also
                 predicts `shape`.
         """

@@ -43,7 +43,6 @@ class AttentionCall:
 
     Attributes:
         query: Shape (batch, heads, length, head size), as for `key` and `value`.
-        mask: Shape of the mask, or None.
         trains_mask: Whether the mask needs a gradient.
         is_grouped: Whether `enable_gqa` was set.
         is_dense: Whether query, key, value and mask are contiguous in their last dimension.
@@ -188,9 +187,6 @@ def attend(
 
     Args:
         inputs: Query, key and value.
-        mask: A mask of booleans, or numbers to add to the scores.
-        call: The properties of the call.
-        backend: The back end.
         scale: The factor of the scores, or None for `1 / sqrt(head size)`.
     """
     if mask is not None and mask.dtype is torch.bool:

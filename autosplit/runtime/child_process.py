@@ -140,10 +140,7 @@ class Child:
     def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
         """Call a method of the object with picklable arguments. Raise its exceptions here.
 
-        Args:
-            name: Name of the method.
-            *args: Its arguments.
-            limit_s: The process is killed if the call takes longer.
+        The process is killed if the call takes longer than `limit_s`.
 
         Raises:
             ChildLostError: The process ended, or was killed, without a result.
@@ -281,12 +278,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, start_method: str) -> None:
-    """Make the object, and run calls of its methods until the parent closes the pipe.
-
-    Args:
-        pipe: The connection to the parent.
-        start_method: How the parent starts its other processes.
-    """
+    """Make the object, and run calls of its methods until the parent closes the pipe."""
     multiprocessing.set_start_method(start_method, force=True)
     _settle_in()
     served: Any = None

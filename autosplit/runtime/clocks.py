@@ -27,7 +27,6 @@ class Clocks:
 
     Attributes:
         free: Purposes of copies that take no time.
-        replicas: See `kernel_time.host_seconds`.
         fused_share: See `kernel_time.kernel_seconds`.
     """
 

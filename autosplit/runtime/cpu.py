@@ -23,9 +23,7 @@ class CpuRuntime:
     """A training step on CPU devices. They share one CPU, so their compute times add up.
 
     Args:
-        devices: The devices, with or without a budget (`cpu:SIZE`).
         capacities_bytes: Memory limit of each device, enforced only for devices with a budget.
-        trainee: The model copy to train.
     """
 
     simulated = False

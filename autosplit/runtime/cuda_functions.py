@@ -28,9 +28,6 @@ from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor, aten_ops
 class CudaFunctions(TorchFunctionMode):
     """Replace functions that run other operators on CUDA than on the CPU.
 
-    Args:
-        kernels: The GPU that determines the operators.
-
     Attributes:
         needed: Whether a function was replaced. Otherwise the caller can omit the mode, which is faster.
         calls: The attention calls with their back ends.

@@ -48,10 +48,7 @@ def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int 
     Workspaces come first. Storages freed at the end are omitted, because they do not change the peak.
 
     Args:
-        tracker: The tracker of the plain step.
-        way: The variant.
         begun_at: Number of entries before the first op. DDP's buckets exist from then on.
-        bucket_bytes: Size of DDP's buckets.
     """
     if way == "plain":
         entries = list(tracker.entries())

@@ -91,7 +91,6 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             64 bits, so their time does not fall with the bytes of the data type. The fitted bytes of the RTX 3090 give
             1.9e-9, and a step in float32 on an H100 gives 1.7e-9 (``benchmarks/results/gpu/h100.json``).
         pooled_channels: The time of a pooling element in channels-last order, as a fraction of `pooled_element_s`.
-        fitted: The data that the rates were fitted to.
     """
 
     kinds: Mapping[str, KindRates]
@@ -136,10 +135,6 @@ def kernel_seconds(
     """Return the seconds of each kernel on a GPU. All kernels belong to one step, because they share a power limit.
 
     Args:
-        numbers: See `op_cost.Work`.
-        codes: See `work_codes`.
-        spec: The GPU.
-        rates: Default: `kernel_rates()`.
         fused_share: For a compiled model, the time of kernels without products as a fraction of their eager time. See
             `autosplit.workload.compiled.FUSED_SHARE`.
     """
@@ -223,12 +218,8 @@ def host_seconds(
     """Return the seconds that the host takes to start each kernel.
 
     Args:
-        numbers: See `op_cost.Work`.
-        codes: See `work_codes`.
-        spec: The GPU.
         replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each
             backward has its own thread and does not need the interpreter.
-        rates: Default: `kernel_rates()`.
         fused_share: See `kernel_seconds`. A compiled model also launches fewer kernels.
     """
     host = (rates or kernel_rates()).host

@@ -153,14 +153,12 @@ class Tracker(TorchDispatchMode, Placement):
     Args:
         labels: Device names for error messages, in the order of the step.
         capacities: Maximum bytes of each device, or None for no limit.
-        observer: Receives each op and transfer.
         draws: Replaces random numbers that decide which layers run. None keeps the model's random numbers.
         accounts: Record each allocated or freed storage, as `peak_account` and `entries` require.
         kernels: A GPU. If given, also charge the memory that its kernels and libraries use.
         data_dependent: Runs ops that need values of fake tensors. None runs all ops as usual.
 
     Attributes:
-        live_bytes: Current bytes per device.
         peak_bytes: Maximum bytes per device since `__enter__` or `reset_peak`.
         arrivals: First gradients of parameters, in order. Empty without `accounts`.
 
@@ -354,7 +352,6 @@ class Tracker(TorchDispatchMode, Placement):
 
         Args:
             key: The device, the library and the part of the step ("forward" or "backward").
-            nbytes: Size of the workspace.
         """
         if key in self._workspaces or not nbytes:
             return

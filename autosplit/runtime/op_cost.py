@@ -54,7 +54,6 @@ class Work:
 
     Attributes:
         numbers: Rows for flops, bytes and the four numbers of the product. All are affine in the samples.
-        codes: The labels as integers, see `kernel_time.work_codes`.
     """
 
     device: int
@@ -89,7 +88,6 @@ class Load:
 
     Attributes:
         busy_s: Seconds that the GPU computes.
-        host_s: Seconds in which the host starts all kernels.
         end_s: Seconds from the host's first start to the end of the last kernel, on an idle GPU.
     """
 
@@ -102,9 +100,6 @@ def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1, fused_shar
     """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small works.
 
     Args:
-        works: Lists of kernels.
-        spec: The GPU.
-        replicas: See `kernel_time.host_seconds`.
         fused_share: See `kernel_time.kernel_seconds`.
     """
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
@@ -220,10 +215,6 @@ def op_cost(
     """Return the kernels of an op. A free op has no kernels.
 
     Args:
-        func: The dispatched op.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        outputs: Its results.
         part: The part of the step that started the op, see `running_part`. Optimizer ops always get "update".
     """
     if is_free(func):

@@ -48,7 +48,6 @@ class OpRecorder:
 
     Attributes:
         norms_over_samples: Whether a recorded op may reject a batch of 1.
-        recurrent: Recognises the ops of recurrent layers.
     """
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:

@@ -121,8 +121,6 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source from `tune`'s first arguments.
 
     Args:
-        given: A Workload, a model, or a function that returns a Workload.
-        sample_batch: The sample batch of a model, or None.
         described: The workload's other keywords, None if not given. `precision`, `checkpointing` and `fits` override a
             Workload's values. `length` is the sequence length of the samples.
     """
@@ -251,7 +249,6 @@ def follow(
     Args:
         built: The workload. If it was built without memory and cannot be traced, it is built again with memory.
         closing: Receives clean-up callbacks. For example, a model that cannot be copied is borrowed and restored.
-        isolated: The process that runs the steps, if they do not run in this process.
         described: A key that is equal for equal workloads. `followed_once` shares traces by this key.
 
     Raises:

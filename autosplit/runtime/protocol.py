@@ -58,9 +58,7 @@ class Measurement:
         seconds: Wall time of the step. The median if the step was repeated.
         error_s: Standard error of the median. 0 if the time is exact (`sim`).
         peak_bytes: Peak memory of each device. Empty if it was not measured.
-        busy_s: Compute time of each device. Empty if it was not measured.
         update_s: The optimizer's part of `seconds`.
-        repeats: Number of timed steps.
     """
 
     seconds: float
@@ -78,7 +76,6 @@ class StepMemory:
     Attributes:
         allocated_bytes: Peak of the tensors on each device.
         reserved_bytes: Peak of the allocator on each device: tensors and cached blocks.
-        steps: Number of steps that were run.
     """
 
     allocated_bytes: tuple[int, ...]

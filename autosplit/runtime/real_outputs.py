@@ -40,9 +40,6 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
     """Return an operator's outputs with the memory of real outputs. Only fake outputs of a few operators change.
 
     Args:
-        func: The operator.
-        args: Its positional arguments.
-        outputs: Its outputs.
         like_gpu: Return the outputs of a GPU instead of the CPU.
 
     Raises:

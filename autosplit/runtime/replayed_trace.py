@@ -27,7 +27,6 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
 
     Args:
         trace: Makes a `Tracer` that has traced `shape`, from the arguments ``fake``, ``like_gpu`` and ``values``.
-        shape: The step of the sample batch.
         like_gpu: As for `Tracer`. The compared steps always run the CPU's operators.
     """
     values = SampleValues()

@@ -48,7 +48,6 @@ def _unique(dim_of: Callable[..., int | None], num_outputs: int = 3) -> Operator
     Args:
         dim_of: Returns the dimension whose slices are compared, from the arguments after the first. None if single
             elements are compared.
-        num_outputs: Number of outputs of the variant.
     """
 
     def size(values: Tensor, *args: Any, **kwargs: Any) -> int:

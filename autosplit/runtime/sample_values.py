@@ -88,7 +88,6 @@ class SampleValues:
         """Begin a step of this split. A real training step of the sample batch replaces the record.
 
         Args:
-            split: Samples per device.
             evaluates: Whether the step is only a forward, which keeps the record of the training step.
         """
         if self.phase == "sample" and not evaluates:
@@ -127,8 +126,6 @@ class SampleValues:
         """Return how many rows the operator returns for an input with this number of elements.
 
         Args:
-            operator: Name of the operator.
-            elements: Number of elements of its input.
             grows: Whether the number of rows is proportional to the elements. Otherwise return the recorded number.
 
         Raises:

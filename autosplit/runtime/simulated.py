@@ -52,11 +52,7 @@ class SimulatedRuntime:
     """A training step on simulated GPUs.
 
     Args:
-        devices: The GPUs, with their specifications.
-        capacities_bytes: Bytes that training may use on each GPU.
-        tracer: Traces of the workload.
         free: Purposes whose transfers take no time: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
-        fused_share: See `kernel_time.kernel_seconds`.
     """
 
     simulated = True
@@ -140,8 +136,6 @@ def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = (
     """Predict each device's peak in bytes from traces, even above its capacity.
 
     Args:
-        tracer: Traces of the workload.
-        shape: The step.
         devices: The devices of the step. Default: all devices run the kernels of `tracer`.
     """
     return _source_of(_tracers_of(tracer, shape, devices), shape).peaks()

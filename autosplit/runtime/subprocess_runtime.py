@@ -60,7 +60,6 @@ class IsolatedRuntime:
 
     Args:
         make: A picklable function that makes the real runtime in that process.
-        devices: The devices of the runtime.
         deadline_s: `time.monotonic()` of the time limit. None for no limit. One call may take at most half of the
             remaining time, so that a smaller step can still run after a step that hangs.
 

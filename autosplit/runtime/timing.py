@@ -30,7 +30,6 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
             when all work before the optimizer is done.
         budget_s: No repeat begins after this time, which excludes the warm-up. At least `MIN_REPEATS` run, or two if
             each takes longer than the budget.
-        warmups: Number of runs before the clock starts.
     """
     for _ in range(warmups):
         run(lambda _phase: None)

@@ -89,7 +89,6 @@ class Tracer:
     """Trace training steps of one workload.
 
     Args:
-        workload: The model, optimizer and sample batch.
         fake: Trace fake tensors. Otherwise trace real tensors on the CPU.
         like_gpu: Run the GPU's variants of operators and optimizers instead of the CPU's.
         device: The device of the fake tensors. torch dispatches that device's operators.
@@ -98,7 +97,6 @@ class Tracer:
         values: Records values that steps of real tensors read, or replays them in steps of fake tensors.
 
     Attributes:
-        attention: The attention calls and the back end of each.
         data_dependent: Replaces values that fake tensors lack, and reports this.
         norms_over_samples: Whether an op normalises over the batch. It may reject a batch of 1, which has one value per
             channel.

@@ -40,11 +40,10 @@ class Trainee:
     """Models and optimizers that a training step may change.
 
     Attributes:
-        fake_mode: The fake mode of the tensors, or None for real tensors.
         device: The device that fake tensors report.
         restore: Restores the live model if it could not be copied. Does nothing for a copy.
         left: Storages that remain on the first device after the last step, and exist when the next step begins.
-        grown_bytes: Growth of `left` in the last step.
+        grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer
             state.
     """
@@ -154,11 +153,8 @@ class Trainee:
         """Run one optimizer step.
 
         Args:
-            models: The models, possibly in wrappers.
-            batches: One micro-batch per micro-step.
             sizes: Samples in each micro-batch. They weight a mean loss.
             mark: Called when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
-            updates: Whether to run the optimizer.
             update: Replaces `Trainee.update`. A custom step does not use it.
             num_samples: Samples of the whole step, if these micro-batches are only a part of it.
         """

@@ -40,7 +40,6 @@ class EvenProblem:
     """The search for one batch size for all ranks.
 
     Attributes:
-        problem: The problem of the ranks.
         effective_batch_size: The requested samples per optimizer step.
     """
 

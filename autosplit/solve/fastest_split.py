@@ -31,9 +31,7 @@ def fastest_split(
     not pile samples on one device. For a large batch, bisect the finish time first, with the same result.
 
     Args:
-        batch_size: Samples to split.
         times: For each device, the seconds of n samples: 0 for n = 0, finite, and never falling up to the cap.
-        caps: Maximum samples of each device.
         floors: Minimum samples of each device. Default: 0.
 
     Raises:

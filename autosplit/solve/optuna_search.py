@@ -65,20 +65,16 @@ def search(
     """Evaluate configurations until no gain is expected.
 
     Args:
-        space: The configurations that fit into memory.
         evaluate: ``evaluate(number, configuration) -> Trial``. It returns a failed trial for a configuration that
             fails.
         propose: ``propose(trials) -> Proposal``: the next configuration, or the end. If a proposal is outside the
             space, the sampler draws the trial instead.
-        n_trials: Maximum number of trials.
         seed: Seed of TPE. Its draws depend only on the seed and the finished trials.
         sampler: An Optuna sampler that draws all `n_trials` trials. Then `propose` is not used.
         deadline_s: `time.monotonic()` after which no trial begins. The first trial always runs.
         storage: An Optuna URL for the study. None keeps it in memory. A killed search continues from its trials in this
             study. Trials from before `CeilingStore.end` only guide the sampler, because their times may be out of date.
             Trials that a user enqueued in the study run first.
-        study_name: Name of the study.
-        on_trial: Called after each trial.
         on_trouble: Called with a note if the storage fails. The search continues without the storage.
 
     Returns:

@@ -195,9 +195,7 @@ def cut_epoch(
 
     Args:
         plan: The measured lengths.
-        lengths: Length of each sample of the dataset.
         order: Positions of the epoch's samples, in the order of the epoch.
-        split: Samples per device of the plan's batch.
         effective_batch_size: Number of consecutive samples of the order in each step. If None, every batch is a step
             with as many samples as fit.
 
@@ -244,10 +242,7 @@ def foretold(
     """Predict the gain of batches with similar lengths over batches of one size, for an epoch in random order.
 
     Args:
-        points: See `LengthPlan`.
         lengths: Length of each sample. If there are more than 100,000 samples, 100,000 are drawn at random.
-        split: Samples per device of the plan's batch.
-        effective_batch_size: Samples per optimizer step, or None.
     """
     plan = LengthPlan(points, 1.0, 1.0, 0.0, 0.0)
     drawn = random.Random(0)  # noqa: S311  # not for a secret

@@ -53,9 +53,7 @@ class Problem:
     """The problem that a plan solves.
 
     Attributes:
-        fit: The time model.
         ceilings: The ceiling of each device, with its memory model.
-        region: The splits that fit into memory.
         ranks: Whether the devices are DDP ranks, each with at least one sample. Otherwise they are devices of
             BalancedDataParallel.
         effective_batch_sizes: Minimum and maximum samples per optimizer step. None for one forward of any size.

@@ -47,8 +47,6 @@ class Proposal:
 
     Attributes:
         configuration: The configuration to try. If it is None, a sampler chooses.
-        enough: Whether the search should end.
-        why: The reason for the proposal.
     """
 
     configuration: Configuration | None = None

@@ -192,7 +192,6 @@ class Solver:
         """Return the split of each micro-step. A shorter last micro-step is split in the same proportions.
 
         Args:
-            configuration: Batch size, samples on device 0 and number of micro-steps.
             split: Split of a full micro-step. Default: `split_of(configuration)`.
         """
         split = split or self.split_of(configuration)

@@ -50,7 +50,6 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     ceilings. Those samples are split in proportion to the ceilings. Ties go to the lower index.
 
     Args:
-        batch_size: Samples to split.
         split: The proportions, one whole number per device. Not all 0 unless the batch is empty.
         ceilings: Maximum samples of each device. None for no limit.
 
@@ -87,7 +86,6 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
     an entry of 1, nothing is moved, because that device trains on one sample anyway.
 
     Args:
-        batch_size: Samples to split.
         split: Samples per device of a full batch. Not all 0 unless the batch is empty.
 
     Raises:
@@ -142,9 +140,7 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     """Check a number from the user and return it as an int. It may be an int of Python, numpy or torch.
 
     Args:
-        name: Name of the argument, for the message.
         value: The number. A bool and a float raise, even a whole float.
-        minimum: The smallest allowed number.
 
     Raises:
         InputError: `value` is not a whole number, or is below `minimum`.

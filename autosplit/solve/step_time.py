@@ -105,7 +105,6 @@ class StepTime:
             Device 0's entry is 0.
         gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
             scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
-        update_s: Seconds of the optimizer, once per step.
         adds_up: Whether the devices share one CPU, so that their times add up.
         contention: Factor on the slowest device's time when several devices run. It is above 1 if they share a bus, a
             CPU or a power supply, and below 1 if copies overlap with computation.
@@ -188,7 +187,6 @@ class StepTime:
         """Fit the copies and the gather of one device to steps that use only this device and device 0.
 
         Args:
-            index: The device.
             measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. The
                 second pair has more samples on the device.
             further: A split, and the seconds that a second micro-step with this split adds. They limit the gather. In
@@ -337,14 +335,7 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step and its prediction by the fit.
-
-    Attributes:
-        split: Samples per device in a full forward.
-        accumulation_steps: Forwards per optimizer step.
-        measured_s: Measured seconds of the optimizer step.
-        predicted_s: Predicted seconds of the optimizer step.
-    """
+    """A measured optimizer step and its prediction by the fit."""
 
     split: tuple[int, ...]
     accumulation_steps: int
@@ -406,9 +397,6 @@ def overlapped_seconds(
     buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
 
     Args:
-        compute_s: Seconds that each rank computes.
-        all_reduce_s: Seconds of the all-reduce when nothing else runs.
-        update_s: Seconds of the optimizer.
         last_backward_s: Seconds of the last micro-step's backward, which overlaps with the all-reduce.
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s
