@@ -1,10 +1,8 @@
 """Run real steps on accelerators, and measure their time and the caching allocator's memory.
 
-During a step, the allocator's limit is the device's capacity, so the reserve stays free. A step above the limit raises
-an error even if the driver would spill into host memory (Windows, WSL).
-
-The allocator reserves more bytes than a step allocates, because it caches and splits blocks, but never exceeds the
-limit. A step fits if it runs within the limit and the allocator does not have to release cached blocks in every step.
+During a step, the allocator's limit is the device's capacity. A step above the limit raises an error even if the driver
+would spill into host memory (Windows, WSL). The allocator reserves more bytes than a step allocates, because it caches
+and splits blocks. A step fits if the allocator does not have to release cached blocks in every step.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ ROOMY = 0.9
 """A step that reserves at most this fraction of the limit needs no second run to detect repeated releases."""
 
 MOST_STEPS = 32
-"""Maximum number of steps in a timed block, so that short steps give several blocks for the median."""
+"""Maximum steps in a timed block. Short steps then give several blocks for the median."""
 
 UPDATES_TIMED = 2
 """Number of timed runs of the optimizer. They are separate, because they synchronise before the update."""
 
 CLIFF = 4.0
-"""A step whose time per sample is this many times that of a smaller step may be using host memory."""
+"""If a step takes this many times as long per sample as a smaller step, it may be using host memory."""
 
 TWINS_WITHIN = 0.01
 """Maximum relative difference in memory at which GPUs of one model get the smallest of their capacities."""
@@ -100,9 +98,8 @@ class AcceleratorRuntime:
         """Run a step until it is steady, and return its memory.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory, or is too close to its limit. In that case the allocator
-                releases cached blocks in each step, or memory spills to the host and steps become many times slower
-                per sample. The error names the device.
+            OutOfMemoryError: A device ran out of memory or is so close to its limit that steps become slow. The error
+                names the device.
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
@@ -153,9 +150,8 @@ class AcceleratorRuntime:
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Return the time of a step in a loop, and the maximum bytes that the allocator reserves for it.
 
-        The clock runs over a block of steps, and the host waits for the device after the last step. Training loops also
-        launch the next step while the device works. With a wait after each step, an H100 seemed 1.03 to 1.6 times
-        slower than a plain loop (benchmarks/results/gpu/h100_first.json).
+        Time a block of steps, and wait for the device only after the last step, as training loops do. With a wait after
+        each step, an H100 seemed 1.03 to 1.6 times slower (benchmarks/results/gpu/h100_first.json).
         """
 
         def use(run: _Step) -> Measurement:
@@ -221,7 +217,7 @@ class AcceleratorRuntime:
         return self._gpus[active[0]] if shape.alone else None
 
     def _prepared(self, shape: StepShape) -> _Step:
-        """Return a step that is ready to run: a model copy on its first device, and batches in pinned host memory."""
+        """Return a step that is ready to run: a model copy on its first device, and batches in pinned memory."""
         alone = self._alone_on(shape)
         home = alone or self._gpus[0]
         if self._trainee is None or self._home != home:
@@ -305,10 +301,7 @@ class AcceleratorRuntime:
 
 
 def pinned(tensor: Tensor, kind: str) -> Tensor:
-    """Return a tensor in pinned memory, like a loader with pin_memory.
-
-    Tensors that are not dense or not on the host are returned unchanged.
-    """
+    """Return a dense CPU tensor in pinned memory, like a loader with pin_memory. Other tensors are unchanged."""
     stays = tensor.device.type != "cpu" or tensor.layout is not torch.strided or kind in {"cpu", "mps"}
     return tensor if stays else tensor.pin_memory()
 
@@ -362,7 +355,7 @@ def block_of(step_s: float, budget_s: float) -> int:
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
-    """Return the index of the device that ran out of memory, by the error's field or a message such as "GPU 1"."""
+    """Return the index of the device that ran out of memory, by the error's field or message ("GPU 1")."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]
         return names.index(error.device) if error.device in names else None

@@ -67,7 +67,7 @@ class _Shared:
     Attributes:
         checks: Whether to compare predictions with traces.
         given_up: Whether a trace model failed, so every step is traced.
-        traces: Cache of predicted traces, because a search requests the same steps repeatedly.
+        traces: Cache of predicted traces, because a search repeats steps.
     """
 
     checks: bool = False
@@ -76,7 +76,7 @@ class _Shared:
 
 
 class AffineTraces:
-    """Predict the memory and work of steps. The interface is the same as `Tracer`, but only a few steps are traced."""
+    """Predict the memory and work of steps. It has `Tracer`'s interface, but traces only a few steps."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -115,8 +115,7 @@ class AffineTraces:
         """Return the trace of a step, or of a later micro-step.
 
         Args:
-            first: For a later micro-step, the first micro-step of the step. Its trace model is used if that model also
-                predicts `shape`.
+            first: For a later micro-step, the first one. Its trace model is used if it also predicts `shape`.
         """
         if first is None or (first != shape and 1 in shape.splits[0] and not self._predicts_work_of_one(shape)):
             first = shape
@@ -149,9 +148,8 @@ class AffineTraces:
     def _predicts_one(self, shape: StepShape) -> bool:
         """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
 
-        If the models for 1 and for 2 samples predict the same peak and work on one device, they also do on several
-        devices. Then no step over several devices is traced for the skipped copies. In tests, the peak is then off by
-        at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
+        If both models predict the same peak and work for one sample on one device, no step over several devices is
+        traced. In tests, the peak is then off by at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
         law, own = self._models_for_one(shape)
         if law is None or own is None:
@@ -186,7 +184,7 @@ class AffineTraces:
     def _check(self, shape: StepShape) -> None:
         """Compare the trace model with a single-device step.
 
-        One device is enough, because a device runs its part of a split in the same way as a batch of that size.
+        One device is enough, because a device of a split runs like a single device with the same batch.
         """
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
@@ -259,7 +257,7 @@ class AffineTraces:
         self._shared.traces.clear()
 
     def _followed_twice(self, unit: StepShape) -> _Law:
-        """Trace a step of real tensors twice: with the sample batch, and with twice as many samples on each device."""
+        """Trace a step of real tensors with the sample batch, and with twice as many samples on each device."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
         low = self.tracer.workload.sample_batch_size  # already traced
         law = _Law()
@@ -283,12 +281,12 @@ def _work_of(trace: Trace) -> Numbers:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """A trace in columns. `numbers` contains all values that may change with the samples.
+    """A trace in columns.
 
     Attributes:
-        numbers: Bytes of each allocated or freed storage, then floating-point operations and bytes of each op, then
-            bytes of each copy.
-        order: Allocations, frees, ops and copies in order, without sizes. All steps of one model have equal orders.
+        numbers: All values that may change with the samples: bytes of each allocated or freed storage, then
+            floating-point operations and bytes of each op, then bytes of each copy.
+        order: Allocations, frees, ops and copies in order, without sizes. Equal for all steps of one model.
         kinds: The purpose of each storage, as an index of `_KINDS`.
     """
 

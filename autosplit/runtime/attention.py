@@ -1,11 +1,10 @@
 """Run the attention operator that torch's CUDA back end would choose, on fake CPU tensors.
 
 torch has four back ends for `scaled_dot_product_attention`. They save different tensors for the backward: the fused
-back ends save one number per row of scores, and the math back end saves the scores. The choice depends on the GPU's
-compute capability, on dtypes, head sizes and masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and on the
-version of torch. `chosen_backend` makes this choice, and `attend` calls the chosen operator.
+back ends save one number per row of scores, and the math back end saves the scores. The choice depends on compute
+capability, dtypes, head sizes, masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and torch's version.
 
-benchmarks/results/kernels contains torch's own choices. Tests compare `chosen_backend` with them.
+Tests compare `chosen_backend` with torch's own choices in benchmarks/results/kernels.
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ def _flash(inputs: tuple[Tensor, Tensor, Tensor], call: AttentionCall, scale: fl
 
 
 def _expanded(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Return a mask in the form for the memory-efficient operator: the shape of the scores, with aligned rows."""
+    """Return a mask as the memory-efficient operator needs it: the shape of the scores, with aligned rows."""
     if mask is None:
         return None
     length = mask.shape[-1]

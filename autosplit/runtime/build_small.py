@@ -33,10 +33,10 @@ class TooLarge(BaseException):  # not an Exception, so that `except Exception` i
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
-    """Call a function, and stop it if its tensors exceed a total size. Tensors that it frees count, too.
+    """Call a function, and stop it if its tensors exceed a total size. Freed tensors count, too.
 
-    For factories such as `torch.zeros`, the size is checked before memory is allocated. For other functions it is
-    checked afterwards.
+    For factories such as `torch.zeros`, check the size before memory is allocated. For other functions, check it
+    afterwards.
 
     Raises:
         TooLarge: The tensors are larger, or are on a device other than the CPU.
@@ -54,7 +54,7 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
 def settings_kept_on_failure() -> Iterator[None]:
     """Restore torch's default dtype, default device and grad mode if the block raises.
 
-    The caller runs the interrupted code again. Without restoring, its own settings would count as the user's defaults.
+    The caller runs the interrupted code again, whose own settings would then count as the user's defaults.
     """
     dtype, device, has_gradients = torch.get_default_dtype(), default_device(), torch.is_grad_enabled()
     try:

@@ -1,7 +1,7 @@
 """Run calls that may crash, exit or hang in a child process. If the child ends, only one result is lost.
 
-multiprocessing spawns the child, which runs one call at a time. Calls and results go over a pipe. Process pools
-(concurrent.futures, loky, pebble) do not report why a worker died, or at which call.
+The spawned child runs one call at a time, over a pipe. Process pools (concurrent.futures, loky, pebble) do not report
+why a worker died, or at which call.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Child:
         self._waiting = self._waiting or _pickled(self._make)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        # A daemon may not start processes, but a workload may have a DataLoader with workers. By default, a spawned
-        # process also spawns these workers, which then cannot import the user's file. So pass on our start method.
+        # Not a daemon, because a workload may have a DataLoader with workers. By default, a spawned process would also
+        # spawn these workers, which then cannot import the user's file. So pass on our start method.
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         process = context.Process(target=_serve, args=(theirs, method), name="autosplit-isolated", daemon=False)
         try:
@@ -164,7 +164,7 @@ class Child:
         if process is None or pipe is None:
             return
         if process.pid is not None and hasattr(os, "killpg"):
-            # The process leads its own process group. Before it creates the group, it has started no process.
+            # The process leads its own process group, and starts no process before it creates the group.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -256,7 +256,7 @@ def _pickled(what: Any) -> bytes:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Block Ctrl-C and redirect stdout to stderr, because a new process runs the user's main module before our code."""
+    """Block Ctrl-C and redirect stdout to stderr, because a new process first runs the user's main module."""
     kept = None
     with suppress(OSError):  # stdout may be closed
         kept = os.dup(1)

@@ -1,4 +1,4 @@
-"""Run real steps on this machine's CPU. The tracker measures and limits memory, and the clock measures time.
+"""Run real steps on this machine's CPU. The tracker measures and limits memory.
 
 Memory and time are measured in separate runs, because tracking an op takes longer than some ops.
 """

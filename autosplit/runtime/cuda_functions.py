@@ -1,8 +1,8 @@
 """Run torch's functions on the CPU as CUDA would run them.
 
-CUDA has its own attention, fused dropout and normalisation, and other lists for autocast. Memory and time of a
-simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above autograd and calls CUDA's operators on
-fake CPU tensors. For real tensors, it replaces a function only if the CPU has the same operators.
+CUDA has its own attention, fused dropout, normalisation and autocast lists. Memory and time of a simulated GPU depend
+on them. `CudaFunctions` intercepts torch's functions above autograd and calls CUDA's operators on fake CPU tensors. For
+real tensors, it replaces a function only if the CPU has the same operators.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _body(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
     torch disables the mode while the mode handles a function. So the mode misses functions that the body calls: the
     attention inside multi-head attention, or a checkpoint's recomputation during `backward`. A function detects modes
-    with `has_torch_function` and its variants. In the copy, these return False.
+    with `has_torch_function` and its variants, which return False in the copy.
     """
     if not isinstance(func, FunctionType) or not (func in _METHODS or func.__globals__.get("__name__") in _MODULES):
         return None
@@ -172,8 +172,8 @@ def _attention(
 ) -> Tensor | None:
     """Run attention with the back end that CUDA would choose.
 
-    The CPU has no kernels for this back end, so real tensors are not replaced. For fakes on a GPU, torch chooses the
-    back end, and this function only records it.
+    For real CPU tensors there are no such kernels. For fakes on a GPU, torch chooses the back end, and this function
+    only records it.
     """
     device_type = query.device.type
     if not isinstance(query, FakeTensor) or device_type not in ("cpu", "cuda"):
@@ -246,7 +246,7 @@ def _cross_entropy(
 ) -> Any:
     """Run the loss of halves as CUDA's autocast does: log_softmax in half, then a loss in float32 (native/LossNLL.cpp).
 
-    The CPU's autocast would cast the logits, which takes four bytes for each logit instead of two.
+    The CPU's autocast casts the logits, which doubles their memory.
     """
     if not torch.is_autocast_enabled("cpu") or input.dtype not in HALVES:
         return None

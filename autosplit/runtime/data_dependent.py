@@ -1,10 +1,10 @@
 """Run operators whose results depend on values while a step is traced with fake tensors, which have no values.
 
-- Operators whose number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`): the trace uses the
-  recorded number of rows (see Note [Replayed values]) or, without a recorded step, the upper bound.
-- Reads of values (`.item()`, `if tensor`): the trace uses the recorded value. Without a recorded step, torch's
+- If the number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`), the trace uses the recorded
+  number (see Note [Replayed values]) or, without a recorded step, the upper bound.
+- For reads of values (`.item()`, `if tensor`), the trace uses the recorded value. Without a recorded step, torch's
   exception ends the trace.
-- Reads by an optimizer's arithmetic, such as Adafactor's norms of parameters: the trace uses 1. These numbers scale
+- For reads by an optimizer's arithmetic, such as Adafactor's norms of parameters, the trace uses 1. These numbers scale
   an update and do not affect shapes.
 """
 

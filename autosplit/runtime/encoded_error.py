@@ -12,7 +12,7 @@ from autosplit.errors import AutosplitError, one_line
 
 
 class InTheChildError(Exception):
-    """The traceback of an unexpected exception in the other process. It is the last cause of that exception."""
+    """The traceback of an unexpected exception in the other process, as the last cause of that exception."""
 
 
 def encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:

@@ -19,15 +19,15 @@ from autosplit.workload.workload import Workload
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a new mode for a fake trainee. Real tensors in a model's attributes are converted to fake tensors."""
+    """Return a new fake mode that converts real tensors in a model's attributes."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
     """Call a function so that its tensors need no memory.
 
-    Try fake tensors first. They do not support everything: torch cannot convert a fake module's dtype in place
-    (`model.half()`). Then try the meta device, whose tensors cannot be copied.
+    Try fake tensors, then the meta device. With fake tensors, torch cannot convert a module's dtype in place
+    (`model.half()`). Meta tensors cannot be copied.
 
     Raises:
         Exception: The function raised with both. This is its error with fake tensors.

@@ -23,10 +23,7 @@ class GpuKernels:
 
     @classmethod
     def of(cls, capability: str | None) -> GpuKernels:
-        """Return the kernels for a compute capability, such as "8.9". None, for other vendors' GPUs, gives an A100's.
-
-        Capabilities with the same kernels give equal objects.
-        """
+        """Return the kernels for a compute capability such as "8.9". None, for other vendors' GPUs, gives an A100's."""
         if capability is None:
             return cls()
         major, minor = map(int, capability.split("."))
@@ -35,7 +32,7 @@ class GpuKernels:
 
 
 def kernels_of_device(device: torch.device) -> GpuKernels | None:
-    """Return the kernels of an NVIDIA GPU of this machine, or None for other devices, whose kernels are unknown."""
+    """Return the kernels of an NVIDIA GPU of this machine, or None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,9 +1,9 @@
 """Derive the memory and work of an accumulating step and of a DDP rank's step from a plain one-device step.
 
-The three variants differ only when a gradient arrives on its parameter. In a plain step, the gradient stays in the
-tensor that autograd made, or is copied if that tensor is needed elsewhere. In an accumulating step, it is added to the
-gradient of earlier micro-steps and then freed. In a DDP rank, it is copied into DDP's buckets and then freed. See
-torch's `AccumulateGrad` (csrc/autograd/functions/accumulate_grad.h).
+The three variants differ only when a gradient arrives on its parameter. In a plain step, the gradient stays in
+autograd's tensor, or is copied if that tensor is needed elsewhere. In an accumulating step, it is added to the earlier
+gradient and then freed. In a DDP rank, it is copied into DDP's buckets and then freed. See torch's `AccumulateGrad`
+(csrc/autograd/functions/accumulate_grad.h).
 """
 
 from __future__ import annotations

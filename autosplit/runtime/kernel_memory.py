@@ -105,9 +105,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _copies(*tensors: Tensor) -> Blocks:
-    """Return copies of tensors of shape (batch, heads, length, width) in another memory order.
+    """Return the copies that kernels make of tensors of shape (batch, heads, length, width).
 
-    The kernels need (batch, length, heads, width) and copy gradients and outputs with another layout.
+    The kernels need (batch, length, heads, width) in memory.
     """
     return tuple(Block(_nbytes(tensor)) for tensor in tensors if not _is_length_first(tensor))
 
@@ -145,7 +145,7 @@ def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -
     """Return the tile of the memory-efficient backward. See `dispatch_cutlassB` in kernels/cutlassB.h.
 
     torch uses the first kernel that fits the GPU's shared memory. For GPUs with little shared memory, the choice is an
-    assumption. It matters only for widths above 64: the smaller tile needs more memory in half precision.
+    assumption. It matters only for widths above 64, whose smaller tile needs more memory in half precision.
     """
     is_half, large = dtype is not torch.float32, kernels.capability in _LARGE_SHARED_MEMORY
     if width <= 64:
@@ -191,8 +191,7 @@ def _efficient_forward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels)
 def _cudnn_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
     """Return cuDNN's workspace: the gradient of the queries in float32, one number for each row, and 512 bytes.
 
-    cuDNN is closed source. The formula is fitted to an H100 with cuDNN of torch 2.11, for head widths of 64, 80 and
-    256.
+    cuDNN is closed source. The formula fits an H100 with cuDNN of torch 2.11, for head widths of 64, 80 and 256.
     """
     batch, heads, length, width = args[1].shape
     return Block(batch * heads * length * (width + 1) * 4), Block(512)
@@ -260,10 +259,10 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu.
+    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu: from the source, not measured.
 
-    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. The sizes are from the
-    source and were not measured. Up to 3,072 indices need no block.
+    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need
+    no block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())

@@ -3,11 +3,11 @@
     seconds = start + max(flops / (peak · reached · used(shape)), bytes · passes / bandwidth)
 
 Matrix products are cut into tiles, and waves of tiles run on the GPU's multiprocessors. A tile beyond the edge or a
-wave that is not full wastes time. The rates are in ``kernel_rates.json``. They depend only on the class of kernels, not
-on the model. ``benchmarks/fit_cards.py`` fits them to published step times.
+wave that is not full wastes time. The rates in ``kernel_rates.json`` depend on the class of kernels, not on the model.
+``benchmarks/fit_cards.py`` fits them to published step times.
 
 A GPU of about 70 W lowers its clock in long products to keep its average power limit. Kernels that only move memory use
-less power. They let the other kernels run faster, up to the full clock.
+less power, so the other kernels run faster, up to the full clock.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _masks() -> tuple[npt.NDArray[Any], ...]:
     """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel), softmax and pooling.
 
     The pooling entries are 1 for contiguous images, 2 for channels-last order, and 0 for other kinds. The last mask is
-    for kinds that torch.compile does not fuse with others.
+    for kinds that torch.compile does not fuse.
     """
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
@@ -220,7 +220,7 @@ def host_seconds(
     Args:
         replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each
             backward has its own thread and does not need the interpreter.
-        fused_share: See `kernel_seconds`. A compiled model also launches fewer kernels.
+        fused_share: See `kernel_seconds`.
     """
     host = (rates or kernel_rates()).host
     times = np.array([host.forward * replicas, host.backward, host.update, 0.0])[codes[2]]

@@ -1,7 +1,7 @@
 """Restore the live tensors that a workload's functions use outside the traced model copy.
 
 A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward of the
-copy also reaches these tensors. It would leave gradients on them, some of them fake, and change their buffers.
+copy would leave gradients on them, some of them fake, and change their buffers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ MOST_LOOKED_AT = 10_000
 
 @contextmanager
 def untouched(workload: Workload) -> Iterator[None]:
-    """Restore gradients and buffers that a step may change outside its model copy.
+    """Restore gradients and buffers of the live model and of modules and tensors that the workload's functions use.
 
-    They belong to the live model and to modules and tensors that the workload's functions refer to. Gradients are
-    removed during the step, because a backward adds to them in place.
+    Gradients are removed during the step, because a backward adds to them in place.
     """
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]

@@ -4,12 +4,11 @@ The tracker sees dispatched ops, below autograd. So it counts tensors that a bac
 they live. The rules:
 
 * Parameters, buffers, inputs and optimizer state are adopted explicitly. Any other storage from before the step is host
-  memory. It is charged when an op uses it together with a placed tensor, because a real device would need both. An
-  output that shares an input's storage is not new.
+  memory. It is charged when an op uses it together with a placed tensor, because a real device would need both.
 * An op's outputs are on the device of its inputs. Only `transfer` moves tensors. Tensors made without placed inputs
   (`torch.zeros` in a forward) are provisional. They are charged when an op uses them with a placed, non-scalar tensor.
 * A sparse tensor is tracked as its indices and values.
-* A model may draw random numbers on the host for decisions, such as which layers to skip. `draws` replaces them.
+* If a model draws random numbers to decide which layers to skip, `draws` replaces them.
 * With `kernels`, an operator's temporary blocks on a GPU are charged and immediately released. The workspaces of
   libraries are charged for the whole step (`kernel_memory`).
 * A dispatch mode does not affect worker threads, so the devices of a tracked step run one after another.
@@ -118,8 +117,7 @@ class Arrival:
 
     Attributes:
         at: Number of account entries before the gradient.
-        is_copy: Whether the gradient is a copy of autograd's tensor. Autograd copies a tensor that is used elsewhere or
-            that has another memory layout.
+        is_copy: Whether autograd copied its tensor, which is used elsewhere or has another memory layout.
     """
 
     at: int
@@ -188,8 +186,8 @@ class Tracker(TorchDispatchMode, Placement):
         self._run = (data_dependent or DataDependent()).run
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
-        # The kind of a storage may change: a tensor counts as a gradient once it is on its parameter. So `peak_account`
-        # determines the kinds at the end, from all storages allocated and freed before the peak.
+        # A tensor becomes a gradient only when it is on its parameter. So `peak_account` determines the kinds at the
+        # end, from all storages allocated and freed before the peak.
         self._account: list[tuple[_Place, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
         self._arrivals = Arrivals()
@@ -243,7 +241,7 @@ class Tracker(TorchDispatchMode, Placement):
     def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
         """Call `act`, and return a function that charges the same storages to another tracker.
 
-        Return None if `act` changed gradients or parameters, because their lifetime depends on the rest of the step.
+        Return None if `act` changed gradients or parameters, whose lifetime depends on the rest of the step.
         """
         begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
@@ -285,10 +283,7 @@ class Tracker(TorchDispatchMode, Placement):
                 self._held[storage_key(storage)].kind = "left"
 
     def left_on(self, device: int) -> Left:
-        """Return a device's storages other than parameters, gradients and optimizer state.
-
-        Exclude scalars, because a list of losses takes almost no memory.
-        """
+        """Return a device's storages other than parameters, gradients, optimizer state and scalars (such as losses)."""
         held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
         return [
             one.storage for one in held if (storage := one.storage()) is not None and storage.nbytes() > NUMBER_BYTES
@@ -345,13 +340,10 @@ class Tracker(TorchDispatchMode, Placement):
                 self._uncharge(place, nbytes, exact_bytes)
 
     def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
-        """Charge a library's workspace to a device, as if it existed from the start of the step.
-
-        Only the first step of a process starts without it. Autograd runs the backward in another thread, which has a
-        separate workspace.
+        """Charge a library's workspace to a device for the whole step, because only a process's first step lacks it.
 
         Args:
-            key: The device, the library and the part of the step ("forward" or "backward").
+            key: The device, the library and the part of the step: autograd's thread has a separate workspace.
         """
         if key in self._workspaces or not nbytes:
             return

@@ -1,7 +1,7 @@
 """Copy a workload for training, so that the live model and optimizer stay unchanged.
 
-Real copies run on the CPU and on GPUs. Fake copies (of torch's fake tensors) have no values, so models larger than this
-machine can be traced. If a model cannot be copied, it is borrowed: it runs itself, and all its state is restored.
+Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. If
+a model cannot be copied, it is borrowed: it runs itself, and all its state is restored.
 """
 
 from __future__ import annotations
@@ -202,8 +202,7 @@ def _copied_optimizers(
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
     """Return the parameters that the optimizer at a position trains.
 
-    With as many optimizers as models, these are the parameters of the model at the same position. Otherwise they are
-    the parameters of all models.
+    With as many optimizers as models, each trains one model. Otherwise each trains all models.
     """
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
@@ -245,8 +244,8 @@ def _optimizer(
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Copy a live optimizer onto the copied parameters.
 
-    Copy its attributes, because its constructor may need any arguments. Do not copy hooks or attributes that a
-    scheduler sets on the instance (`step`), because they refer to the live optimizer.
+    Copy attributes, because its constructor may need any arguments. Skip hooks and a scheduler's `step` attribute,
+    which refer to the live optimizer.
     """
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:

@@ -30,7 +30,7 @@ from autosplit.runtime.op_cost import OpCost, op_cost, running_part
 ODD_SIZES = (1031, 1051)
 """Odd sizes for up to two devices. No common model has a dimension that these primes or their sum divide.
 
-They are above 1024, a common batch size. Predictions up to an odd size need no check against a larger traced step.
+They are above the common batch size 1024. Predictions up to an odd size need no check with a larger traced step.
 """
 
 

@@ -1,4 +1,4 @@
-"""Describe the work of an op: the kernels that it runs on a GPU, with their arithmetic, bytes and shape."""
+"""Describe the kernels that an op runs on a GPU, with their arithmetic, bytes and shape."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class OpCost:
     """The work of a kernel, independent of the GPU.
 
     Attributes:
-        flops: Floating-point operations by torch's formula for the op. 0 for kernels that only move memory.
+        flops: Floating-point operations by torch's formula. 0 for kernels that only move memory.
         rate: The GPU peak that limits the kernel: a dtype's name, or ``"tf32"``.
-        product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 if there is no
-            product. For other kernels, the first number is a size: the number of tensors for an optimizer, the row
-            length for softmax, the number of elements for pooling, the number of channels for BatchNorm.
-        part: The part of the step that started the op. It is ``"none"`` for all but the first kernel of an op, because
-            the other kernels take no host time.
+        product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 without a
+            product. For other kernels, the first number is a size: tensors of an optimizer, row length of softmax,
+            elements of pooling, channels of BatchNorm.
+        part: The part of the step that started the op. ``"none"`` for all but the first kernel of an op, because the
+            other kernels take no host time.
     """
 
     flops: int
@@ -97,11 +97,7 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1, fused_share: float = 1.0) -> list[Load]:
-    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small works.
-
-    Args:
-        fused_share: See `kernel_time.kernel_seconds`.
-    """
+    """Return the loads of all works on a GPU, in one vectorised call because a step has thousands of small works."""
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
@@ -212,11 +208,7 @@ def running_part() -> Part:
 def op_cost(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part = "forward"
 ) -> tuple[OpCost, ...]:
-    """Return the kernels of an op. A free op has no kernels.
-
-    Args:
-        part: The part of the step that started the op, see `running_part`. Optimizer ops always get "update".
-    """
+    """Return the kernels of an op. A free op has no kernels, and the part of optimizer ops is always "update"."""
     if is_free(func):
         return ()
     kernels = list(_kernels(getattr(func, "overloadpacket", None), args, kwargs, outputs))
@@ -284,9 +276,9 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
 
 
 def _extent(kind: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> int:
-    """Return the size that the time of some kernels depends on, and 0 for other kernels. See `OpCost.product`.
+    """Return the size that the time of some kernels depends on (`OpCost.product`), and 0 for other kernels.
 
-    BatchNorm of contiguous images has a block of threads for each channel, so its size is the number of channels.
+    BatchNorm of contiguous images runs one thread block per channel, so its size is the number of channels.
     """
     if kind == "softmax":
         return int(tensors[-1].shape[next(arg for arg in args if isinstance(arg, int))])
@@ -396,8 +388,8 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
     """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
 
     The forward has two products: scores = query @ key, then scores @ value. The backward has five: the scores again,
-    and one for each gradient of scores, values, queries and keys. With grouped queries, several query heads share a
-    head of keys and values. torch's own formula rejects grouped queries before 2.13, and lacks the CPU's operator.
+    and one for each gradient of scores, values, queries and keys. torch's own formula rejects grouped queries (several
+    query heads share a head of keys and values) before 2.13, and lacks the CPU's operator.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if backward:

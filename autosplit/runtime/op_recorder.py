@@ -1,4 +1,4 @@
-"""Record the ops and copies of a step, and convert them to other batch sizes or to other variants of the step."""
+"""Record the ops and copies of a step, and convert them to other batch sizes or variants of the step."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class OpRecorder:
         self._phases[-1][1].extend(events)
 
     def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
-        """Return the events for another batch size or variant of the step. The update is the same for all of them."""
+        """Return the events for another batch size or variant of the step. The update is always the same."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:

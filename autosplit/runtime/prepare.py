@@ -121,8 +121,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source from `tune`'s first arguments.
 
     Args:
-        described: The workload's other keywords, None if not given. `precision`, `checkpointing` and `fits` override a
-            Workload's values. `length` is the sequence length of the samples.
+        described: The workload's other keywords. None counts as missing. `precision`, `checkpointing` and `fits`
+            override a Workload's values. `length` is the sequence length of the samples.
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
@@ -214,11 +214,7 @@ def isolated_runtime(
     *,
     deadline_s: float | None = None,
 ) -> IsolatedRuntime | None:
-    """Start a process for real steps. It builds the workload while this process traces the workload.
-
-    Args:
-        source: A picklable source. The new process must be able to import its parts.
-    """
+    """Start a process that builds the picklable source for real steps, while this process traces it."""
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime  # few users isolate steps
 
     if devices[0].kind == "sim":
@@ -248,7 +244,7 @@ def follow(
 
     Args:
         built: The workload. If it was built without memory and cannot be traced, it is built again with memory.
-        closing: Receives clean-up callbacks. For example, a model that cannot be copied is borrowed and restored.
+        closing: Receives clean-up callbacks, such as the restoration of a borrowed model.
         described: A key that is equal for equal workloads. `followed_once` shares traces by this key.
 
     Raises:
@@ -300,7 +296,7 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
 
 
 def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
-    """Return a note for each device that already has the model, because the traced copy needs memory in addition."""
+    """Return a note for each device that already has the model, because the traced copy needs additional memory."""
     held = bytes_on_accelerators(workload)
     return tuple(
         Note(

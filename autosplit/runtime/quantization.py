@@ -21,7 +21,7 @@ OPTIMIZERS = frozenset({"bitsandbytes", "torchao"})
 
 
 def refuse_quantized(workload: Workload) -> None:
-    """Raise an error for quantised layers, parameters and optimizers that fake tensors and the CPU cannot run.
+    """Reject quantised layers, parameters and optimizers that fake tensors and the CPU cannot run.
 
     Frozen parameters, adapters and optimizer states that torch's own ops update are supported.
 

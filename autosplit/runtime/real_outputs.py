@@ -1,11 +1,11 @@
 """Correct fake outputs whose memory differs from real outputs, and reject dtypes that real operators reject.
 
-- oneDNN's LSTM layer stores a workspace for the backward. Only the library can compute its size, and torch's fake
-  operator returns an empty workspace. So the real operator runs once for each shape. In its backward, the gradients of
-  the two biases are one fake tensor, but two real tensors (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
+- oneDNN's LSTM layer stores a workspace for the backward, which torch's fake operator leaves empty. Only the library
+  can compute its size, so the real operator runs once for each shape. In its backward, the gradients of the two biases
+  are one fake tensor, but two real tensors (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
   aten/src/ATen/native/mkldnn/RNN.cpp).
-- Four losses allocate an output as large as their input and then shrink it to one number. That number still occupies
-  the memory of all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+- Four losses allocate an output as large as their input and shrink it to one number, which still occupies the memory
+  of all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
 - The backward of CTC allocates a second table besides its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
   The trace frees the table with the gradient, a few operators too late.
 - A product of two dtypes, for example with float64 from numpy, raises an error only with real tensors.

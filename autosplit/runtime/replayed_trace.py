@@ -17,8 +17,7 @@ T = TypeVar("T")
 LEAST_OF_PEAK, LEAST_OF_GROWTH = 0.98, 0.9
 """Minimum peak of a replayed step, and growth of that peak with the batch, as fractions of real steps.
 
-Optimizer steps between the recorded step and the compared steps change the rows that a router selects. A tiny Mixtral
-was 0.2% off.
+Optimizer steps in between change the rows that a router selects. A tiny Mixtral was 0.2% off.
 """
 
 
@@ -52,7 +51,7 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
 def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
     """Return whether fake steps have the same products as real steps, in order, and need as much memory.
 
-    Both sequences contain the traces of the sample batch and of twice that batch.
+    Both sequences contain traces of the sample batch and of twice that batch.
     """
     if [_products(one) for one in fakes] != [_products(one) for one in reals]:
         return False
@@ -65,7 +64,7 @@ def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
 def _products(trace: Any) -> list[tuple[str, str]]:
     """Return the kind and the dtype of each kernel with arithmetic.
 
-    Skip other kernels, because torch runs some composite operators differently for fake tensors.
+    For fake tensors, torch runs some composite operators without arithmetic differently.
     """
     works = [event for event in (*trace.micro, *trace.update) if isinstance(event, Work)]
     return [label[:2] for work in works for label, flops in zip(work.labels, work.numbers[0], strict=True) if flops]

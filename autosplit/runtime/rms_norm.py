@@ -29,12 +29,9 @@ def has_fused_rms_norm() -> bool:
 
 
 def rms_norm(values: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
-    """Normalise fake values over their last dimensions as CUDA does.
+    """Normalise fake values over their last `num_dims` dimensions as CUDA does.
 
-    Args:
-        values: A tensor of any shape with a floating-point dtype.
-        num_dims: Number of dimensions to normalise over.
-        weight: A tensor with the shape of these dimensions and the dtype of `values`.
+    `weight` has the shape of these dimensions and the dtype of `values`.
     """
     outputs: tuple[Tensor, Tensor] = RMS_NORM(values, num_dims, weight)
     return outputs[0]

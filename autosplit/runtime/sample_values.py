@@ -1,7 +1,6 @@
 """Record values that a model's code reads from tensors in a real step, and replay them in steps of fake tensors.
 
-Code that calls `.item()`, `.tolist()` or `.numpy()`, or that selects rows by a mask, needs values. Fake tensors have no
-values. See Note [Replayed values].
+Fake tensors have no values for `.item()`, `.tolist()`, `.numpy()` or masks. See Note [Replayed values].
 """
 
 # Note [Replayed values]
@@ -72,7 +71,7 @@ class SampleValues:
 
     Attributes:
         phase: The current steps: real steps of the sample batch, real steps of twice that batch, or fake steps.
-        replayed: The functions and operators that got replayed values, as the keys of a dict (an ordered set).
+        replayed: Functions and operators that got replayed values, as the keys of a dict (an ordered set).
     """
 
     def __init__(self) -> None:

@@ -87,8 +87,7 @@ class SimulatedRuntime:
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
         """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
-        For a step without an optimizer (a replica's part), return only the time, because a single device may need more
-        memory than a replica.
+        For a step without an optimizer (a replica's part), return only the time: a single device may need more memory.
 
         Raises:
             OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
@@ -135,8 +134,7 @@ class SimulatedRuntime:
 def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[int, ...]:
     """Predict each device's peak in bytes from traces, even above its capacity.
 
-    Args:
-        devices: The devices of the step. Default: all devices run the kernels of `tracer`.
+    Without `devices`, all devices run the kernels of `tracer`.
     """
     return _source_of(_tracers_of(tracer, shape, devices), shape).peaks()
 
@@ -180,7 +178,7 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     accumulates = shape.accumulates or len(shape.splits) > 1
     if in_buckets:
         return StepShape((split,), "rank", num_ranks=2)  # the number of ranks does not change a trace
-    # A rank is a model on one device. Its buckets exist during the whole step, so callers add them to the peak.
+    # A rank is a model on one device. Callers add its buckets, which exist during the whole step.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
     return StepShape((split,), arrangement, accumulates=accumulates)
 
@@ -229,8 +227,7 @@ def _micro_step(
 ) -> Sequence[Event]:
     """Return the events of a micro-step, derived from the first micro-step's trace. See Note [Composed steps].
 
-    Args:
-        others: Number of devices with samples except device 0. A stand-in counts as all devices that it represents.
+    `others` is the number of devices with samples except device 0, including devices that a stand-in represents.
     """
     lone = split != first and not any(split[1:])
     own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
@@ -242,8 +239,7 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
     """Remove the work of devices that had samples in the first micro-step but have none in this micro-step.
 
     If device 0 is idle, keep its loss: the work between the first output that arrives and the last output gradient
-    that it sends. If replicas compute the loss, one loss fewer is added (see `_joining`), and a single loss is not
-    weighted.
+    that it sends. If replicas compute the loss, add one loss fewer (see `_joining`), and do not weight a single loss.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
@@ -260,14 +256,14 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
 
 
 def _devices_of(event: Event) -> set[int]:
-    """Return the device of an event. A transfer between device 0 and another device belongs to the other device."""
+    """Return the device of an event. Transfers between device 0 and another device belong to the other device."""
     if isinstance(event, Work):
         return {event.device}
     return {event.source, event.destination} - {HOST, 0} or {0}
 
 
 class _Whole:
-    """A step traced over device 0 and all devices with samples, or over the only device of a single-device step."""
+    """A step traced over device 0 and all devices with samples, or over a single device."""
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._shape = shape
@@ -326,7 +322,7 @@ def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
     """Return the split of the stand-ins, which represent all other devices in device 0's trace.
 
     One stand-in is enough, because device 0's memory depends only on the other devices' total samples. If device 0 has
-    no samples, two are needed: its sum of gradients then starts with the second stand-in.
+    no samples, two are needed, because its sum of gradients then starts with the second stand-in.
     """
     rest = sum(split[1:])
     return (rest - rest // 2, rest // 2) if num == 2 else (rest,)
@@ -335,8 +331,7 @@ def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
 class _Composed:
     """A step composed of several traces. See Note [Composed steps].
 
-    Args:
-        tracers: The traces of each device. GPUs that run different operators have different traces.
+    GPUs that run different operators have different tracers.
     """
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:

@@ -1,7 +1,6 @@
 """Run real steps in a separate process, so that a crash or a lack of host memory costs only one call.
 
-The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes all later
-calls fail.
+The process builds the workload. It is replaced if it dies or hangs, or after a CUDA error that makes later calls fail.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ T = TypeVar("T")
 RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
-"""Minimum time limit for importing torch and building a workload, even if the tuning's time limit is almost over."""
+"""Minimum time limit for importing torch and building a workload, even near the end of the tuning's time limit."""
 
 CALL_LIMIT_S = 10.0
 """Minimum time limit of a call. A call runs a few steps, and the first step chooses kernels."""
@@ -49,7 +48,7 @@ SLOWER_BY = 20.0
 """Time limit of a call as a multiple of the longest call. Steps grow from 1/8 of a ceiling to the whole ceiling."""
 
 FUTILE_DEATHS = 3
-"""If no call has returned, stop after this many lost processes, because the number of samples is not the cause.
+"""Maximum lost processes if no call has returned, because then the number of samples is not the cause.
 
 After as many hanging calls, also stop at the end of the time limit.
 """
@@ -60,8 +59,8 @@ class IsolatedRuntime:
 
     Args:
         make: A picklable function that makes the real runtime in that process.
-        deadline_s: `time.monotonic()` of the time limit. None for no limit. One call may take at most half of the
-            remaining time, so that a smaller step can still run after a step that hangs.
+        deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time,
+            so that a smaller step can still run after a step that hangs.
 
     Raises:
         InputError: `make` cannot be pickled.
@@ -90,7 +89,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """Memory that training may use on each device, without the contexts of the process that runs the steps."""
+        """Memory that training may use on each device, without the contexts of the other process."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -122,7 +121,7 @@ class IsolatedRuntime:
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step for up to `budget_s`, and return its memory if known. Raises the errors of `peaks`."""
+        """Time a step for up to `budget_s`, and return its memory if known. Raises errors like `peaks`."""
         found: Measurement = self._call("measure", shape, budget_s)
         return found
 
@@ -240,7 +239,7 @@ _NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matm
 
 
 _Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
-"""Calls that apply this process's torch settings in another process, if they affect the time or memory of a step."""
+"""Calls that apply this process's torch settings elsewhere, if they affect the time or memory of a step."""
 
 
 def _settings() -> _Settings:
@@ -321,7 +320,7 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Return whether a CUDA error (such as an illegal access in a kernel) makes all later calls fail."""
+        """Return whether a CUDA error (such as an illegal access) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):

@@ -64,8 +64,8 @@ def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
 def median_error(values: list[float]) -> float:
     """Estimate the standard error of a median, in the unit of the values. For a single value, return the value.
 
-    For normal noise, the error is ``sqrt(pi / 2)`` times the error of a mean. The standard deviation is estimated as
-    1.4826 times the median absolute deviation (Rousseeuw and Croux 1993), so an outlier does not count.
+    For normal noise, the error is ``sqrt(pi / 2)`` times the error of a mean. To ignore outliers, the standard
+    deviation is estimated as 1.4826 times the median absolute deviation (Rousseeuw and Croux 1993).
     """
     if len(values) < 2:
         return values[0]

@@ -1,6 +1,6 @@
 """Run a training step once on simulated devices, and record its memory and work.
 
-A trace contains each device's peak and the work between transfers. One trace gives the time on every GPU. If the model
+A trace contains each device's peak and the work between transfers, which gives the time on every GPU. If the model
 allows it, the tensors are fake. Fake tensors have no values and no memory, and their cost does not grow with the batch.
 """
 
@@ -91,15 +91,14 @@ class Tracer:
     Args:
         fake: Trace fake tensors. Otherwise trace real tensors on the CPU.
         like_gpu: Run the GPU's variants of operators and optimizers instead of the CPU's.
-        device: The device of the fake tensors. torch dispatches that device's operators.
+        device: The device of the fake tensors, whose operators torch dispatches.
         kernels: The GPU whose kernels and inner memory fake CPU tensors imitate. None imitates an A100 without inner
             memory.
         values: Records values that steps of real tensors read, or replays them in steps of fake tensors.
 
     Attributes:
         data_dependent: Replaces values that fake tensors lack, and reports this.
-        norms_over_samples: Whether an op normalises over the batch. It may reject a batch of 1, which has one value per
-            channel.
+        norms_over_samples: Whether an op normalises over the batch. It may reject a batch of 1.
     """
 
     def __init__(
@@ -143,8 +142,8 @@ class Tracer:
     def for_kernels(self, kernels: GpuKernels) -> Tracer:
         """Return a tracer of the same steps on another GPU. If the GPU runs the same operators, return this tracer.
 
-        Both share the model copy and the optimizer state. On another GPU, `sum` has temporary blocks of another size
-        (`kernel_memory`), but this difference does not require a new trace.
+        Both share the model copy and the optimizer state. Temporary blocks of `sum` (`kernel_memory`) may have other
+        sizes there, but do not require a new trace.
         """
         if self.kernels is None or self._runs_alike(kernels):
             return self
@@ -393,8 +392,8 @@ def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
     """Make a tracer for a model on an accelerator, where real steps decide what fits and traces give starting points.
 
-    Fake tensors are on the accelerator, so that torch runs its operators. If that fails, they are on the CPU. If the
-    model can't run with fake tensors at all, nothing is traced.
+    Fake tensors are on the accelerator, so that torch runs its operators, or else on the CPU. If the model can't run
+    with fake tensors, nothing is traced.
 
     Returns:
         The tracer, which is not fake if nothing can be traced, and a sentence about its limitations, or None.
@@ -435,8 +434,8 @@ def _cause_text(error: Exception) -> str:
 def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | None = None) -> tuple[Tracer, str | None]:
     """Make a tracer of fake tensors, or of real tensors if the model can't run with fake tensors.
 
-    If steps for simulated GPUs depend on values, and the model has values, the tracer replays them. See Note [Replayed
-    values]. For CPUs, real tensors are exact.
+    If steps for simulated GPUs depend on values, the tracer replays them. See Note [Replayed values]. For CPUs, real
+    tensors are exact.
 
     Returns:
         The tracer, and a sentence about why it uses real tensors, or None.

@@ -67,11 +67,7 @@ def views_buckets(shape: StepShape) -> bool:
 
 @contextmanager
 def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
-    """Copy each gradient into DDP's buckets when it arrives, and make it a view of the buckets.
-
-    Args:
-        buckets: A tensor of `bucket_bytes` bytes on the parameters' device.
-    """
+    """Copy each gradient into DDP's buckets when it arrives, and make it a view of them (`bucket_bytes` bytes)."""
     start = 0
     with ExitStack() as hooks:
         # Sort by element size, so that the offset of each view is a multiple of its element size.
@@ -99,8 +95,7 @@ def run_placed(
 ) -> tuple[int, ...]:
     """Run one optimizer step under a tracker, and return each device's peak, in bytes.
 
-    Args:
-        held: Parameters with a gradient from earlier micro-steps. Replicas of a balanced step have them, too.
+    `held` are parameters with a gradient from earlier micro-steps. Replicas of a balanced step have them, too.
     """
     sizes = [sum(split) for split in shape.splits]
     evaluates = shape.arrangement == "eval"
@@ -122,8 +117,8 @@ def run_placed(
                     for wrapper in models.modules if any(shape.splits[0][1:]) else ():
                         assert isinstance(wrapper, BalancedDataParallel)
                         wrapper.hold_gradients(shape.splits[0], held)
-                # If only one micro-step of an accumulating step runs here, double the total, so that its loss gets less
-                # than the whole weight.
+                # If only one micro-step of an accumulating step runs, double the total, so that its loss gets a partial
+                # weight.
                 total = 2 * sum(sizes) if shape.accumulates else None
                 with _buckets(shape, trainee, tracker):
                     if evaluates:
@@ -146,8 +141,8 @@ def run_placed(
 def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     """Run steps until a step leaves no more bytes on the first device than it found. The first creates optimizer state.
 
-    If random numbers decide which layers run, try the highest and the lowest numbers. Later steps use the numbers with
-    the higher peak.
+    If random numbers decide which layers run, try the highest and the lowest. Later steps use those with the higher
+    peak.
 
     Raises:
         WorkloadError: No step settles, so no batch size fits permanently.

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 LOSS_SCALE = 1.0
 """Loss scale of fp16. A larger scale needs the same memory and kernels, but often overflows in the first steps.
 
-After an overflow, the scaler skips the optimizer, so the optimizer's state could not be measured.
+After an overflow, the scaler skips the optimizer, whose state could then not be measured.
 """
 
 
@@ -41,8 +41,8 @@ class Trainee:
 
     Attributes:
         device: The device that fake tensors report.
-        restore: Restores the live model if it could not be copied. Does nothing for a copy.
-        left: Storages that remain on the first device after the last step, and exist when the next step begins.
+        restore: Restores the live model if it could not be copied.
+        left: Storages that remain on the first device between steps.
         grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer
             state.

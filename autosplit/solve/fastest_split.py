@@ -26,8 +26,8 @@ def fastest_split(
 ) -> tuple[int, ...]:
     """Find the split whose slowest device finishes first, with at most `caps` samples per device.
 
-    Give each next sample to the device that would finish it first. This is optimal if no time falls as the batch grows.
-    On a tie, the device with the fewest samples gets the sample, then the lowest index. So a flat part of a curve does
+    Give each next sample to the device that would finish it first, which is optimal if no time falls as the batch
+    grows. On a tie, prefer the device with the fewest samples, then the lowest index. So a flat part of a curve does
     not pile samples on one device. For a large batch, bisect the finish time first, with the same result.
 
     Args:
@@ -93,8 +93,8 @@ def _bracket(
     """Bisect the finish time until few samples are left to assign.
 
     Returns:
-        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between the
-            two would finish at the same moment.
+        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between
+            the two would finish at the same moment.
     """
     few = _HEAP_SAMPLES_PER_DEVICE * len(times)
     low = list(floors)

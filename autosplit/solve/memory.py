@@ -26,10 +26,10 @@ Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
 - ``"replica"``: another device of BalancedDataParallel.
 - ``"rank"``: a DDP process.
 - ``"eval"``: a forward without gradients.
-- ``"resume"``: a DDP process whose device also holds a loaded checkpoint's copies of the parameters and buffers.
-  `load_state_dict` copies them, but uses the tensors of the optimizer state without a copy.
-- ``"save"``: a DDP process whose device also holds copies of parameters, buffers and optimizer state, which are being
-  saved while training continues.
+- ``"resume"``: a DDP process with a loaded checkpoint's copies of the parameters and buffers. `load_state_dict` copies
+  them, but uses the optimizer state without a copy.
+- ``"save"``: a DDP process with copies of parameters, buffers and optimizer state, which are saved while training
+  continues.
 """
 
 Limit = Literal["memory", "max_batch_size", "kernel", "time"]
@@ -50,9 +50,8 @@ class Ceiling:
         peak_bytes: Peak memory of a step at the ceiling.
         steps: Number of real training steps that were run to find the ceiling.
         ooms: Number of these steps that ran out of memory.
-        confirmed: Whether a real step ran at exactly this size. Always False for a simulated GPU.
-        points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is True for a real step and False for a
-            trace.
+        confirmed: Whether a real step ran at exactly this size.
+        points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is False for a trace.
         notes: Notes about processes that died while they ran steps, one for each cause.
     """
 
@@ -106,8 +105,8 @@ class Fits:
     Attributes:
         roles: The requested roles, from ``"resume"``, ``"save"`` and ``"eval"``.
         copies_bytes: Bytes of the copies for resuming and saving, on device 0 or on each rank, throughout a step.
-        evaluation: Ceilings of a single-device forward without gradients, in addition to the memory that a DDP rank
-            keeps between steps. Empty if ``"eval"`` was not requested.
+        evaluation: Ceilings of a single-device forward without gradients, with a DDP rank's memory between steps. Empty
+            if ``"eval"`` was not requested.
     """
 
     roles: tuple[str, ...]
@@ -148,9 +147,8 @@ class MemoryParts:
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
         """Return the parts of another peak, or None if even without activations the parts exceed that peak.
 
-        Args:
-            measured: Whether `peak_bytes` is from a real step. Then the difference is untraced memory. Otherwise
-                `peak_bytes` is from a line through traces, and the difference is activations.
+        The difference is untraced memory if a real step `measured` the peak. Otherwise, by a line through traces, it is
+        activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:
@@ -274,9 +272,9 @@ def largest_fitting(
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits. The peak must grow with n, and `least` must fit.
 
-    Double from `start` until a size does not fit. Then draw a line from the largest size that fits to the smallest size
-    that does not fit, and try the size at which the line reaches the capacity. Every third try bisects instead, because
-    the peak may not be linear. No size is tried twice.
+    Double from `start` until a size does not fit. Then try the size at which a line between the bounds (the largest
+    size that fits, the smallest that does not) reaches the capacity. Because the peak may not be linear, every third
+    try bisects. No size is tried twice.
     """
     low, high = least, most + 1  # low fits, high does not
     known: dict[int, float] = {}

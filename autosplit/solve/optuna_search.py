@@ -1,7 +1,7 @@
 """Search for the fastest configuration that fits, with the trials in an Optuna study.
 
-The caller proposes and evaluates configurations. A proposal is enqueued in the study. Without a proposal, Optuna's TPE
-sampler chooses the trial. The study stores every trial with its reason, so a killed search can resume.
+The caller's proposals are enqueued in the study. Without a proposal, Optuna's TPE sampler chooses the trial. The study
+stores every trial with its reason, so a killed search can resume.
 """
 
 from __future__ import annotations
@@ -65,16 +65,15 @@ def search(
     """Evaluate configurations until no gain is expected.
 
     Args:
-        evaluate: ``evaluate(number, configuration) -> Trial``. It returns a failed trial for a configuration that
-            fails.
+        evaluate: ``evaluate(number, configuration) -> Trial``. If a configuration fails, it returns a failed trial.
         propose: ``propose(trials) -> Proposal``: the next configuration, or the end. If a proposal is outside the
             space, the sampler draws the trial instead.
         seed: Seed of TPE. Its draws depend only on the seed and the finished trials.
         sampler: An Optuna sampler that draws all `n_trials` trials. Then `propose` is not used.
-        deadline_s: `time.monotonic()` after which no trial begins. The first trial always runs.
-        storage: An Optuna URL for the study. None keeps it in memory. A killed search continues from its trials in this
-            study. Trials from before `CeilingStore.end` only guide the sampler, because their times may be out of date.
-            Trials that a user enqueued in the study run first.
+        deadline_s: `time.monotonic()` after which no trial begins, except the first.
+        storage: An Optuna URL for the study, or None for memory. A killed search continues from its trials there.
+            Trials from before `CeilingStore.end` only guide the sampler, because their times may be out of date. Trials
+            that a user enqueued run first.
         on_trouble: Called with a note if the storage fails. The search continues without the storage.
 
     Returns:
@@ -165,7 +164,7 @@ class _Search:
         return self._proposed[1]
 
     def make_trial(self, study: Any) -> None:
-        """Request a configuration from the study, evaluate it if it is new, and store the result in the study."""
+        """Request a configuration from the study, evaluate it if it is new, and store the result."""
         self.num_asked += 1
         drawn = self._prepare(study)
         with _talking_to_optuna():
@@ -271,7 +270,7 @@ class CeilingStore:
             self._study.set_user_attr(_CEILINGS, self._kept)
 
     def end(self) -> None:
-        """Mark the search as finished. A later search must not resume it, because its times may be out of date."""
+        """Mark the search as finished. Later searches do not resume it, because its times may be out of date."""
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_ENDED, len(self._study.get_trials(deepcopy=False)))
             self._study.set_user_attr(_CEILINGS, {})
@@ -295,8 +294,8 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
 def _imported() -> None:
     """Import Optuna in a new thread.
 
-    During the import, Optuna stores the error of a missing database driver. The error keeps the calling frames and all
-    their variables alive. In this thread, these frames would hold the model copies of the process's first tuning.
+    During the import, Optuna stores the error of a missing database driver, which keeps the calling frames and their
+    variables alive. In the caller's thread, that would include the model copies of the process's first tuning.
     """
     if "optuna" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
@@ -381,7 +380,7 @@ def _is_sound(trial: Trial) -> bool:
 def _set_fits(trial: Any, *, fits: bool) -> None:
     """Report to Optuna, as a constraint, whether a trial's configuration fits.
 
-    Optuna < 5 has no such constraints. There, samplers avoid the trial only because it is pruned.
+    Optuna < 5 has no such constraints, and its samplers avoid the trial only because it is pruned.
     """
     if hasattr(trial, "set_constraint"):
         trial.set_constraint("fits", 0.0 if fits else 1.0)

@@ -1,9 +1,9 @@
 """Plan batches of samples with different lengths: the batch size for each length, and the batches of an epoch.
 
 All samples of a batch are padded to its longest sample. So a batch needs the memory of its longest sample, times its
-number of samples. The memory of a sample is measured at a few lengths, relative to the longest length. Between two
-measured lengths, interpolate linearly. This never underestimates, because memory is convex in the length: it grows
-between linearly (activations) and quadratically (attention scores).
+number of samples. The memory of a sample is measured at a few lengths, relative to the longest length, and interpolated
+linearly. This never underestimates, because memory grows between linearly (activations) and quadratically (attention
+scores) with the length.
 
 A length's *times* is the number of samples of this length that need as much memory as one sample of the longest length.
 """
@@ -56,8 +56,8 @@ class LengthPoint:
     Attributes:
         length: Length in tokens, or in the unit of the caller's lengths.
         times: Number of samples of this length that need as much memory as one sample of the greatest length.
-        samples_per_s: Throughput of the plan with as many samples of this length as fit (`times` times its batch size).
-        own_samples_per_s: Throughput of the plan with its own batch size and samples of this length.
+        samples_per_s: Throughput with as many samples of this length as fit (`times` times the plan's batch size).
+        own_samples_per_s: Throughput with the plan's batch size.
     """
 
     length: Annotated[int, Meta(ge=1)]
@@ -75,7 +75,7 @@ class LengthPlan:
         samples_per_s: Predicted throughput of an epoch in batches of similar length (`Plan.token_sampler`).
         fixed_samples_per_s: Predicted throughput of an epoch in random batches of the plan's size, each padded to its
             longest sample.
-        padding_share: Fraction of padding among all tokens in batches of similar length, from 0 to 1.
+        padding_share: Fraction of padding among all tokens in batches of similar length.
         fixed_padding_share: Fraction of padding among all tokens in random batches of the plan's size.
     """
 
@@ -117,8 +117,8 @@ class LengthPlan:
     def tokens_of(self, share: int) -> int:
         """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
 
-        The result holds for samples that are at least as long as the shortest point. With attention scores in memory,
-        fewer tokens fit at a greater length. Without them, more fit. In both cases, one of the points has the fewest.
+        It holds for samples that are at least as long as the shortest point. With attention scores in memory, fewer
+        tokens fit at a greater length. Without them, more fit. In both cases, one of the points has the fewest.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
@@ -194,7 +194,6 @@ def cut_epoch(
     """Cut an epoch into optimizer steps of batches with similar lengths.
 
     Args:
-        plan: The measured lengths.
         order: Positions of the epoch's samples, in the order of the epoch.
         effective_batch_size: Number of consecutive samples of the order in each step. If None, every batch is a step
             with as many samples as fit.
@@ -241,8 +240,7 @@ def foretold(
 ) -> LengthPlan:
     """Predict the gain of batches with similar lengths over batches of one size, for an epoch in random order.
 
-    Args:
-        lengths: Length of each sample. If there are more than 100,000 samples, 100,000 are drawn at random.
+    If there are more than 100,000 lengths, draw 100,000 at random.
     """
     plan = LengthPlan(points, 1.0, 1.0, 0.0, 0.0)
     drawn = random.Random(0)  # noqa: S311  # not for a secret

@@ -50,7 +50,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a plan solves.
+    """The problem that a plan solves. `tells_apart` and `most_samples_per_s` are those of `Solver`.
 
     Attributes:
         ceilings: The ceiling of each device, with its memory model.
@@ -59,8 +59,6 @@ class Problem:
         effective_batch_sizes: Minimum and maximum samples per optimizer step. None for one forward of any size.
         accumulates: Whether an optimizer step may have several forwards.
         accumulating: The splits that fit in a step of several forwards, if they differ from `region`.
-        tells_apart: See `Solver`.
-        most_samples_per_s: See `Solver`.
     """
 
     fit: Fit
@@ -149,11 +147,8 @@ class Problem:
     def even(self, effective_batch_size: int) -> Solution | None:
         """Return the fastest even split with the fewest forwards, or None if none fits.
 
-        Either all forwards except the last have the largest size that fits, or all have about the same size.
-
-        Args:
-            effective_batch_size: Samples of the step. Not used if the problem has no effective batch size. Then the
-                step is one forward of any size.
+        Either all forwards except the last have the largest size that fits, or all have about the same size. Without an
+        effective batch size in the problem, the step is one forward of any size.
         """
         count = len(self.ceilings)
         most = largest_size(self.region.max_batch_size, lambda size: self._fits(even_split(size, count)))
@@ -219,7 +214,7 @@ class Problem:
     def with_memory(self, index: int, more_bytes: int) -> Problem:
         """Return the problem with more memory on one device. Its ceiling grows by ``more_bytes / bytes_per_sample``.
 
-        A ceiling does not grow if a kernel or the time of a step limits it.
+        A ceiling that a kernel or the time of a step limits does not grow.
         """
         if self.ceilings[index].limited_by in ("kernel", "time"):
             return self
@@ -241,10 +236,7 @@ class Problem:
         return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
 
     def with_caps(self, caps: Sequence[int]) -> Problem:
-        """Return the problem with other ceilings, one for each device.
-
-        Device 0's ceiling is for a batch that runs only there.
-        """
+        """Return the problem with other ceilings. Device 0's ceiling is for a batch that runs only there."""
         first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
         return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
 

@@ -23,10 +23,7 @@ LEAST_GAIN = 0.001
 """Minimum gain, as a fraction, that justifies the time of a trial."""
 
 BESIDE_SHARE = 0.005
-"""Step, as a fraction of the samples on device 0, for neighbours of the best trial.
-
-With steps of one sample, the search would need far too many trials.
-"""
+"""Step, as a fraction of the samples on device 0, for neighbours of the best trial. Smaller steps need more trials."""
 
 KNEE_STEP = 0.1
 """Precision of the search for the smallest fast batch, as a fraction of the batch size."""
@@ -43,11 +40,7 @@ FITTED = 3
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next trial, or the end of the search.
-
-    Attributes:
-        configuration: The configuration to try. If it is None, a sampler chooses.
-    """
+    """The next trial, or the end of the search. If `configuration` is None, a sampler chooses."""
 
     configuration: Configuration | None = None
     enough: bool = False
@@ -128,8 +121,8 @@ class Proposer:
         """Return an untried batch size below the best that may reach `KNEE_SHARE` of the top throughput, or None.
 
         Skip batch sizes that trials have shown to be too slow. Return the smallest batch size whose prediction is high
-        enough. Otherwise return the middle batch size of those with at least `WITHIN_REACH` of the needed throughput,
-        because the model may be inaccurate.
+        enough. Otherwise, because the model may be inaccurate, return the middle of those with at least `WITHIN_REACH`
+        of the needed throughput.
         """
         rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
         enough = KNEE_SHARE * max(rates.values())
@@ -143,8 +136,7 @@ class Proposer:
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
         """Return the best trial with slightly more or fewer samples on device 0, or None if both were tried.
 
-        The model's error is about the same for all three. If device 0 has many samples, moving only one sample would
-        make no difference.
+        The model's error is about the same for all three. Moving one of many samples would make no difference.
         """
         least = best.gpu0_bsz * BESIDE_SHARE
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):

@@ -23,8 +23,7 @@ class Space:
 
     Attributes:
         region: The splits that fit into memory.
-        effective_batch_sizes: Minimum and maximum samples per optimizer step, equal for an exact number. None for a
-            single micro-step of any size.
+        effective_batch_sizes: Minimum and maximum samples per optimizer step. None for one micro-step of any size.
         max_steps: Maximum accumulation steps to try.
         accumulating: The splits that fit in a step of several micro-steps, if they differ from `region`.
     """

@@ -66,7 +66,7 @@ Trials below this fraction would improve no plan on the machines of ``benchmarks
 """
 
 MOST_REFINED = 3
-"""Number of best configurations whose samples on device 0 are searched again, with the cost of the gather included."""
+"""Number of best configurations whose samples on device 0 are searched again, including the cost of the gather."""
 
 
 class Solver:
@@ -176,9 +176,9 @@ class Solver:
         return own_s / most + time.gather_s_per_sample[other + 1]
 
     def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
-        """Among identical devices, give the last device the most samples.
+        """Among identical devices, give the last the most samples.
 
-        The last device computes while the outputs of the others are gathered.
+        That device computes while the outputs of the others are gathered.
         """
         ordered = list(split)
         for places in self._alike(ceilings):
@@ -191,8 +191,7 @@ class Solver:
     ) -> tuple[tuple[int, ...], ...]:
         """Return the split of each micro-step. A shorter last micro-step is split in the same proportions.
 
-        Args:
-            split: Split of a full micro-step. Default: `split_of(configuration)`.
+        `split` is the split of a full micro-step, by default `split_of(configuration)`.
         """
         split = split or self.split_of(configuration)
         sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
@@ -290,7 +289,7 @@ class Solver:
     def _refined(self, configuration: Configuration) -> Configuration:
         """Move samples to or from device 0 while the predicted samples/s increase.
 
-        The split so far minimises the compute time. The predicted samples/s also include the gather.
+        The first split ignores the cost of the gather.
         """
         if self.step_time.adds_up:
             return configuration
@@ -308,9 +307,8 @@ class Solver:
     def first_trials(self) -> list[Configuration]:
         """Return the configurations to try first.
 
-        They are the best configuration, its neighbours, the even split, torch's split, a configuration with another
-        team and a configuration with another batch size. The last two show errors of the model that trials with one
-        team and one batch size can't show.
+        They are the best configuration, its neighbours, the even split, torch's split, another team and another batch
+        size. The last two show errors of the model that trials with one team and one batch size can't show.
         """
         answers = self.answers()
         if not answers:
@@ -337,10 +335,7 @@ class Solver:
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
-        """Return the smallest other team that reaches `WITHIN_REACH` of the best prediction.
-
-        A trial of it measures the cost of an additional device.
-        """
+        """Return the smallest other team within `WITHIN_REACH` of the best, to measure the cost of a device."""
         if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
 
@@ -359,8 +354,7 @@ class Solver:
     def _without_first(self, best: Configuration) -> list[Configuration]:
         """Return the fastest configuration without samples on device 0, which then only gathers.
 
-        If device 0 computes and gathers at the same time, both take longer. A measurement of device 0 running alone
-        does not show this.
+        If device 0 computes and gathers at the same time, both take longer. Its compute times do not show this.
         """
         if self.step_time.adds_up or not self._unfitted.host_s or not best.gpu0_bsz:
             return []

@@ -28,7 +28,7 @@ def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[i
     """Split a batch so that device 0 gets `gpu0_bsz` samples and the other devices get equal parts of the rest.
 
     If the rest doesn't divide evenly, devices 1, 2, ... get one more sample each. A batch of at most `gpu0_bsz` samples
-    is all on device 0. With one device, device 0 gets the whole batch.
+    is all on device 0, as any batch on one device.
 
     Raises:
         InputError: A number is negative or not whole, or `num_devices` is below 1.
@@ -47,7 +47,7 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
 
     A batch of `sum(split)` samples gets `split` itself. Samples above a device's ceiling go to devices below their
     ceilings, in their proportions. A device whose entry is 0 gets samples only if all other devices are at their
-    ceilings. Those samples are split in proportion to the ceilings. Ties go to the lower index.
+    ceilings, in proportion to the ceilings. Ties go to the lower index.
 
     Args:
         split: The proportions, one whole number per device. Not all 0 unless the batch is empty.
@@ -80,10 +80,10 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
 def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
     """Split a batch that is shorter than `split` in its proportions, and avoid devices with a single sample.
 
-    BatchNorm can't train on one sample. So a device with a single sample gets another sample from a device with more
-    than two. If no device has more than two, it gives its sample to a device with fewer samples than in `split`. If
-    neither is possible, it keeps the single sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has
-    an entry of 1, nothing is moved, because that device trains on one sample anyway.
+    BatchNorm can't train on one sample. So a device with a single sample gets another from a device with more than two.
+    Otherwise it gives its sample to a device with fewer samples than in `split`. If neither is possible, it keeps the
+    single sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved,
+    because that device trains on one sample anyway.
 
     Args:
         split: Samples per device of a full batch. Not all 0 unless the batch is empty.
@@ -139,11 +139,8 @@ def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
 def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     """Check a number from the user and return it as an int. It may be an int of Python, numpy or torch.
 
-    Args:
-        value: The number. A bool and a float raise, even a whole float.
-
     Raises:
-        InputError: `value` is not a whole number, or is below `minimum`.
+        InputError: `value` is not a whole number (a bool or any float), or is below `minimum`.
     """
     expected = f"Expected a whole number of at least {minimum}."
     try:
@@ -175,7 +172,7 @@ def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
 def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
     """Split `total` by `weights` under limits. Fix each number above its limit, split the rest again, and repeat.
 
-    A number that is fixed at its limit stays there, because a quota at or below a limit never rounds up above it.
+    A fixed number stays at its limit, because a quota at or below a limit never rounds up above it.
     """
     shares = [0] * len(weights)
     open_devices = [i for i, weight in enumerate(weights) if weight]

@@ -39,10 +39,7 @@ class TimeCurve:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
-        """Make a curve from measured points, at least one.
-
-        If a batch took less time than a smaller batch, use the time of the smaller batch for both.
-        """
+        """Make a curve from measured points. A batch takes at least the time of any smaller batch."""
         points: list[tuple[int, float]] = []
         for samples, seconds in sorted(measured):
             points.append((samples, max(seconds, points[-1][1]) if points else seconds))
@@ -100,9 +97,9 @@ class StepTime:
 
     Attributes:
         curves: For each device, the compute time when no other device runs.
-        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
-            They are spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time.
-            Device 0's entry is 0.
+        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0,
+            once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's entry
+            is 0.
         gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
             scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
         adds_up: Whether the devices share one CPU, so that their times add up.
@@ -151,9 +148,9 @@ class StepTime:
     def _longest(self, counted: Mapping[tuple[int, ...], int]) -> tuple[float, float, float, float]:
         """Return the critical path of a step in four parts: copies, gathers, time that contention scales, other time.
 
-        The host runs ahead of the devices. A micro-step ends at the later of two moments: one whole micro-step after
-        the previous micro-step, or one backward after the host has started all forwards. Among equal micro-steps,
-        only the first or the last can wait for the host.
+        The host runs ahead of the devices. A micro-step ends one micro-step after the previous one, or one backward
+        after the host has started all forwards, whichever is later. Among equal micro-steps, only the first or the last
+        can wait for the host.
         """
         copies_s, started_s = self._counted_copying_s(counted), 0.0
         path = copies_s / 2, 0.0, 0.0, 0.0
@@ -220,9 +217,7 @@ class StepTime:
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
         """Attribute measured time beyond the slowest device to copies, equally for devices 1, 2, ...
 
-        Args:
-            split: Split of a step of one micro-step.
-            seconds: Seconds of this step without the optimizer.
+        `seconds` is the time of a step of one micro-step without the optimizer.
         """
         count = len(self.curves)
         return replace(self, copies_s=(0.0, *(self.copies_of(split, seconds),) * (count - 1)))
@@ -268,9 +263,9 @@ class StepTime:
     def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
         """Fit the host time to steps of one and of two micro-steps on several devices, both without the optimizer.
 
-        The host starts the forwards of all devices one after another, which takes `turns_s`. If the second micro-step
-        takes longer than the devices compute, it takes `turns_s`. Otherwise the devices hide the host time, which is
-        at most the time of the first micro-step without its backward.
+        The host starts the forwards of all devices in `turns_s`. If the second micro-step takes longer than the devices
+        compute, it takes `turns_s`. Otherwise the devices hide the host time, which is at most the time of the first
+        micro-step without its backward.
         """
         _, busy_s, _, replicas = self._amounts(split)
         turns_s, first_s = twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s
@@ -283,9 +278,8 @@ class StepTime:
 class RankStepTime(StepTime):
     """The time of a DDP step, with the same attributes.
 
-    `copies_s` is the time that the all-reduce adds to a step, divided among ranks 1, 2, ... The all-reduce includes
-    ranks without samples. `contention` is the slowdown of ranks on one machine. A rank without samples runs one sample
-    with weight 0.
+    `copies_s` is the time that the all-reduce adds to a step, divided among ranks 1, 2, ... It includes ranks without
+    samples, which run one sample with weight 0. `contention` is the slowdown of ranks on one machine.
     """
 
     leaves_out: ClassVar[bool] = False
@@ -298,10 +292,7 @@ class RankStepTime(StepTime):
 
 
 LEAST_CONTENTION = 0.1
-"""Minimum of the contention factor in a fit.
-
-Without this limit, the fit would make the compute time 0 if copies or the host take nearly all the time.
-"""
+"""Minimum of the contention factor in a fit, because copies or host time may hide the compute time."""
 
 PRIOR_WEIGHT = 0.03
 """Weight of a parameter's previous value in a fit, as a number of measured steps."""
@@ -310,10 +301,7 @@ PRIOR_WEIGHT = 0.03
 def _non_negative_fit(
     rows: Sequence[tuple[Sequence[float], float]], now: Sequence[float], weight: float
 ) -> list[float]:
-    """Minimise ``sum (row . x - y)^2`` over x >= 0 with a penalty on the distance from `now`, by coordinate descent.
-
-    The penalty has the weight of `weight` rows.
-    """
+    """Minimise ``sum (row . x - y)^2`` over x >= 0, with a penalty of `weight` rows on the distance from `now`."""
     x = list(now)
     width = range(len(x))
     sizes = [sum(row[j] for row, _ in rows) / len(rows) for j in width]
@@ -393,10 +381,7 @@ def overlapped_seconds(
 ) -> float:
     """Return the seconds of a DDP step: slowest rank, the part of the all-reduce that is not hidden, and update.
 
-    DDP reduces a bucket as soon as its gradients are ready. So the backward can hide the all-reduce of all but the last
-    buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
-
-    Args:
-        last_backward_s: Seconds of the last micro-step's backward, which overlaps with the all-reduce.
+    DDP reduces a bucket as soon as its gradients are ready. So the last micro-step's backward can hide the all-reduce
+    of all but the last buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

@@ -1,12 +1,10 @@
 """Make a time curve from measured batch sizes, and average out the noise.
 
-Each size has a median and the standard error of this median. Three steps lead to the curve:
+Each size has a median and its standard error, which is 0 for exact times. Three steps lead to the curve:
 
 1. Average the times of identical devices.
 2. Move each noisy time towards the line through all sizes.
 3. Make a `TimeCurve` of the points.
-
-Times with an error of 0 are exact and stay unchanged.
 """
 
 from __future__ import annotations

@@ -12,10 +12,7 @@ from msgspec import Meta
 from autosplit.solve.search_space import Configuration, Space
 
 KNEE_SHARE = 0.97
-"""Fraction of the best throughput that is enough if there is no effective batch size.
-
-The smallest batch that reaches this fraction is chosen.
-"""
+"""Fraction of the best throughput that the chosen batch must reach if there is no effective batch size."""
 
 LEAST_DIFFERENCE = 0.001
 """Minimum gain in samples/s, as a fraction, that justifies a less simple configuration, even with exact times."""
@@ -64,9 +61,9 @@ def best_trial(
 ) -> Trial | None:
     """Return the best trial, or None if no trial ran.
 
-    This is the trial with the highest samples/s. If several are equally fast within their errors, choose the simplest:
-    the fewest micro-steps, then equal micro-steps (the smallest ones), then the highest prediction. Without an
-    effective batch size, choose the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
+    Among the trials that are as fast as the fastest within their errors, choose the simplest: the fewest micro-steps,
+    then equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch size, choose
+    the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
         rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the
