@@ -216,7 +216,7 @@ def _table_of(text: str) -> _Table:
 
 
 def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
-    """Make the GPUs of a file. Its links and defaults take precedence over the known ones."""
+    """Make the GPUs of a file. Its links and defaults override the catalogue's."""
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has defaults"
     links = {**known.links, **table.links}

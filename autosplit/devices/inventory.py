@@ -156,7 +156,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """Return the bytes that NVML reports for this process, or None if it lists no such process or no sizes."""
+    """Return the bytes that NVML reports for this process, or None if NVML does not list them."""
     processes = _read(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None

@@ -101,7 +101,7 @@ def _remade(
     return replace(
         plan,
         fits=fits,
-        lengths=None,  # they belong to the other split
+        lengths=None,  # lengths belong to the other split
         split=solution.split,
         gpu0_bsz=solution.split[0],
         batch_size=sum(solution.split),

@@ -127,7 +127,8 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
         try:
             make_private_folder(self.path.parent)
-            # A singleton for the path detects that this thread holds the lock. Otherwise it would wait for itself.
+            # A singleton for the path detects that this thread holds the lock. Otherwise the thread would wait for
+            # itself.
             self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False, is_singleton=True)
             if self._lock.is_locked:
                 self.trouble = "this thread is already tuning the same workload"

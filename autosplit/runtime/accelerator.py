@@ -48,7 +48,7 @@ UPDATES_TIMED = 2
 """Number of timed runs of the optimizer. They are separate, because they synchronise before the update."""
 
 CLIFF = 4.0
-"""If a step takes this many times as long per sample as a smaller step, it may be using host memory."""
+"""If the time per sample grows by this factor over a smaller step, the step may be using host memory."""
 
 TWINS_WITHIN = 0.01
 """Maximum relative difference in memory at which GPUs of one model get the smallest of their capacities."""

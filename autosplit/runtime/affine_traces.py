@@ -198,7 +198,7 @@ class AffineTraces:
         if unit not in self._laws and not self.given_up:
             try:
                 self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
-            except Exception as error:  # noqa: BLE001  # the requested size may still work, or fail again there
+            except Exception as error:  # noqa: BLE001  # the requested size may still work, or raise again
                 _log.info("can't predict this step from other steps: %s: %s", type(error).__name__, error)
                 self._laws[unit] = None
         return None if self.given_up else self._laws[unit]

@@ -294,7 +294,7 @@ def _serve(pipe: Connection, start_method: str) -> None:
                     answer = ("returned", getattr(served, name)(*args))
             except LostCauseError as error:
                 answer = ("lost", str(error))
-            except BaseException as error:  # noqa: BLE001  # also SystemExit: the parent raises it
+            except BaseException as error:  # noqa: BLE001  # also SystemExit, which the parent raises
                 answer = ("raised", encoded(error))
             if not _sent(pipe, answer) or served is None:
                 break

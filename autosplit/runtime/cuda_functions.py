@@ -172,8 +172,8 @@ def _attention(
 ) -> Tensor | None:
     """Run attention with the back end that CUDA would choose.
 
-    For real CPU tensors there are no such kernels. For fakes on a GPU, torch chooses the back end, and this function
-    only records it.
+    Real CPU tensors are not replaced, because the CPU has no such kernels. For fakes on a GPU, torch chooses the back
+    end, and this function only records it.
     """
     device_type = query.device.type
     if not isinstance(query, FakeTensor) or device_type not in ("cpu", "cuda"):

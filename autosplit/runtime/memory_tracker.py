@@ -298,7 +298,7 @@ class Tracker(TorchDispatchMode, Placement):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # fast path: two of three dispatches
             return args[0].device
         if func.namespace == "prim":
             return func(*args, **kwargs)

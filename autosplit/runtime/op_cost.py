@@ -291,7 +291,7 @@ def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
     values, weight, transposed, groups = args[0], args[1], args[6], args[8]
     outer = values if transposed else outputs
     product = _product(outer, weight, groups)
-    if transposed:  # has the arithmetic of an input gradient
+    if transposed:  # same arithmetic as an input gradient
         product = _input_product(outputs, weight, groups)
     macs = _positions(outer) * weight.numel()
     yield _one_convolution("", (values, weight, outputs), weight, groups, product, macs)

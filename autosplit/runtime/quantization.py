@@ -65,6 +65,6 @@ def _optimizer_classes(workload: Workload) -> Iterator[type]:
         if not isinstance(made, (type, torch.optim.Optimizer)) and callable(made):
             try:
                 made = given([nn.Parameter(torch.zeros(1))])
-            except Exception:  # noqa: BLE001, S112  # it may need the model's parameters; a real error appears later
+            except Exception:  # noqa: BLE001, S112  # it may need the model's parameters, and a real error appears later
                 continue
         yield made if isinstance(made, type) else type(made)

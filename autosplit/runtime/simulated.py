@@ -337,7 +337,7 @@ class _Composed:
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._tracers = tracers
         self._shape = shape
-        self._split = split = shape.splits[0]  # the largest
+        self._split = split = shape.splits[0]  # no later micro-step is larger
         self._num_stand_ins = 2 if split[0] == 0 and len(_active(split)) > 1 else 1
         self._events: dict[tuple[int, int, _Played], list[Event]] = {}
 

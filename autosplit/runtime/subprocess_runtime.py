@@ -89,7 +89,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """Memory that training may use on each device, without the contexts of the other process."""
+        """Memory that training may use on each device, without the contexts of the isolated process."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -126,7 +126,7 @@ class IsolatedRuntime:
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload in the other process. The function and its result must be picklable.
+        """Call a function on the workload in the isolated process. The function and its result must be picklable.
 
         Raises:
             AutosplitError: The process died, or was killed because it hung.
@@ -312,7 +312,7 @@ class _Served:
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
             if is_kernel_limit(error):
-                raise  # the prober handles it
+                raise  # the search for ceilings handles kernel limits
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
                 raise from_user_code(error, "the workload") from error
             raise

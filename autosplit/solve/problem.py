@@ -124,7 +124,7 @@ class Problem:
             answer = problem.solve()
             return 0.0 if answer is None else answer.samples_per_s
         solver = self.solver()
-        # Without an effective batch size, the first answer is the smallest fast batch, and the second is the fastest.
+        # Without an effective batch size, the first result is the smallest fast batch, and the second is the fastest.
         return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
 
     def solver(self) -> Solver | None:
@@ -296,7 +296,7 @@ class Problem:
         return None if fewest > MOST_FORWARDS else min(most, MOST_FORWARDS) + MORE_FORWARDS
 
     def _most_forwards(self) -> int | None:
-        """Return the most forwards per optimizer step to try, or None if solving would take too long."""
+        """Return the most forwards per optimizer step to try, or None if nothing fits."""
         most_counts = MOST_COMBINED // len(self.ceilings) ** 2
         if self.effective_batch_sizes is None or not self.accumulates:
             return 1 if most_counts >= 1 else None

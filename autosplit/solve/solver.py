@@ -109,7 +109,7 @@ class Solver:
             self._unfitted,
             self._splits,
             self._rests,
-        )  # accessing private attributes of the same class
+        )
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class Solver:
         return list(alike.values())
 
     def _own_cost(self, other: int, ceiling: int) -> float:
-        """Return the seconds per sample of a device that runs alone at its ceiling."""
+        """Return the seconds per sample of a device at its ceiling if no other device runs."""
         time, most = self._unfitted, max(1, ceiling)
         own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
         return own_s / most + time.gather_s_per_sample[other + 1]
@@ -245,7 +245,7 @@ class Solver:
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "`best` requires it"
         if not with_first and (shares[0] or not self._unfitted.host_s):
-            return None  # device 0 slows nothing down without host time
+            return None  # without host time, device 0 slows nothing down
         split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
         found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
         return found if found is not None and self.holds(found) else None
