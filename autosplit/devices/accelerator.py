@@ -79,8 +79,7 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
     """Return the device at an index.
 
-    Its capacity is the free memory and the memory of this process's allocator. For a GPU that uses host memory, it is
-    the part of the host's memory that training may use.
+    Its capacity is the free memory and the memory of this process's allocator, or the training's part of host memory.
     """
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
@@ -108,7 +107,7 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
 def uses_host_memory(properties: Any) -> bool:
     """Return whether a GPU uses the host's memory: GB10, Jetson, Apple's GPUs, and GPUs in AMD's and Intel's CPUs.
 
-    torch has this property for CUDA and ROCm, and in recent versions for XPU. Otherwise return False.
+    torch reports this for CUDA and ROCm, and in recent versions for XPU.
     """
     return bool(getattr(properties, "is_integrated", False) or getattr(properties, "is_integrated_gpu", False))
 
@@ -138,8 +137,8 @@ def visible_devices(kind: str) -> tuple[Visible, ...]:
 def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
     """Return the current index of each device of a plan, or None if the device is missing.
 
-    Match devices by UUID, so that another CUDA_VISIBLE_DEVICES does not move a device's batch to another GPU. If no
-    UUID matches, as on an identical machine, match devices by name in the same order.
+    Match devices by UUID, because CUDA_VISIBLE_DEVICES may have changed. If no UUID matches, as on an identical
+    machine, match devices by name in the same order.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)
@@ -179,9 +178,9 @@ def why_unsupported(cuda: Any, index: int) -> str | None:
 def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
     """Return an error text if torch was not built for a compute capability, or None.
 
-    Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a`` it
-    runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list
-    without CUDA architectures (``gfx90a``) is accepted.
+    Machine code (``sm_86``) runs on the same major version from its minor version upwards, and with the suffix ``a``
+    only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list without
+    CUDA architectures (``gfx90a``) is accepted.
     """
     arches = [match for arch in built_for if (match := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch))]
     if not arches or any(_arch_runs(match, capability) for match in arches):

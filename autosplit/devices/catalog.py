@@ -1,7 +1,7 @@
 """Load the catalogue of GPUs for ``sim:`` specs, and find a GPU by any spelling of its name.
 
-The values are in ``gpus.toml``, each row with its source. AUTOSPLIT_GPUS may name a file of the same format, or the
-output of ``autosplit doctor --json``, to add or replace GPUs. That file is untrusted input.
+The values are in ``gpus.toml``, each row with its source. To add or replace GPUs, AUTOSPLIT_GPUS may name a file of the
+same format, or the output of ``autosplit doctor --json``. That file is untrusted input.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ class GpuSpec:
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
         multiprocessors: None if unknown. Then products are assumed to use the whole GPU.
         sustained: Fraction of a peak that long products reach, by dtype.
-        sustained_on: Other GPUs on which `sustained` was measured (``"A100 and H100"``). Empty if it was measured on
-            this GPU.
+        sustained_on: Other GPUs on which `sustained` was measured (``"A100 and H100"``), or empty.
         memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
             slow products.
         driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
@@ -151,8 +150,7 @@ class GpuSpec:
         """Rate of copies from pinned host memory: 80% of PCI Express x16 of the GPU's generation.
 
         Volta and Turing have PCI Express 3.0, Ampere and Ada 4.0, Hopper and later 5.0. For GPUs of AMD and Intel, 4.0
-        is assumed. Copies of 64 MiB to an H100 took 1.3 ms (``benchmarks/results/gpu/h100.json``: a step without and
-        with the copy).
+        is assumed. Copies of 64 MiB to an H100 took 1.3 ms (``benchmarks/results/gpu/h100.json``).
         """
         major = 8 if self.compute_capability is None else int(self.compute_capability.split(".")[0])
         return 12.6e9 * (1 if major < 8 else 2 if major < 9 else 4)

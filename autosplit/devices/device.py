@@ -28,7 +28,7 @@ class Device:
 
     Attributes:
         kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator (``"cuda"``, ``"xpu"``).
-        index: Its position among the devices for ``cpu`` and ``sim``, its logical index for an accelerator.
+        index: The logical index of an accelerator, otherwise the position among the devices.
         name: ``"NVIDIA GeForce RTX 3090"``, ``"RTX3090"`` (simulated) or ``"cpu"``.
         capacity_bytes: Memory for planning, before the reserve. For an accelerator, the free memory and the memory of
             this process's allocator. For ``sim``, the GPU's memory, or the size after ``@``. For ``cpu``, the budget,

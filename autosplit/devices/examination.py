@@ -139,8 +139,8 @@ class Examination:
 def cards_table(examination: Examination) -> dict[str, Any]:
     """Return the machine's GPUs with their measured rates, in the format of ``autosplit/devices/gpus.toml``.
 
-    A single GPU has no link to measure. It gets the link of its catalogue row, or PCI Express 4.0 without a row. Data
-    types that a GPU does not support run as float32.
+    Without a measured link, a GPU gets the link of its catalogue row, or PCI Express 4.0. Data types that a GPU does
+    not support run as float32.
 
     Raises:
         DeviceError: The machine has no accelerator.

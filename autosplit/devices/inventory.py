@@ -1,6 +1,6 @@
 """List every GPU of the machine with its current use, for ``autosplit devices``.
 
-CUDA's GPUs are matched with NVML's by UUID or else by PCI address. Failures of CUDA or NVML become notes.
+CUDA's GPUs are matched with NVML's by UUID or PCI address. Failures of CUDA or NVML become notes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceReport:
     """One GPU as ``autosplit devices`` shows it. Unknown values are None.
 
     Attributes:
-        logical_index: Its number in torch (``cuda:N``), or None if this process cannot see the GPU.
+        logical_index: Its number in torch (``cuda:N``), or None if it is not visible to this process.
         physical_index: Its number in NVML and nvidia-smi, or None if NVML does not list it.
         utilization_percent: Percentage of the last sampling period during which a kernel ran.
         temperature_c: Temperature in degrees Celsius.
@@ -37,7 +37,7 @@ class DeviceReport:
         uuid: ``"GPU-..."``.
         notes: Special properties, and values that could not be read.
         kind: Torch's name for the device type: ``"cuda"``, ``"xpu"``.
-        unsupported: Why the installed torch cannot use the GPU, with the next step. None if it can.
+        unsupported: Why the installed torch cannot use the GPU, with the next step, or None.
     """
 
     logical_index: int | None
@@ -79,11 +79,11 @@ class _Gpu:
 
 
 def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
-    """List every GPU of the machine, including GPUs that this process cannot see.
+    """List every GPU of the machine, including GPUs that are not visible to this process.
 
     Returns:
-        The GPUs, first the visible GPUs in CUDA's order, and notes about the machine (no driver, no NVML, the mapping
-        of ``CUDA_VISIBLE_DEVICES``). Failures of CUDA and NVML do not raise. They are in the notes.
+        The GPUs, first the visible GPUs in CUDA's order, and notes about the machine: no driver, no NVML, failures,
+        the mapping of ``CUDA_VISIBLE_DEVICES``.
     """
     notes: list[str] = []
     found = accelerator_at()

@@ -16,9 +16,9 @@ def is_mig(name: str) -> bool:
 
 
 def mig_count(names: Iterable[str]) -> int:
-    """Count the MIG instances assigned to this process. CUDA uses only one and silently ignores the others.
+    """Count the MIG instances assigned to this process, in ``CUDA_VISIBLE_DEVICES`` or in CUDA's `names`.
 
-    The count is the larger of the instances in ``CUDA_VISIBLE_DEVICES`` and in CUDA's `names`.
+    CUDA uses only one and silently ignores the others.
     """
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))

@@ -1,6 +1,6 @@
 """Check that copies between this machine's GPUs arrive unchanged.
 
-On some machines, a direct copy between GPUs reports success but leaves zeros or old values. Training then goes wrong
+On some machines, a direct copy between GPUs reports success but leaves zeros or old values, so training goes wrong
 without an error. So send a known tensor once in each direction, and compare it on the host.
 """
 
@@ -51,7 +51,7 @@ def _check_direction(source: torch.device, destination: torch.device) -> None:
 
 
 def _known_values() -> Tensor:
-    """Return values that were not sent before, so that old values cannot pass the check if a copy does nothing."""
+    """Return values that were not sent before, so that old values cannot pass the check."""
     global _num_sent  # noqa: PLW0603  # guarded by the lock, as all state of this module
     first = 1 + _num_sent % 2**14 * _NUM_VALUES  # within int32, and never 0
     _num_sent += 1

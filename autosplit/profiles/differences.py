@@ -19,7 +19,7 @@ NEAREST_PROFILE = "nearest-profile"
 """The kind of the note that names the most similar profile."""
 
 MOST_TOLD = 3
-"""Maximum number of differing parts in a note. A fourth part is shown instead of "1 more". The log has all parts."""
+"""Maximum differing parts in a note. A fourth part is shown instead of "1 more". The log has all parts."""
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ _GIB = 2**30
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     """Describe the kind of machine that a plan is for. Machines with equal devices have equal descriptions.
 
-    Free memory, UUIDs and drivers are excluded. They are compared when a saved plan is found.
+    Free memory, UUIDs and drivers are compared later, when a saved plan is found.
 
     Returns:
         Plain JSON values: ``devices`` (runs of equal devices, with ``count``), ``torch``, ``cuda``, ``autosplit``.
@@ -67,8 +67,8 @@ def _total_bytes(device: Device) -> int | None:
 def workload_of(workload: Workload) -> dict[str, Any]:
     """Describe a workload as plain JSON: its name and size, and digests of its parts.
 
-    Equal workloads have equal descriptions in every process. Nothing is run or changed. A function that makes the model
-    is not called. Instead, its code and the values that the code refers to are hashed.
+    Equal workloads have equal descriptions in every process. Nothing is run. For a function that makes the model, its
+    code and the values that the code refers to are hashed.
     """
     models: Any = workload.model
     parts = workload.modules or (models,)

@@ -1,8 +1,7 @@
 """The cache of plans (profiles): find, save, list and remove them.
 
 A key is a digest of the machine, the workload and the request. The plan contains all three, so that a file is used only
-for its own key. Files are untrusted. An invalid file is renamed with a note, and the plan is tuned again. A file of
-another machine is not changed.
+for its own key. Files are untrusted. An invalid file is renamed with a note, and the plan is tuned again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NOT_SAVED = "plan-not-saved"
 """The kind of a note on a plan that was not saved as a profile."""
 
 LEFT_OVER_S = 60.0
-"""Age in seconds after which a partly written file is removed. Writing takes milliseconds, so its writer was killed."""
+"""Age in seconds after which a partly written file is removed. Writing takes milliseconds, so its writer died."""
 
 TURN_SUFFIX = ".tuning.lock"
 """Suffix of the lock file for processes that tune for the same profile."""
@@ -283,8 +282,8 @@ def remove_left_over() -> None:
 def _remove_beside(path: Path) -> None:
     """Remove the other files of a removed profile: its lock, the renamed invalid file, and partly written files.
 
-    Acquire the lock before its file is removed, so that no other process holds it. A process that has opened the file
-    detects the removal, and makes another lock file.
+    Acquire the lock first, so that no other process holds it. A process that has opened its file detects the removal,
+    and makes another lock file.
     """
     if not path.parent.is_dir():
         return

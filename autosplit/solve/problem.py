@@ -296,7 +296,7 @@ class Problem:
         return None if fewest > MOST_FORWARDS else min(most, MOST_FORWARDS) + MORE_FORWARDS
 
     def _most_forwards(self) -> int | None:
-        """Return the most forwards per optimizer step to try, or None if nothing fits."""
+        """Return the most forwards per optimizer step to try, or None if solving would take too long."""
         most_counts = MOST_COMBINED // len(self.ceilings) ** 2
         if self.effective_batch_sizes is None or not self.accumulates:
             return 1 if most_counts >= 1 else None
