@@ -85,7 +85,6 @@ def parse_reserve(value: str | float | None) -> int | float | None:
 
 
 def _reserve_in(text: str) -> int | float | None:
-    """Parse a size or a fraction. Return None if the text is neither."""
     if percent := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip()):
         return float(Fraction(percent[1]) / 100)
     if re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):

@@ -84,7 +84,6 @@ def _sysconf_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, or an empty text if there is no file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -106,7 +106,6 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
 
 
 def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
-    """Return the GPUs that are visible to torch."""
     gpus, cuda = [], found.module
     for index in range(_read(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
@@ -131,7 +130,6 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 
 
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
-    """Return a GPU with all data that NVML reports."""
     notes: list[str] = []
     name = _read(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
@@ -167,7 +165,6 @@ def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
 
 
 def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
-    """Merge NVML's data into CUDA's data of a GPU."""
     known = _same_gpu(gpu, physical)
     if known is not None:
         # For a MIG slice, use CUDA's memory size. NVML reports the whole GPU.

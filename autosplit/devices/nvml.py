@@ -40,7 +40,6 @@ def started_nvml() -> tuple[Any, str]:
 
 
 def _nvml_start_problem(error: Exception) -> str:
-    """Return the note for an NVML that does not start."""
     reasons = {
         "NVMLError_LibraryNotFound": ("no NVIDIA driver is installed", "Install it"),
         "NVMLError_DriverNotLoaded": ("the NVIDIA driver is installed but not loaded", "Load it, or reboot"),

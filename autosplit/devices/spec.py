@@ -93,7 +93,6 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
 
 
 def _parse_text(text: str, ask_memory: bool) -> list[Device]:
-    """Return the devices of a comma-separated string."""
     devices: list[Device] = []
     kind = ""
     for piece in (piece.strip() for piece in text.split(",")):
@@ -121,7 +120,6 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
 
 
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
-    """Return the error message for an item that does not start with a device kind."""
     if not piece:
         return f"Device spec {shown(text)} has an empty item. {_EXPECTED} Name at least one device."
     hint = "Correct the name."
@@ -253,7 +251,6 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
 
 
 def _absent_advice(found: Found) -> str:
-    """Return the first step for a user whose accelerator is missing."""
     if "build without" in str(found.why_not):
         return f"Install a build of torch for {found.kind} (https://pytorch.org/get-started/locally)."
     return f"Make a {found.kind} device visible to this process."

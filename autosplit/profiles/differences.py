@@ -102,7 +102,6 @@ def _of_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differing(parts: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each part that differs, with its previous value."""
     told = []
     for part in parts:
         was, is_now = before.get(part), now.get(part)
@@ -176,7 +175,6 @@ def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str:
-    """Format a value of a file on one line."""
     if value is None:
         return "none"
     if isinstance(value, dict):

@@ -57,7 +57,6 @@ def _kind_of(device: Device) -> dict[str, Any]:
 
 
 def _total_bytes(device: Device) -> int | None:
-    """Return the total memory of a GPU, or None if torch does not report it."""
     try:
         return int(backend(device.kind).get_device_properties(device.index).total_memory)
     except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists

@@ -148,7 +148,6 @@ def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ddp(plan: Plan, fit: Fit, lack: Lack) -> DdpPlan:
-    """Solve DDP's batch sizes again."""
     if not plan.ddp.ranks:
         return plan.ddp
     ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)

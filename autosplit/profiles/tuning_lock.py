@@ -147,14 +147,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
 
 def _write(path: Path, text: str) -> None:
-    """Write into a lock file if it still exists."""
     with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
         file.truncate()
         file.write(text)
 
 
 def _holder_text(path: Path) -> str:
-    """Describe the holder of a lock, if the file names it."""
     try:
         with path.open("rb") as file:
             found = _HOLDER.fullmatch(file.read(512).decode("ascii", "replace"))

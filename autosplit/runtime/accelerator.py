@@ -291,7 +291,6 @@ class AcceleratorRuntime:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Limit the allocator of each device to its capacity or the user's limit."""
         self._release()
         with ExitStack() as limits:
             limits.callback(self._release)

@@ -102,7 +102,6 @@ class _Bound(TorchFunctionMode):
 
 
 def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the device type that the arguments request, or None if they request no device."""
     asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
     if asked[0] is None and func in FACTORIES:
         asked[0] = args[0].device if func.__name__.startswith("new_") else default_device()

@@ -185,7 +185,6 @@ class Child:
             self._pipe.send_bytes(data)
 
     def _result(self, limit_s: float, data: bytes | None = None) -> Any:
-        """Send a call, if any, and return its result."""
         try:
             if data is not None:
                 self._send(data)

@@ -74,7 +74,6 @@ _CPU_ONLY_NAMES = frozenset(
 
 
 def _functions(names: frozenset[str]) -> frozenset[Callable[..., Any]]:
-    """Return the Python functions with the given operator names, from all of `_PLACES`."""
     present = [name for name in names if name != "rms_norm" or has_autocast("rms_norm")]
     wanted = [*present, *(other for name in present for other in _OTHER_NAMES.get(name, "").split())]
     found = (getattr(place, name, None) for place in _PLACES for name in wanted)

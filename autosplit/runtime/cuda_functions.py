@@ -46,7 +46,6 @@ class CudaFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function as CUDA would."""
         kwargs = dict(kwargs or {})
         body = _body(func)
         if body is not None:

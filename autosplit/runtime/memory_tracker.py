@@ -406,7 +406,6 @@ class Tracker(TorchDispatchMode, Placement):
                     self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
-        """Update the charge of a storage that an op resized in place."""
         held = self._held[key_of(tensor)]
         exact_bytes = tensor.untyped_storage().nbytes()
         nbytes = rounded(exact_bytes)

@@ -311,7 +311,6 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
 
 
 def _notes_on(devices: Sequence[Device]) -> tuple[Note, ...]:
-    """Return notes on simulated GPUs without measured rates, and on GPUs that use the host's memory."""
     rates = unmeasured_rates(device.spec for device in devices if device.spec is not None)
     integrated = ", ".join(device.label for device in devices if device.integrated)
     text = (
@@ -338,7 +337,6 @@ def _built_for_real(error: Exception) -> str:
 
 
 def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
-    """Raise WorkloadError if the model cannot be trained with real tensors on this machine."""
     needed = _bytes_to_train(workload)
     if needed > available_host_bytes():
         raise WorkloadError(

@@ -167,7 +167,6 @@ class WholeReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function, with recorded values if its tensor is fake."""
         if func is F.ctc_loss:  # torch turns lists of lengths into real tensors, which do not mix with fake tensors
             args = tuple(map(_as_tensor, args))
             kwargs = {name: _as_tensor(value) for name, value in (kwargs or {}).items()}

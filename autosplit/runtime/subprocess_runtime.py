@@ -209,7 +209,6 @@ class IsolatedRuntime:
         )
 
     def _limit_s(self, shape: StepShape) -> float:
-        """Return the seconds after which a call counts as hanging."""
         # A new process also starts CUDA and copies the model, so the short limit does not apply to its first call.
         is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
         least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S

@@ -340,7 +340,6 @@ class Tracer:
 def _trace_of(
     shape: StepShape, parts: Sequence[MemoryParts], entries: tuple[Entry, ...], phases: list[tuple[str, list[Event]]]
 ) -> Trace:
-    """Build the trace of an optimizer step from the phases of a traced step."""
     peaks = tuple(one.total_bytes for one in parts)
     micro, update = _events(phases, "micro"), _events(phases, "update")
     if not shape.accumulates:

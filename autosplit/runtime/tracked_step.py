@@ -196,7 +196,6 @@ def _optimizer_bytes(trainee: Trainee) -> int:
 
 
 def _standing_bytes(trainee: Trainee) -> int:
-    """Return the bytes on the first device before a step."""
     with Tracker(["device 0"], [None]) as tracker:
         trainee.adopt_on(tracker)
         tracker.adopt_left(trainee.left, 0)

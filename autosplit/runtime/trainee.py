@@ -87,7 +87,7 @@ class Trainee:
             return map_tensors(lambda tensor: fake_like(tensor, mode, self.device), made)
 
     def batches(self, sizes: Sequence[int]) -> list[Any]:
-        """Make one batch for each distinct size."""
+        """Return a batch of each size. Equal sizes share one batch."""
         made = {size: self.batch(size) for size in dict.fromkeys(sizes)}
         return [made[size] for size in sizes]
 

@@ -75,7 +75,6 @@ class _NotFiniteError(Exception):
 
 
 def _fastest_shares(batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]) -> Sequence[int]:
-    """Split over devices whose caps are above their floors."""
     if len(times) == 1:
         _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
         return [batch_size]

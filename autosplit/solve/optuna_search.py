@@ -353,7 +353,6 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
 
 
 def _remembered(frozen: Any, number: int) -> Trial | None:
-    """Return a trial of an earlier process, or None if it is incomplete."""
     told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
         trial = replace(msgspec.convert(told, Trial))  # convert() leaves defaults unset, and JSON omits them

@@ -326,7 +326,6 @@ class Problem:
 
     @property
     def _most_of_ranks(self) -> int:
-        """Maximum samples per forward over all ranks."""
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
@@ -346,7 +345,6 @@ class Problem:
         return min((answer for answer in found if answer.samples_per_s >= enough), key=plainness)
 
     def _sizes_of_ranks(self) -> list[tuple[int, int]]:
-        """Return batch sizes to try, each with the samples of its optimizer step."""
         most, least = self._most_of_ranks, len(self.ceilings) * self.region.least_share
         if min(self.region.ceilings) < self.region.least_share or most < least:
             return []
