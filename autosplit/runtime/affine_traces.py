@@ -25,8 +25,8 @@ of size 1, so a tensor of one sample is contiguous in any order of its dimension
                                        (1, 12, 64) -> returns the same memory
 
 Kernels for one row also differ from kernels for several rows. So the trace model for batches of 2 and more is compared
-with a traced batch of 1 before it predicts a batch of 1 (`_predicts_one`). If they differ, steps in which a device has
-one sample get a separate model. Measured lines through several batch sizes start at 2 samples for the same reason.
+with a traced batch of 1 before it predicts a batch of 1 (`_predicts_one`). If they differ, steps with a batch of 1 on a
+device get a separate model. Measured lines through several batch sizes start at 2 samples for the same reason.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ UNHURRIED_S = 600.0
 """Default time limit of a call: NCCL's timeout for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""Seconds in which a process must end after a request to stop."""
+"""Maximum seconds between a request to stop and the end of the process."""
 
 _LOOK_S = 1.0
 """Seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""

@@ -94,7 +94,7 @@ class CudaFunctions(TorchFunctionMode):
 
 
 def _stands_in(value: Any) -> bool:
-    """Return whether a tensor is a fake CPU tensor, which stands for a CUDA tensor."""
+    """Return whether a tensor is a fake CPU tensor, which represents a CUDA tensor."""
     return isinstance(value, FakeTensor) and value.device.type == "cpu"
 
 

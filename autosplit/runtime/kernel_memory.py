@@ -288,4 +288,4 @@ _INSIDE = {op: formula for name, formula in _FORMULAS.items() for op in aten_ops
 WITH_INNER_MEMORY = frozenset(
     getattr(packet, overload) for packet in (*_INSIDE, *_PRODUCTS) for overload in packet.overloads()
 )
-"""Operators for which `temporary_blocks` or `workspaces` may return a block."""
+"""Operators that may need a block (`temporary_blocks`, `workspaces`)."""

@@ -42,7 +42,7 @@ Traces = Tracer | AffineTraces
 """A source of traces. `Tracer` runs each step, and `AffineTraces` predicts most of them."""
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
-"""The phases in which several devices work."""
+"""The phases with work on several devices."""
 
 _Played = Phase | Literal["first"]
 """The part of a step to replay. ``first`` is the first micro-step including the broadcast."""
@@ -443,6 +443,6 @@ def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Mo
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
-    """Return the transfers in which every replica takes part."""
+    """Return the transfers that involve every replica."""
     moves = (event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination))
     return [move for move in moves if (move.purpose, move.destination) != ("buffer", 0)]

@@ -315,7 +315,10 @@ class Tracer:
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return the cost of creating zero gradients, to which replicas' gradients are added: one op per parameter."""
+        """Return the cost of creating zero gradients, as one op per parameter.
+
+        Replicas' gradients are added to them.
+        """
         return self._zeroing
 
     def leaves_unused(self) -> bool:

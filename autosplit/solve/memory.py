@@ -105,8 +105,8 @@ class Fits:
     Attributes:
         roles: The requested roles, from ``"resume"``, ``"save"`` and ``"eval"``.
         copies_bytes: Bytes of the copies for resuming and saving, on device 0 or on each rank, throughout a step.
-        evaluation: Ceilings of a single-device forward without gradients, with a DDP rank's memory between steps. Empty
-            if ``"eval"`` was not requested.
+        evaluation: Ceilings of a forward without gradients on each device, in addition to the memory that a DDP rank
+            keeps between steps. Empty if ``"eval"`` was not requested.
     """
 
     roles: tuple[str, ...]

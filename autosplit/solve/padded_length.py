@@ -44,7 +44,7 @@ MOST_TOKENS = 2**24
 """Maximum length of a sample. A greater number is probably not a number of tokens."""
 
 MOST_FORETOLD = 100_000
-"""Maximum number of samples from which to predict the throughput of an epoch."""
+"""Maximum number of samples for the prediction of an epoch."""
 
 Batches = list[list[int]]
 

@@ -56,7 +56,7 @@ class Proposer:
         self.first = solver.first_trials()
 
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
-        """Propose the next trial after these trials, in the order in which they ran."""
+        """Propose the next trial after these trials, in the order of their runs."""
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
@@ -134,7 +134,7 @@ class Proposer:
         return next((c for c in near if promised[c] >= enough), near[len(near) // 2] if near else None)
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
-        """Return the best trial with slightly more or fewer samples on device 0, or None if both were tried.
+        """Return the best trial's configuration with slightly more or fewer samples on device 0, or None if both ran.
 
         The model's error is about the same for all three. Moving one of many samples would make no difference.
         """

@@ -209,7 +209,7 @@ class Solver:
         return {**counted, proportional_split(rest, split): 1} if rest else counted
 
     def holds(self, configuration: Configuration) -> bool:
-        """Return whether the space contains a configuration and each device gets at least `least_share` samples."""
+        """Return whether the space contains a configuration and no device has too few samples to train on."""
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
@@ -335,7 +335,7 @@ class Solver:
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
-        """Return the smallest other team within `WITHIN_REACH` of the best, to measure the cost of a device."""
+        """Return the smallest other team that reaches `WITHIN_REACH` of the best, to measure the cost of a device."""
         if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
 

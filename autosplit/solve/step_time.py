@@ -333,7 +333,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted time model, from which a plan can be solved again.
+    """A fitted time model. With it, a plan can be solved again.
 
     Attributes:
         step_time: The time of a BalancedDataParallel step. Predictions of DDP steps use the same curves.
