@@ -159,7 +159,6 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
 
 
 def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
-    """Raise DeviceError if this torch has no kernels for a GPU, with an alternative."""
     problems = {index: why_unsupported(cuda, index) for index in visible}
     bad = [index for index in indices if problems[index] is not None]
     if bad:

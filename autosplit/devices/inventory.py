@@ -210,7 +210,6 @@ def _report(gpu: _Gpu, kind: str) -> DeviceReport:
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
-    """Return notes on how ``CUDA_VISIBLE_DEVICES`` and CUDA's order map CUDA's numbers to NVML's."""
     if any(report.kind != "cuda" for report in reports):
         return []  # other back ends have no driver numbers
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")

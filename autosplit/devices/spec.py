@@ -140,7 +140,6 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
-    """Check the kinds of all devices of a spec, and number the devices."""
     if not devices:
         raise DeviceError(
             f"Device spec {shown(spec)} names no device. {_EXPECTED} Name at least one.", code="devices-empty"
@@ -214,7 +213,6 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
 
 
 def _sim_item(item: str, spec: str) -> tuple[int, Device]:
-    """Return the count and the device of an item such as ``2xA100-40GB``."""
     card, at, memory = (text.strip() for text in item.partition("@"))
     # Also match invalid counts such as "0x..." and "-1x...", which a later check rejects.
     match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)

@@ -119,7 +119,6 @@ def _remade(
 
 
 def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Predict the peak of each device, with gradients that are kept between forwards."""
     waiting_bytes = int(region.primary.fixed_bytes - before.primary.fixed_bytes)
     first, *others = (
         device.ceiling.bytes_at(share) + waiting_bytes if share else 0

@@ -354,7 +354,6 @@ def block_of(step_s: float, budget_s: float) -> int:
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
-    """Return the index of the device that ran out of memory, by the error's field or message ("GPU 1")."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]
         return names.index(error.device) if error.device in names else None

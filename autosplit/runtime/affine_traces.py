@@ -62,13 +62,7 @@ MOST_KEPT = 256
 
 @dataclass
 class _Shared:
-    """State that the trace models of one workload share across GPUs.
-
-    Attributes:
-        checks: Whether to compare predictions with traces.
-        given_up: Whether a trace model failed, so every step is traced.
-        traces: Cache of predicted traces, because a search repeats steps.
-    """
+    """State that the trace models of one workload share across GPUs. `traces` caches predicted traces."""
 
     checks: bool = False
     given_up: bool = False
@@ -391,7 +385,6 @@ def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[
 
 
 def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
-    """Return the memory of a device at its peak, by purpose."""
     if not len(rounded):
         return MemoryParts(0, 0, 0, 0, 0)
     until = int(rounded.cumsum().argmax()) + 1
@@ -401,7 +394,6 @@ def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
 
 
 def _events(events: Sequence[Event], numbers: Numbers) -> Iterator[Event]:
-    """Return the same events with other numbers, in the order of `_Columns.numbers`."""
     copies = iter(numbers[len(numbers) - sum(isinstance(event, Move) for event in events) :])
     start = 0
     for event in events:

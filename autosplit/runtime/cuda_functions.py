@@ -62,7 +62,6 @@ class CudaFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _autocast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function under CUDA's autocast if it is in CUDA's lists."""
         if func in FLOAT32:
             cast: Callable[[Any], Any] = _as_float32
         elif func in FLOAT32_RESULT:

@@ -326,7 +326,6 @@ def _positions(values: Tensor) -> int:
 
 
 def _input_product(inputs: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """Return the gradient of a convolution's input as a matrix product."""
     window = math.prod(weight.shape[2:])
     return _positions(inputs), weight.shape[1], weight.shape[0] // groups * window, groups
 

@@ -296,7 +296,6 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
 
 
 def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
-    """Return a note for each device that already has the model, because the traced copy needs additional memory."""
     held = bytes_on_accelerators(workload)
     return tuple(
         Note(

@@ -332,7 +332,6 @@ def _quiet_optuna() -> Iterator[None]:
 
 
 def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
-    """Return the trials of an unfinished search, and how many trials it requested."""
     import optuna
 
     states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)

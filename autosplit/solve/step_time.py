@@ -92,8 +92,7 @@ class TimeCurve:
 class StepTime:
     """The time of a BalancedDataParallel step.
 
-    A device without samples costs nothing. Each device has its own costs, because the fastest split may leave out a
-    device behind a slow link.
+    Each device has its own costs, because the fastest split may leave out a device behind a slow link.
 
     Attributes:
         curves: For each device, the compute time when no other device runs.
@@ -106,9 +105,9 @@ class StepTime:
         contention: Factor on the slowest device's time when several devices run. It is above 1 if they share a bus, a
             CPU or a power supply, and below 1 if copies overlap with computation.
         keeps: Whether replicas persist through all micro-steps of a step.
-        host_s: Seconds that the host takes to start one device's micro-step. It starts one device after another.
+        host_s: Seconds that the host takes to start one device's micro-step, one device after another.
         lead_s: Seconds of host time that overlap with the last backward, because the host also starts that backward.
-        leaves_out: Whether a device without samples costs nothing, so that leaving it out may be faster.
+        leaves_out: Whether a device without samples costs nothing.
     """
 
     leaves_out: ClassVar[bool] = True
