@@ -177,9 +177,9 @@ def why_unsupported(cuda: Any, index: int) -> str | None:
 def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
     """Return an error text if torch was not built for a compute capability, or None.
 
-    Machine code (``sm_86``) runs on the same major version from its minor version upwards, and with the suffix ``a``
-    only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list without
-    CUDA architectures (``gfx90a``) is accepted.
+    Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a``, it
+    runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list
+    without CUDA architectures (``gfx90a``) is accepted.
     """
     arches = [match for arch in built_for if (match := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch))]
     if not arches or any(_arch_runs(match, capability) for match in arches):

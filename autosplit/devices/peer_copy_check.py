@@ -1,6 +1,6 @@
 """Check that copies between this machine's GPUs arrive unchanged.
 
-On some machines, a direct copy between GPUs reports success but leaves zeros or old values, so training goes wrong
+On some machines, a direct copy between GPUs reports success but leaves zeros or old values. Training then goes wrong
 without an error. So send a known tensor once in each direction, and compare it on the host.
 """
 

@@ -1,8 +1,8 @@
 """Solve a plan again for less memory or a slow loader, using the plan's fits. No step is run.
 
-Peaks with fewer samples follow from the memory model near the ceiling and from the sizes that were tried, because more
-samples never have a lower peak. If the new step has several forwards and the plan's step had one, each device also
-keeps gradients between forwards.
+Peaks with fewer samples follow from the memory model near the ceiling and from the sizes that were tried. More samples
+never have a lower peak. If the new step has several forwards and the plan's step had one, each device also keeps
+gradients between forwards.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ splits] in `op_calls`). So one trace for each variant of a step predicts every b
 * A loss over the whole batch may be quadratic in the samples. A quadratic model covers such a loss on one device.
 
 The model is compared with a traced small step. It is also compared with the largest requested step above the odd sizes.
-If another kernel or branch runs at another size, the step has no trace model and is traced at each requested size.
-A step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a
-line through the two peaks predicts each peak.
+If another kernel or branch runs at another size, the step has no trace model and is traced at each requested size. A
+step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
+through the two peaks predicts each peak.
 
 Note [A batch of one]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -24,9 +24,9 @@ of size 1, so a tensor of one sample is contiguous in any order of its dimension
     x.transpose(0, 1).contiguous()     (2, 12, 64) -> copies 2 * 12 * 64 numbers
                                        (1, 12, 64) -> returns the same memory
 
-Kernels for one row also differ from kernels for several rows. So the trace model for batches of 2 and more is compared
-with a traced batch of 1 before it predicts a batch of 1 (`_predicts_one`). If they differ, steps with a batch of 1 on a
-device get a separate model. Measured lines through several batch sizes start at 2 samples for the same reason.
+Kernels for one row also differ from kernels for several rows. So the trace model for batches of 2 and more is first
+compared with a traced batch of 1 (`_predicts_one`). If they differ, steps with a batch of 1 on a device get a separate
+model. Measured lines through several batch sizes start at 2 samples for the same reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run the attention operator that torch's CUDA back end would choose, on fake CPU tensors.
 
-torch has four back ends for `scaled_dot_product_attention`. They save different tensors for the backward: the fused
-back ends save one number per row of scores, and the math back end saves the scores. The choice depends on compute
-capability, dtypes, head sizes, masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and torch's version.
+torch has four back ends for `scaled_dot_product_attention`. The fused back ends save one number per row of scores for
+the backward, and the math back end saves all scores. The choice depends on compute capability, dtypes, head sizes,
+masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and torch's version.
 
 Tests compare `chosen_backend` with torch's own choices in benchmarks/results/kernels.
 """

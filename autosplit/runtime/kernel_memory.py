@@ -10,8 +10,8 @@ a block must be one of these:
 * proportional to the batch between two limits (`Block.limits`): absent below the first, constant above the second.
 
 Example: the gradient of a bias of 1,024 numbers in float32. From 1,021 rows on, `sum` adds rows in groups and stores
-each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Above that, an H100 cannot run more
-groups at once, and the results stay at 132 MiB.
+each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Above that, an H100 cannot run more groups
+at once, and the results stay at 132 MiB.
 
 The formulas are from torch 2.11's sources, which are named at each function. They are compared with GPU measurements in
 benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's convolutions and recurrent
@@ -261,8 +261,8 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
     """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu: from the source, not measured.
 
-    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need
-    no block.
+    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need no
+    block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())

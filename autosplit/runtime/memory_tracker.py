@@ -13,8 +13,8 @@ they live. The rules:
   libraries are charged for the whole step (`kernel_memory`).
 * A dispatch mode does not affect worker threads, so the devices of a tracked step run one after another.
 
-Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator
-(torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator (torch c10/cuda/CUDACachingAllocator.cpp,
+kMinBlockSize).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ dimension comes from the batch exactly if 1031 divides it:
     (64, 12)                fixed             (64, 12)
 
 One trace then gives the shapes, bytes and work of every batch size. In a step of two devices, the sizes 1031 and 1051
-distinguish their samples, and 2082 is the whole batch (for example, the gathered outputs). With an ordinary size such
-as 32, a hidden size of 64 would look like two samples. A batch of 1 stays 1. See Note [A batch of one].
+distinguish their samples. The whole batch (for example, the gathered outputs) is 2082. With an ordinary size such as
+32, a hidden size of 64 would look like two samples. A batch of 1 stays 1. See Note [A batch of one].
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def followed_once() -> Iterator[None]:
 def _quick_collections() -> Iterator[None]:
     """Make garbage collections examine only new objects, after one full collection.
 
-    With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects
-    100 times.
+    With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects 100
+    times.
     """
     with held_interrupts():  # a KeyboardInterrupt in a finalizer would be lost
         gc.collect()

@@ -4,8 +4,8 @@
   can compute its size, so the real operator runs once for each shape. In its backward, the gradients of the two biases
   are one fake tensor, but two real tensors (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
   aten/src/ATen/native/mkldnn/RNN.cpp).
-- Four losses allocate an output as large as their input and shrink it to one number, which still occupies the memory
-  of all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+- Four losses allocate an output as large as their input and shrink it to one number. The memory stays allocated
+  (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
 - The backward of CTC allocates a second table besides its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
   The trace frees the table with the gradient, a few operators too late.
 - A product of two dtypes, for example with float64 from numpy, raises an error only with real tensors.

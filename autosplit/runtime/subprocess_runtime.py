@@ -59,8 +59,8 @@ class IsolatedRuntime:
 
     Args:
         make: A picklable function that makes the real runtime in that process.
-        deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time,
-            so that a smaller step can still run after a step that hangs.
+        deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time.
+            A smaller step can then still run.
 
     Raises:
         InputError: `make` cannot be pickled.

@@ -141,8 +141,8 @@ def run_placed(
 def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     """Run steps until a step leaves no more bytes on the first device than it found. The first creates optimizer state.
 
-    If random numbers decide which layers run, try the highest and the lowest numbers. Later steps use the numbers
-    with the higher peak.
+    If random numbers decide which layers run, try the highest and the lowest numbers. Later steps use the numbers with
+    the higher peak.
 
     Raises:
         WorkloadError: No step settles, so no batch size fits permanently.

@@ -272,9 +272,9 @@ def largest_fitting(
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits. The peak must grow with n, and `least` must fit.
 
-    Double from `start` until a size does not fit. Then try the size at which a line between the bounds (the largest
-    size that fits, the smallest that does not) reaches the capacity. Because the peak may not be linear, every third
-    try bisects. No size is tried twice.
+    Double from `start` until a size does not fit. Then draw a line from the largest size that fits to the smallest that
+    does not, and try where it reaches the capacity. Because the peak may not be linear, every third try bisects. No
+    size is tried twice.
     """
     low, high = least, most + 1  # low fits, high does not
     known: dict[int, float] = {}

@@ -14,8 +14,8 @@ of 8, and device 3 is a T4 with a ceiling of 4:
     T4            (0, 0, 4)         none      (0, 0, 0)
 
 These are 6 teams instead of 2 ** 3. Seven identical devices have 8 teams instead of 128. The fastest split of each team
-is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. If there are more than `MOST_TEAMS`
-teams, devices are left out only in the order of their cost per sample, the most expensive first.
+is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. With more than `MOST_TEAMS` teams,
+devices are left out only in the order of their cost per sample, the most expensive first.
 """
 
 from __future__ import annotations

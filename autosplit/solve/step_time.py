@@ -96,9 +96,9 @@ class StepTime:
 
     Attributes:
         curves: For each device, the compute time when no other device runs.
-        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0,
-            once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's entry
-            is 0.
+        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
+            Spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's
+            entry is 0.
         gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
             scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
         adds_up: Whether the devices share one CPU, so that their times add up.

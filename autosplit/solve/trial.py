@@ -61,9 +61,9 @@ def best_trial(
 ) -> Trial | None:
     """Return the best trial, or None if no trial ran.
 
-    Among the trials that are as fast as the fastest within their errors, choose the simplest: the fewest micro-steps,
-    then equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch size, choose
-    the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
+    Choose among the trials that are as fast as the fastest within their errors. Prefer the fewest micro-steps, then
+    equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch size, choose the
+    smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
         rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the
