@@ -17,7 +17,12 @@ from autosplit.errors import DeviceError
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of the machine. `cure` describes a fix unless `problem` already includes it."""
+    """A problem of the machine, with a fix.
+
+    Attributes:
+        problem: The problem. The message of an error also has the next step.
+        cure: How to fix it. Empty if `problem` describes the fix.
+    """
 
     problem: str
     cure: str = ""
@@ -28,6 +33,9 @@ class Card:
     """A device and its measured rates.
 
     Attributes:
+        device: ``"cuda:0"``.
+        name: The vendor's name.
+        memory_bytes: Total memory.
         free_bytes: Free memory, or None if unknown.
         used_by_others_bytes: Memory of other processes, or None if unknown.
         compute_capability: ``"9.0"``, or None for a device other than CUDA.
@@ -62,6 +70,8 @@ class Copy:
     """A copy from one GPU to another.
 
     Attributes:
+        source: The sending GPU.
+        destination: The receiving GPU.
         arrives: Whether the data arrives unchanged.
         gb_per_s: 10^9 bytes per second.
     """
@@ -78,7 +88,10 @@ class Meeting:
 
     Attributes:
         backend: Torch's backend for these devices: ``"nccl"``, ``"gloo"``.
+        ranks: Number of ranks.
         gb_per_s: 10^9 bytes of gradients reduced per second, or None if the all-reduce failed.
+        failure: The reason of the failure, or None.
+        cure: How to fix it.
     """
 
     backend: str
@@ -93,8 +106,12 @@ class Training:
     """A small model, tuned on this machine and trained with the plan.
 
     Attributes:
+        devices: The device spec.
+        split: Samples per device.
+        accumulation_steps: Micro-steps per optimizer step.
         predicted_samples_per_s: The plan's prediction.
         measured_samples_per_s: Throughput of training with the plan.
+        predicted_bytes: The plan's prediction of each device's peak.
         measured_bytes: Peak of each device during training.
         took_s: Tuning time.
     """
@@ -118,9 +135,13 @@ class Examination:
         cuda: The CUDA version that torch was built for, or None.
         driver: The version of NVIDIA's driver, or None if NVML does not report it.
         kind: Torch's name for the devices: ``"cuda"``, ``"xpu"``, ``"cpu"``.
+        cards: The usable devices.
         copies: Copies between all pairs of devices, in both directions.
         collective: An all-reduce between the devices, or None with fewer than two.
         training: A small tuned model, or None if it could not be tuned.
+        problems: Problems and how to fix them. Empty if there are none.
+        notes: Other remarks.
+        took_s: Total time.
     """
 
     torch: str

@@ -31,10 +31,15 @@ class DeviceReport:
     Attributes:
         logical_index: Its number in torch (``cuda:N``), or None if it is not visible to this process.
         physical_index: Its number in NVML and nvidia-smi, or None if NVML does not list it.
+        name: Its product name.
+        total_bytes: Total memory.
+        free_bytes: Free memory.
+        used_by_others_bytes: Memory of other processes.
         utilization_percent: Percentage of the last sampling period during which a kernel ran.
         temperature_c: Temperature in degrees Celsius.
         power_w: Power draw in watts.
         uuid: ``"GPU-..."``.
+        visible: Whether this process can use it.
         notes: Special properties, and values that could not be read.
         kind: Torch's name for the device type: ``"cuda"``, ``"xpu"``.
         unsupported: Why the installed torch cannot use the GPU, with the next step, or None.

@@ -17,12 +17,22 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class SharedResult:
-    """The results of `autosplit doctor` that a user shares. See `Examination` for the other attributes.
+    """The results of `autosplit doctor` that a user shares.
 
     Attributes:
         schema_version: Version of this format. It changes if a key is removed or gets another meaning.
         date: Day of the measurement, as ``2026-11-26``.
+        autosplit: Version of autosplit.
+        python: Version of Python.
         system: Operating system: ``"Linux"``, ``"Windows"``, ``"Darwin"``.
+        torch: Version of torch.
+        cuda: The CUDA version that torch was built for, or None.
+        driver: The version of NVIDIA's driver, or None if NVML does not report it.
+        kind: Torch's name for the devices: ``"cuda"``, ``"xpu"``, ``"cpu"``.
+        cards: The devices, with their measured rates.
+        copies: Copies between all pairs of devices, in both directions.
+        collective: An all-reduce between the devices, or None with fewer than two.
+        training: A small tuned model, with predictions and measurements. None if it could not be tuned.
     """
 
     schema_version: int

@@ -41,6 +41,8 @@ class Ceiling:
     """The largest number of samples that a device runs in one training step, and how it was found.
 
     Attributes:
+        device: The label of the device.
+        role: The role of the device in the step.
         batch_size: The ceiling in samples. 0 if not even one sample fits.
         limited_by: ``"memory"``, or another limit. ``"max_batch_size"``: the search stopped at this bound.
             ``"kernel"``: a kernel accepts no larger tensors (2^31 elements). ``"time"``: a larger batch would not raise
@@ -48,9 +50,10 @@ class Ceiling:
         fixed_bytes: Bytes at any batch size, by a line through the points near the ceiling.
         bytes_per_sample: Bytes per sample, by the same line.
         peak_bytes: Peak memory of a step at the ceiling.
+        capacity_bytes: Memory that training may use on this device.
         steps: Number of real training steps that were run to find the ceiling.
         ooms: Number of these steps that ran out of memory.
-        confirmed: Whether a real step ran at exactly this size.
+        confirmed: Whether a real step ran at exactly this size. Always False for a simulated GPU.
         points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is False for a trace.
         notes: Notes about processes that died while they ran steps, one for each cause.
     """
@@ -126,6 +129,7 @@ class MemoryParts:
     Attributes:
         parameters_bytes: Parameters, buffers, a replica's copies of them, and all other memory that outlives a step.
         gradients_bytes: Gradients of the parameters, and the gradient buckets of a DDP rank.
+        optimizer_bytes: Optimizer state.
         gathered_bytes: Outputs of all devices, gathered on device 0.
         activations_bytes: The batch, tensors saved for the backward, the loss, temporary tensors, cuBLAS workspaces.
         untraced_bytes: Measured memory beyond the other parts: cuDNN workspaces, and blocks cached by the allocator.
@@ -193,6 +197,7 @@ class Region:
     """The bounds of the search: which splits fit into memory.
 
     Attributes:
+        primary: Memory model of device 0.
         primary_capacity_bytes: Bytes that training may use on device 0.
         primary_ceiling: The ceiling of device 0 if it runs the whole batch.
         replica_ceilings: Ceilings of the other devices. Empty for a single device.

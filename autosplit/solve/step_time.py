@@ -95,19 +95,20 @@ class StepTime:
     Each device has its own costs, because the fastest split may leave out a device behind a slow link.
 
     Attributes:
+        leaves_out: Whether a device without samples costs nothing.
         curves: For each device, the compute time when no other device runs.
         copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
             Spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's
             entry is 0.
         gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
             scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
+        update_s: Seconds of the optimizer, once per step.
         adds_up: Whether the devices share one CPU, so that their times add up.
         contention: Factor on the slowest device's time when several devices run. It is above 1 if they share a bus, a
             CPU or a power supply, and below 1 if copies overlap with computation.
         keeps: Whether replicas persist through all micro-steps of a step.
         host_s: Seconds that the host takes to start one device's micro-step, one device after another.
         lead_s: Seconds of host time that overlap with the last backward, because the host also starts that backward.
-        leaves_out: Whether a device without samples costs nothing.
     """
 
     leaves_out: ClassVar[bool] = True
@@ -322,7 +323,14 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step and its prediction by the fit."""
+    """A measured optimizer step and its prediction by the fit.
+
+    Attributes:
+        split: Samples per device in a full forward.
+        accumulation_steps: Forwards per optimizer step.
+        measured_s: Measured seconds of the optimizer step.
+        predicted_s: Predicted seconds of the optimizer step.
+    """
 
     split: tuple[int, ...]
     accumulation_steps: int

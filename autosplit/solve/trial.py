@@ -31,6 +31,8 @@ class Trial:
     Attributes:
         number: Position of the trial in the search, from 0.
         gpu0_bsz: Samples per forward on device 0.
+        batch_size: Samples per forward.
+        accumulation_steps: Forwards per optimizer step.
         split: Samples per device in a full forward.
         samples_per_s: Throughput of whole optimizer steps. None if the trial failed.
         error_share: Standard error of the throughput, as a fraction of it. 0 if it is exact.
