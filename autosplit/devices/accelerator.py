@@ -51,7 +51,10 @@ def accelerator_at(kind: str | None = None) -> Found:
 def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) -> tuple[Device, ...]:
     """Return the devices at the given indices.
 
-    If all devices are selected, a device that fails or that another process uses exclusively is left out.
+    With `all_of`, skip a device that fails or that another process uses exclusively, if another device works.
+
+    Raises:
+        DeviceError: A device fails or is not supported by the installed torch, or several MIG instances are visible.
     """
     if found.kind == "cuda":
         _refuse_several_mig(found.module, indices)
@@ -76,8 +79,7 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
     """Return the device at an index.
 
-    Its capacity is memory that is free or held by this process's allocator, or the part of the host's memory that
-    training may use.
+    Its capacity is the free memory and the memory of this process's allocator, or the training's part of host memory.
     """
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
@@ -89,7 +91,7 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
         free_bytes = int(HOST_SHARE * available_host_bytes())
     else:
         free_bytes = None if is_mig(str(properties.name)) else free_bytes_by_nvml(nvml, uuid)
-        if free_bytes is None:  # creates a context, which uses some of the reported memory
+        if free_bytes is None:  # this creates a context, which uses some of the memory
             free_bytes = int(found.module.mem_get_info(index)[0])
     return Device(
         kind=found.kind,
@@ -103,15 +105,15 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
 
 
 def uses_host_memory(properties: Any) -> bool:
-    """Return whether a GPU uses the host's memory: GB10, Jetson, Apple's GPUs, and those in AMD's and Intel's CPUs.
+    """Return whether a GPU uses the host's memory: GB10, Jetson, Apple's GPUs, and GPUs in AMD's and Intel's CPUs.
 
-    torch has this property for CUDA and ROCm, and in recent versions for XPU. Without it, the GPU's own figure counts.
+    torch reports this for CUDA and ROCm, and in recent versions for XPU.
     """
     return bool(getattr(properties, "is_integrated", False) or getattr(properties, "is_integrated_gpu", False))
 
 
 def device_uuid(properties: Any) -> str | None:
-    """Return an accelerator's UUID, or None. torch omits the prefix of CUDA's UUIDs, so it is added as in NVML."""
+    """Return an accelerator's UUID, or None. torch omits the prefix of CUDA's UUIDs, so add it as in NVML."""
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return None
@@ -119,14 +121,14 @@ def device_uuid(properties: Any) -> str | None:
 
 
 class Visible(NamedTuple):
-    """An accelerator that this process sees, at its position in torch's order."""
+    """An accelerator that this process can use, in torch's order."""
 
     name: str
     uuid: str | None
 
 
 def visible_devices(kind: str) -> tuple[Visible, ...]:
-    """List the accelerators of a kind that this process sees, without creating a context."""
+    """List the accelerators of a kind that this process can use, without creating a context."""
     module = accelerator_at(kind).module
     found = [] if module is None else [module.get_device_properties(index) for index in range(module.device_count())]
     return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
@@ -135,8 +137,8 @@ def visible_devices(kind: str) -> tuple[Visible, ...]:
 def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
     """Return the current index of each device of a plan, or None if the device is missing.
 
-    Devices are identified by UUID. So another CUDA_VISIBLE_DEVICES does not move a device's batch to another GPU. If
-    no UUID matches, as on an identical machine, devices are matched by name in the same order.
+    Match devices by UUID, because CUDA_VISIBLE_DEVICES may have changed. If no UUID matches, as on an identical
+    machine, match devices by name in the same order.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)
@@ -157,7 +159,6 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
 
 
 def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
-    """Raise if this torch has no kernels for a GPU, and name an alternative, before its first operation fails."""
     problems = {index: why_unsupported(cuda, index) for index in visible}
     bad = [index for index in indices if problems[index] is not None]
     if bad:
@@ -174,10 +175,10 @@ def why_unsupported(cuda: Any, index: int) -> str | None:
 
 
 def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
-    """Compare a compute capability with the architectures that torch was built for.
+    """Return an error text if torch was not built for a compute capability, or None.
 
-    Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a`` it
-    runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or one
+    Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a``, it
+    runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list
     without CUDA architectures (``gfx90a``) is accepted.
     """
     arches = [match for arch in built_for if (match := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch))]

@@ -1,7 +1,7 @@
 """Load the catalogue of GPUs for ``sim:`` specs, and find a GPU by any spelling of its name.
 
-The figures are in ``gpus.toml``, each row with its source. AUTOSPLIT_GPUS may name a file of the same format, or the
-output of ``autosplit doctor --json``, to add or replace GPUs. That file is untrusted input.
+The values are in ``gpus.toml``, each row with its source. To add or replace GPUs, AUTOSPLIT_GPUS may name a file of the
+same format, or the output of ``autosplit doctor --json``. That file is untrusted input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 GPUS_VARIABLE = "AUTOSPLIT_GPUS"
-"""The environment variable with the path of the user's own GPU file."""
+"""The environment variable with the path of the user's GPU file."""
 
 SIMULATED_ERRORS = (
     (
@@ -50,7 +50,7 @@ UNMEASURED_RATES = "unmeasured-rates"
 """The kind of the note on GPUs without measured kernel rates."""
 
 _DEFAULTS_OF = "A100 and H100"
-"""The GPUs between whose measurements the ``sustained`` of [defaults] lies."""
+"""The GPUs whose measurements are the lower and upper bound of ``sustained`` in [defaults]."""
 
 _MOST_BYTES = 2**20
 
@@ -88,8 +88,6 @@ class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of a GPU file."""
-
     cards: dict[_Name, _Row] = {}
     links: dict[str, _Positive] = {}
     defaults: _Defaults | None = None
@@ -101,18 +99,16 @@ class GpuSpec:
 
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
-        memory_bytes: Nominal memory.
         context_bytes: Memory that the CUDA context uses.
         fragmented: Fraction of the rest that workspaces and gaps between tensors use.
         peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
-        memory_bytes_per_s: Bandwidth of the GPU's memory.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
-        launch_s: Time to launch an operation before its kernel starts work.
+        launch_s: Seconds to launch an operation before its kernel starts.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
-        multiprocessors: None if unknown. Products are then assumed to use all of them.
+        multiprocessors: None if unknown. Then products are assumed to use the whole GPU.
         sustained: Fraction of a peak that long products reach, by dtype.
-        sustained_on: GPUs on which these fractions were measured, if not on this GPU (``"A100 and H100"``). Else empty.
+        sustained_on: Other GPUs on which `sustained` was measured (``"A100 and H100"``), or empty.
         memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
             slow products.
         driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
@@ -137,7 +133,7 @@ class GpuSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors can use on a whole GPU."""
+        """Memory of a whole GPU that tensors can use."""
         return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
@@ -154,20 +150,19 @@ class GpuSpec:
         """Rate of copies from pinned host memory: 80% of PCI Express x16 of the GPU's generation.
 
         Volta and Turing have PCI Express 3.0, Ampere and Ada 4.0, Hopper and later 5.0. For GPUs of AMD and Intel, 4.0
-        is assumed. Copies of 64 MiB to an H100 took 1.3 ms (``benchmarks/results/gpu/h100.json``: a step without and
-        with the copy).
+        is assumed. Copies of 64 MiB to an H100 took 1.3 ms (``benchmarks/results/gpu/h100.json``).
         """
         major = 8 if self.compute_capability is None else int(self.compute_capability.split(".")[0])
         return 12.6e9 * (1 if major < 8 else 2 if major < 9 else 4)
 
     @property
     def rates(self) -> str:
-        """Source of the rates: ``"published"``, or the device that they were measured on."""
+        """Source of the rates: ``"published"``, or ``"measured "`` and the device."""
         return self.source if self.source.startswith("measured ") else "published"
 
 
 def unmeasured_rates(specs: Iterable[GpuSpec]) -> str:
-    """Return sentences on the GPUs that are predicted with the kernels of other GPUs, or an empty text."""
+    """Return a warning about GPUs that are predicted with the kernels of other GPUs, or an empty text."""
     found = {spec.name: spec for spec in specs}.values()
     others = ", ".join(f"{spec.name} ({spec.sustained_on})" for spec in found if spec.sustained_on)
     foreign = ", ".join(spec.name for spec in found if spec.compute_capability is None)
@@ -201,7 +196,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         else:
             given = _table_of(text)
         others = _specs(given, table)
-    # Some valid TOML (dates, numbers with thousands of digits) raises other errors than the parser's own.
+    # Some valid TOML (dates, numbers with thousands of digits) raises other errors than the parser's.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
@@ -219,7 +214,7 @@ def _table_of(text: str) -> _Table:
 
 
 def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
-    """Make the GPUs of a file. Its links and defaults take precedence over the known ones."""
+    """Make the GPUs of a file. Its links and defaults override the catalogue's."""
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has defaults"
     links = {**known.links, **table.links}
@@ -282,7 +277,7 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Return the row of a GPU by its own or the driver's name. Case, spaces, '-', '_' and the brand do not matter.
+    """Return the row of a GPU by its name or the driver's name. Case, spaces, '-', '_' and the brand do not matter.
 
     Raises:
         DeviceError: No row or more than one row has this name.

@@ -1,8 +1,7 @@
 """Describe a device, its capacity and its memory reserve.
 
 Devices are accelerators under torch's names (``cuda``, ``xpu``, ``npu``, ``mps``, ...), ``cpu`` (this machine's CPU,
-with or without a memory budget) and ``sim`` (GPUs of the catalogue). Importing this module loads neither torch nor
-NVML.
+with or without a memory budget) and ``sim`` (GPUs of the catalogue). This module imports neither torch nor NVML.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from autosplit.errors import InputError, shown
 from autosplit.text import parse_bytes, size_text
 
 MAX_DEVICES = 1024
-"""Most devices of a spec. A larger count is a typing error."""
+"""Maximum number of devices in a spec. A larger count is a typing error."""
 
 _ACCELERATOR_RESERVE = 0.05
 
@@ -29,11 +28,11 @@ class Device:
 
     Attributes:
         kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator (``"cuda"``, ``"xpu"``).
-        index: Its position among the devices for ``cpu`` and ``sim``, its logical index for an accelerator.
+        index: The logical index of an accelerator, otherwise the position among the devices.
         name: ``"NVIDIA GeForce RTX 3090"``, ``"RTX3090"`` (simulated) or ``"cpu"``.
-        capacity_bytes: Memory for planning, before the reserve. For an accelerator: memory that is free or held by this
-            process's allocator. For ``sim``: the GPU's memory, or the size after ``@``. For ``cpu``: the budget, or 80%
-            of the available memory.
+        capacity_bytes: Memory for planning, before the reserve. For an accelerator, the free memory and the memory of
+            this process's allocator. For ``sim``, the GPU's memory, or the size after ``@``. For ``cpu``, the budget,
+            or 80% of the available memory.
         budgeted: Whether the capacity is enforced exactly, as for ``sim`` and ``cpu:SIZE``.
         spec: The catalogue's row. Only for ``sim``.
         uuid: ``"GPU-..."``. Only for accelerators, None if unknown.
@@ -58,11 +57,15 @@ class Device:
 
 
 LEAST_RESERVE_BYTES = 1024
-"""Smallest reserve. A smaller number is probably a size without its unit."""
+"""Minimum reserve. A smaller number is probably a size without its unit."""
 
 
 def parse_reserve(value: str | float | None) -> int | float | None:
-    """Parse a device's memory reserve: an int of bytes, a float fraction of its capacity, or None for the default."""
+    """Parse a device's memory reserve: an int of bytes, a float fraction of its capacity, or None for the default.
+
+    Raises:
+        InputError: The reserve is neither a size nor a fraction below 1, or probably lacks its unit.
+    """
     if value is None:
         return None
     reserve = _reserve_in(value) if isinstance(value, str) else value
@@ -82,7 +85,6 @@ def parse_reserve(value: str | float | None) -> int | float | None:
 
 
 def _reserve_in(text: str) -> int | float | None:
-    """Parse a size or a fraction. Return None if the text is neither."""
     if percent := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip()):
         return float(Fraction(percent[1]) / 100)
     if re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):
@@ -94,7 +96,11 @@ def _reserve_in(text: str) -> int | float | None:
 
 
 def reserve_bytes(reserve: str | float | None, device: Device) -> int:
-    """Return the bytes to keep free on a device, rounded up. The default is 5% on accelerators and 0 elsewhere."""
+    """Return the bytes to keep free on a device, rounded up. The default is 5% on accelerators and 0 elsewhere.
+
+    Raises:
+        InputError: As `parse_reserve`, or the reserve is at least the whole capacity.
+    """
     wanted = parse_reserve(reserve)
     if wanted is None:
         wanted = _ACCELERATOR_RESERVE if is_accelerator(device.kind) else 0

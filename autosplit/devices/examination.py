@@ -21,7 +21,7 @@ class Problem:
 
     Attributes:
         problem: The problem. The message of an error also has the next step.
-        cure: How to fix it. Empty if `problem` has it.
+        cure: How to fix it. Empty if `problem` describes the fix.
     """
 
     problem: str
@@ -34,17 +34,17 @@ class Card:
 
     Attributes:
         device: ``"cuda:0"``.
-        name: The vendor's name for it.
+        name: The vendor's name.
         memory_bytes: Total memory.
         free_bytes: Free memory, or None if unknown.
-        used_by_others_bytes: Memory that other processes hold, or None if unknown.
+        used_by_others_bytes: Memory of other processes, or None if unknown.
         compute_capability: ``"9.0"``, or None for a device other than CUDA.
         compute_mode: ``"default"``, ``"exclusive process"``, ..., or None if NVML does not report it.
         catalogue: The catalogue row with this name, or None.
         tflops: Rate of matrix products by dtype, in 10^12 operations per second. ``"tf32"`` only if supported.
-        tflops_of_catalogue: The same as fractions of the catalogue's rates. Empty without a row.
+        tflops_of_catalogue: `tflops` as fractions of the catalogue's rates. Empty without a row.
         memory_gb_per_s: Bytes read and written in its memory, in 10^9 per second.
-        memory_of_catalogue: The same as a fraction of the catalogue's rate. None without a row.
+        memory_of_catalogue: `memory_gb_per_s` as a fraction of the catalogue's rate. None without a row.
         launch_s: Host time per operation.
         usual_link_gb_per_s: The catalogue's rate to a neighbouring GPU, in 10^9 bytes per second. None without a row.
     """
@@ -109,9 +109,9 @@ class Training:
         devices: The device spec.
         split: Samples per device.
         accumulation_steps: Micro-steps per optimizer step.
-        predicted_samples_per_s: Throughput that the plan predicts.
+        predicted_samples_per_s: The plan's prediction.
         measured_samples_per_s: Throughput of training with the plan.
-        predicted_bytes: Peak of each device that the plan predicts.
+        predicted_bytes: The plan's prediction of each device's peak.
         measured_bytes: Peak of each device during training.
         took_s: Tuning time.
     """
@@ -160,8 +160,11 @@ class Examination:
 def cards_table(examination: Examination) -> dict[str, Any]:
     """Return the machine's GPUs with their measured rates, in the format of ``autosplit/devices/gpus.toml``.
 
-    A single GPU has no link to measure. It gets the link of its catalogue row, or PCI Express 4.0 without a row. Data
-    types that a GPU does not support run as float32.
+    Without a measured link, a GPU gets the link of its catalogue row, or PCI Express 4.0. Data types that a GPU does
+    not support run as float32.
+
+    Raises:
+        DeviceError: The machine has no accelerator.
     """
     if not is_accelerator(examination.kind):
         raise DeviceError(
@@ -191,7 +194,7 @@ def cards_table(examination: Examination) -> dict[str, Any]:
 
 
 def cards_toml(examination: Examination) -> str:
-    """Return `cards_table` as the text of a file, for AUTOSPLIT_GPUS."""
+    """Return `cards_table` as the text of a file for AUTOSPLIT_GPUS."""
     table = cards_table(examination)
     lines = ["# Rates that autosplit doctor measured, for AUTOSPLIT_GPUS.", "", "[links]"]
     lines += [f"{name} = {rate}" for name, rate in table["links"].items()]
@@ -211,7 +214,7 @@ def _rounded(rate: float) -> float:
 
 
 def row_name(name: str) -> str:
-    """Return a GPU's name as the name of a row of the catalogue."""
+    """Convert a GPU's name to the name of a catalogue row."""
     name = re.sub(r"\((R|TM)\)", "", name)
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name).strip("-")
     return (plain if plain[:1].isalpha() else f"card-{plain}")[:60]

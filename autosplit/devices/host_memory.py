@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HOST_SHARE = Fraction(80, 100)
-"""Part of the host's available memory that training may use, on a CPU and on GPUs that use the host's memory.
+"""Fraction of the host's available memory that training may use, on a CPU and on GPUs that use the host's memory.
 
 The rest is for the loader, other programs and the file cache. A host without free memory stops responding. A DGX Spark
 stops without an out-of-memory error (github.com/NVIDIA/open-gpu-kernel-modules, issue 1358).
 """
 
 FILLED_SHARE = 0.5
-"""About the part of a GPU's capacity that steps fill to find a ceiling, if the GPU uses the host's memory.
+"""Approximate fraction of capacity that steps fill to find a ceiling on a GPU that uses the host's memory.
 
 On emulated devices with 51 and 160 MiB, no step of seven searches ran out of memory, and every ceiling ran, also with
 3% more samples. With 75%, two steps ran out of memory, because the allocator reserved more than they used.
@@ -28,9 +28,9 @@ _UNKNOWN_HOST_BYTES = 4 * 2**30
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may still use: the kernel's figure, limited by the process's cgroups.
+    """Return the bytes that this process may still use: the kernel's value, limited by the process's cgroups.
 
-    Without /proc, psutil is asked if it is installed.
+    Without /proc, use psutil if it is installed.
     """
     free_bytes = _cgroup_bytes(root)
     if match := re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
@@ -41,7 +41,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """Return the free bytes of each memory cgroup (v1 or v2), from the process's own up to the root."""
+    """Return the free bytes of each memory cgroup (v1 or v2), from the process's cgroup up to the root."""
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -71,7 +71,7 @@ def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
 
 
 def _sysconf_bytes() -> int:
-    """Return available memory without /proc: free pages, or half of all pages, or a cautious constant."""
+    """Return available memory without /proc: free pages, or half of all pages, or `_UNKNOWN_HOST_BYTES`."""
     for name, share in (("SC_AVPHYS_PAGES", 1.0), ("SC_PHYS_PAGES", 0.5)):
         try:
             pages = os.sysconf(name)
@@ -84,7 +84,6 @@ def _sysconf_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, or an empty text if there is no file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

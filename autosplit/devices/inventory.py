@@ -1,7 +1,6 @@
 """List every GPU of the machine with its current use, for ``autosplit devices``.
 
-CUDA's GPUs are matched with NVML's by UUID or else by PCI address. Failures of CUDA or NVML do not raise. They become
-notes.
+CUDA's GPUs are matched with NVML's by UUID or PCI address. Failures of CUDA or NVML become notes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from autosplit.errors import first_line
 _T = TypeVar("_T")
 
 
-# NVML reports these for a whole GPU, and CUDA for a MIG slice of it.
+# Values that NVML reports for a whole GPU, and CUDA for a MIG slice of it.
 _MEASURED = ("total_bytes", "free_bytes", "used_bytes", "own_bytes", "utilization_percent")
 
 
@@ -30,20 +29,20 @@ class DeviceReport:
     """One GPU as ``autosplit devices`` shows it. Unknown values are None.
 
     Attributes:
-        logical_index: Its number in torch (``cuda:N``), or None if this process cannot see the GPU.
+        logical_index: Its number in torch (``cuda:N``), or None if it is not visible to this process.
         physical_index: Its number in NVML and nvidia-smi, or None if NVML does not list it.
         name: Its product name.
         total_bytes: Total memory.
         free_bytes: Free memory.
-        used_by_others_bytes: Memory that other processes hold.
-        utilization_percent: Percentage of the last sampling period in which a kernel ran.
+        used_by_others_bytes: Memory of other processes.
+        utilization_percent: Percentage of the last sampling period during which a kernel ran.
         temperature_c: Temperature in degrees Celsius.
         power_w: Power draw in watts.
         uuid: ``"GPU-..."``.
         visible: Whether this process can use it.
         notes: Special properties, and values that could not be read.
         kind: Torch's name for the device type: ``"cuda"``, ``"xpu"``.
-        unsupported: Why the installed torch cannot use the GPU, with the next step. None if it can.
+        unsupported: Why the installed torch cannot use the GPU, with the next step, or None.
     """
 
     logical_index: int | None
@@ -85,11 +84,11 @@ class _Gpu:
 
 
 def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
-    """List every GPU of the machine, including GPUs that this process cannot see.
+    """List every GPU of the machine, including GPUs that are not visible to this process.
 
     Returns:
-        The GPUs, first the visible ones in CUDA's order, and notes about the machine (no driver, no NVML, the mapping
-        of ``CUDA_VISIBLE_DEVICES``). Failures of CUDA and NVML do not raise. They are in the notes.
+        The GPUs, first the visible GPUs in CUDA's order, and notes about the machine: no driver, no NVML, failures,
+        the mapping of ``CUDA_VISIBLE_DEVICES``.
     """
     notes: list[str] = []
     found = accelerator_at()
@@ -112,7 +111,6 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
 
 
 def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
-    """Return the GPUs that torch sees."""
     gpus, cuda = [], found.module
     for index in range(_read(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
@@ -137,7 +135,6 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 
 
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
-    """Return one GPU with all data that NVML reports."""
     notes: list[str] = []
     name = _read(notes, "name", lambda: str(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
@@ -153,7 +150,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
         notes, "temperature", lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
     )
     gpu.power_w = _read(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-    # A GPU without MIG answers "not supported", which needs no note.
+    # A GPU without MIG raises "not supported", which needs no note.
     mig = _read([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0]:
         gpu.mig = True
@@ -162,7 +159,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """Return the bytes that NVML reports for this process, or None if it lists no such process or no sizes."""
+    """Return the bytes that NVML reports for this process, or None if NVML does not list them."""
     processes = _read(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None
@@ -173,7 +170,6 @@ def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
 
 
 def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
-    """Merge NVML's data into CUDA's view of a GPU."""
     known = _same_gpu(gpu, physical)
     if known is not None:
         # For a MIG slice, use CUDA's memory size. NVML reports the whole GPU.
@@ -187,7 +183,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
         gpu.free_bytes = available_host_bytes()
         gpu.used_bytes = max(0, (gpu.total_bytes or 0) - gpu.free_bytes)
     if gpu.free_bytes is None:
-        # NVML has no values for unified memory and slices, but CUDA has. This creates a context, so do it only here.
+        # Only CUDA has values for unified memory and slices. The call creates a context, so avoid it if possible.
         memory = _read(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
         if memory is not None:
             gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])
@@ -200,7 +196,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
 
 
 def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
-    """Find a CUDA GPU in NVML's list by UUID, then by PCI address. Indices do not match, since the orders differ."""
+    """Find a CUDA GPU in NVML's list by UUID, then by PCI address. The indices differ, because the orders differ."""
     for attribute in ("uuid", "pci"):
         value = getattr(gpu, attribute)
         matches = [other for other in physical if value is not None and getattr(other, attribute) == value]
@@ -219,9 +215,8 @@ def _report(gpu: _Gpu, kind: str) -> DeviceReport:
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
-    """Return notes on how ``CUDA_VISIBLE_DEVICES`` and CUDA's order map CUDA's numbers to NVML's."""
     if any(report.kind != "cuda" for report in reports):
-        return []  # other back ends have no driver numbers to map to
+        return []  # other back ends have no driver numbers
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [report for report in reports if report.visible]
     setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}"
@@ -251,7 +246,7 @@ def _read(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
 
 
 def _pynvml_distribution_note() -> str | None:
-    """Return a note if the separate, older distribution `pynvml` is installed. It shadows `nvidia-ml-py`."""
+    """Return a note if the older distribution `pynvml` is installed, which shadows `nvidia-ml-py`."""
     try:
         version = importlib.metadata.version("pynvml")
     except importlib.metadata.PackageNotFoundError:

@@ -16,9 +16,9 @@ def is_mig(name: str) -> bool:
 
 
 def mig_count(names: Iterable[str]) -> int:
-    """Count the MIG instances assigned to this process. CUDA uses only one and silently ignores the others.
+    """Count the MIG instances assigned to this process, in ``CUDA_VISIBLE_DEVICES`` or in CUDA's `names`.
 
-    The count is the larger of the instances in ``CUDA_VISIBLE_DEVICES`` and in CUDA's `names`.
+    CUDA uses only one and silently ignores the others.
     """
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))
@@ -40,7 +40,6 @@ def started_nvml() -> tuple[Any, str]:
 
 
 def _nvml_start_problem(error: Exception) -> str:
-    """Return the note for an NVML that does not start."""
     reasons = {
         "NVMLError_LibraryNotFound": ("no NVIDIA driver is installed", "Install it"),
         "NVMLError_DriverNotLoaded": ("the NVIDIA driver is installed but not loaded", "Load it, or reboot"),
@@ -62,7 +61,7 @@ def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:
 
 
 def memory_by_nvml(nvml: Any, handle: Any) -> Any:
-    """Read a GPU's memory from NVML. Version 2 excludes the driver's own memory. Version 1 is the fallback."""
+    """Read a GPU's memory from NVML. Version 2 excludes the driver's memory. Version 1 is the fallback."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except Exception:  # noqa: BLE001 (some drivers answer "unknown error" to version 2)

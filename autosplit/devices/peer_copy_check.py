@@ -1,7 +1,7 @@
 """Check that copies between this machine's GPUs arrive unchanged.
 
-On some machines a direct copy from one GPU to another reports success but leaves zeros or old values. Training then
-goes wrong without an error. So a known tensor is sent once in each direction and compared on the host.
+On some machines, a direct copy between GPUs reports success but leaves zeros or old values. Training then goes wrong
+without an error. So send a known tensor once in each direction, and compare it on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from autosplit.errors import DeviceError
 
 _HOST = torch.device("cpu")
-_NUM_VALUES = 2**16  # 256 KiB: some links lose small copies and some lose large ones
+_NUM_VALUES = 2**16  # 256 KiB: some links lose small copies and some lose large copies
 
 _sound: set[tuple[torch.device, torch.device]] = set()
 """Pairs of source and destination that passed the check in this process."""
@@ -28,6 +28,9 @@ def check_links(devices: Sequence[torch.device]) -> None:
     """Check that tensors arrive unchanged between the first device and each other device.
 
     Each direction is checked once per process, and again after a failure. CPU devices and repeated GPUs are skipped.
+
+    Raises:
+        DeviceError: A tensor arrived with other values.
     """
     gpus = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
     with _lock:
@@ -48,8 +51,8 @@ def _check_direction(source: torch.device, destination: torch.device) -> None:
 
 
 def _known_values() -> Tensor:
-    """Return values that were not sent before. If a copy does nothing, old values cannot pass the check."""
-    global _num_sent  # noqa: PLW0603  # guarded by the lock, as all of this module's state is
+    """Return values that were not sent before, so that old values cannot pass the check."""
+    global _num_sent  # noqa: PLW0603  # guarded by the lock, as all state of this module
     first = 1 + _num_sent % 2**14 * _NUM_VALUES  # within int32, and never 0
     _num_sent += 1
     return torch.arange(first, first + _NUM_VALUES, dtype=torch.int32, device=_HOST)

@@ -1,6 +1,6 @@
 """Make the file that `autosplit doctor --share` writes: a machine's rates, and a plan's predictions for it.
 
-docs/results.md is a table of such files. They have no user, path, process, UUID or host name.
+docs/results.md is a table of such files. They contain no user, path, process, UUID or host name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SharedResult:
         cards: The devices, with their measured rates.
         copies: Copies between all pairs of devices, in both directions.
         collective: An all-reduce between the devices, or None with fewer than two.
-        training: A small tuned model, with predicted and measured figures. None if it could not be tuned.
+        training: A small tuned model, with predictions and measurements. None if it could not be tuned.
     """
 
     schema_version: int
@@ -51,7 +51,7 @@ class SharedResult:
 
 
 def shared_result(found: Examination) -> SharedResult:
-    """Return what a user shares of an examination: no remarks, no texts of errors, nothing on other processes."""
+    """Return the shareable results of an examination: without remarks, error texts and data of other processes."""
     collective = None if found.collective is None else replace(found.collective, failure=None, cure="")
     return SharedResult(
         schema_version=SCHEMA_VERSION,

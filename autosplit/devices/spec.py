@@ -23,7 +23,7 @@ _EXPECTED = "Expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 
 
 
 def list_devices() -> tuple[Device, ...]:
-    """List the accelerators that this process sees, in torch's order, or the CPU if there are none.
+    """List the accelerators that this process can use, in torch's order, or the CPU if there are none.
 
     Raises:
         DeviceError: No accelerator reports its memory.
@@ -45,10 +45,10 @@ def parse_devices(
         spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` (any accelerator type of torch), ``"cpu"``,
             ``"cpu:2GiB,cpu:1GiB"`` (enforced budgets), ``"sim:2xA100-40GB+1xRTX3090"``, ``"sim:3xRTX3090@10GiB"``
             (reduced memory), a `Device`, a ``torch.device``, or a sequence of these. All must have one kind. A sequence
-            may have the numbers of visible accelerators, as in ``[0, 1]``. None and ``"auto"`` select every visible
+            may contain numbers of visible accelerators, as in ``[0, 1]``. None and ``"auto"`` select every visible
             accelerator, or the CPU if there are none.
-        ask_memory: If False, use an accelerator's total memory as its capacity. If NVML is missing, reading the free
-            memory creates a context, which a process that does not compute there should avoid.
+        ask_memory: If False, use an accelerator's total memory as its capacity. Without NVML, reading the free memory
+            creates a context. A process that does not compute there should avoid it.
 
     Returns:
         The devices in the order of the spec. Devices of ``cpu`` and ``sim`` are numbered by position.
@@ -58,7 +58,7 @@ def parse_devices(
             installed torch was not built for, a count or budget of 0, several kinds, or over 1024 devices.
 
     Warns:
-        DeviceWarning: The spec selects every GPU. A GPU that does not report its memory is left out.
+        DeviceWarning: The spec selects every GPU, and a GPU that does not report its memory is left out.
     """
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         found = accelerator_at()._replace(ask_memory=ask_memory)
@@ -93,11 +93,10 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
 
 
 def _parse_text(text: str, ask_memory: bool) -> list[Device]:
-    """Return the devices of a comma-separated string."""
     devices: list[Device] = []
     kind = ""
     for piece in (piece.strip() for piece in text.split(",")):
-        # In "cuda:0,2" the second item continues with the kind of the first.
+        # In "cuda:0,2", the second item has the kind of the first.
         goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
         head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
         kind = head.strip().lower()
@@ -121,7 +120,6 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
 
 
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
-    """Return the error message for an item that does not start with a device kind."""
     if not piece:
         return f"Device spec {shown(text)} has an empty item. {_EXPECTED} Name at least one device."
     hint = "Correct the name."
@@ -142,7 +140,6 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
-    """Return all devices of a spec after checking their kinds and numbering them."""
     if not devices:
         raise DeviceError(
             f"Device spec {shown(spec)} names no device. {_EXPECTED} Name at least one.", code="devices-empty"
@@ -216,9 +213,8 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
 
 
 def _sim_item(item: str, spec: str) -> tuple[int, Device]:
-    """Return the count and the device of an item such as ``2xA100-40GB``."""
     card, at, memory = (text.strip() for text in item.partition("@"))
-    # Match counts such as "0x..." and "-1x..." too, so that a later check can reject them.
+    # Also match invalid counts such as "0x..." and "-1x...", which a later check rejects.
     match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)
     assert match is not None
     count_text, name = match[1] or "1", match[2]
@@ -253,14 +249,13 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
 
 
 def _absent_advice(found: Found) -> str:
-    """Return the first step for a user whose accelerator is missing."""
     if "build without" in str(found.why_not):
         return f"Install a build of torch for {found.kind} (https://pytorch.org/get-started/locally)."
     return f"Make a {found.kind} device visible to this process."
 
 
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
-    """Parse ``cuda``, or one index of it."""
+    """Parse an accelerator kind such as ``cuda``, or a kind with one index."""
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
         raise DeviceError(
@@ -281,4 +276,4 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
 
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "mtia")
-"""Known accelerator kinds. If a spec names an absent kind, the error can report that."""
+"""Known accelerator kinds. If a spec names an absent kind, the error reports this."""

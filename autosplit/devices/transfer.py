@@ -1,10 +1,8 @@
 """Copy a tensor differentiably between two devices of a step.
 
 Without GPUs, all devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are torch's one CPU, so `.to()` copies nothing.
-`transfer` is a separate op that a `Placement` can see. The placement tracks the step, charges the copy to its
-destination, and times the link. The backward of `transfer` is the copy in the other direction.
-
-Outside a placement all CPU devices share one set of weights, so nothing is copied.
+`transfer` is a separate op that a `Placement` intercepts, to charge the copy to its destination and to time the link.
+Its backward is the copy in the other direction. Outside a placement, all CPU devices share one set of weights.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ HOST = -1
 
 
 class Placement(Protocol):
-    """A tracker of a step that knows each tensor's device."""
+    """A tracker of a step that records each tensor's device."""
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the step."""
+        """Number of devices of the step."""
 
     def adopt(self, tensor: Tensor, device: int) -> None:
-        """Charge an existing tensor to a device. A tensor that was adopted before stays on its device."""
+        """Charge an existing tensor to a device. A tensor that already has a device stays there."""
 
     def device_of(self, tensor: Tensor) -> int:
-        """Return a tensor's device, or `HOST` if it was never adopted."""
+        """Return a tensor's device, or `HOST` if the tensor was never adopted."""
 
 
 ACTIVE: ContextVar[Placement | None] = ContextVar("autosplit_placement", default=None)
@@ -42,7 +40,7 @@ def active_placement() -> Placement | None:
     return ACTIVE.get()
 
 
-# `custom_op` cannot be used: in torch 2.8 its output check rejects sparse tensors.
+# Do not use `custom_op`: in torch 2.8 its output check rejects sparse tensors.
 _LIBRARY = torch.library.Library("autosplit", "FRAGMENT")
 _LIBRARY.define("transfer(Tensor tensor, SymInt source, SymInt destination, str purpose) -> Tensor")
 

@@ -1,6 +1,6 @@
 """Explain why no saved plan was used: find the most similar plan, and name the parts of the key that differ.
 
-The content of a plan's file is not trusted. It is only shown, on one line.
+The content of a plan's file is untrusted, so it is only shown, on one line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEAREST_PROFILE = "nearest-profile"
 """The kind of the note that names the most similar profile."""
 
 MOST_TOLD = 3
-"""Most differing parts in a note. One more is shown instead of "1 more". The log has all parts."""
+"""Maximum differing parts in a note. A fourth part is shown instead of "1 more". The log has all parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _SAID = {
     "optimizer": "the optimizer or its options are different",
     **dict.fromkeys(_FUNCTIONS, "{part} is different"),
 }
-"""Texts on a part that changed. Other parts are shown with both values."""
+"""Texts for a changed part. Other parts are shown with both values."""
 
 
 def nearest_note(
@@ -54,9 +54,9 @@ def nearest_note(
     """Return a note on the most similar profile and its differences, or None if no profile has this model's name.
 
     Args:
-        remembered: The profiles, the newest first. Those that cannot be read are skipped.
-        request: The request, as a plan keeps it.
-        ignoring: Parts of the workload. A plan that differs in these alone is skipped.
+        remembered: The profiles, the newest first. Unreadable profiles are skipped.
+        request: The request in the form that a plan stores.
+        ignoring: Parts of the workload. A plan with no other differences is skipped.
     """
     found: list[tuple[int, Path, list[str]]] = []
     for path, plan in remembered:
@@ -102,7 +102,6 @@ def _of_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differing(parts: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each part that differs, with its former value."""
     told = []
     for part in parts:
         was, is_now = before.get(part), now.get(part)
@@ -124,7 +123,7 @@ def _devices_told(before: Any, now: Any) -> str:
         if count != count_now:
             return f"tuned for {count} device{'s' * (count != 1)} {name}, now {count_now}"
     texts = [" + ".join(f"{count}x {name}" for count, name in runs)[:120] for runs in (stored, wanted)]
-    if texts[0] == texts[1]:  # a digest tells them apart
+    if texts[0] == texts[1]:  # only a digest differs
         return f"tuned for {texts[0]} with other values in gpus.toml than now"
     return f"tuned for {texts[0]}, now {texts[1]}"
 
@@ -159,7 +158,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         told.append(f"the model is different: {' and '.join(changed[:2])} differ")
     same_size = before.get("sample_batch_size") == now.get("sample_batch_size")
     batch = "sample_batch" if same_size else "sample_batch_size"
-    # Only some workloads have the last two.
+    # Only some workloads have the last two parts.
     others = ("precision", "loss_reduction", "loss_scope", "batch_dim", "checkpointing", "fits")
     return told + _differing((batch, "optimizer", *_FUNCTIONS, *others), before, now)
 
@@ -176,7 +175,6 @@ def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str:
-    """Return a value of a file as text on one line."""
     if value is None:
         return "none"
     if isinstance(value, dict):

@@ -22,9 +22,9 @@ _GIB = 2**30
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """Describe the kind of machine that a plan is for. Two machines with equal devices have equal descriptions.
+    """Describe the kind of machine that a plan is for. Machines with equal devices have equal descriptions.
 
-    The description excludes free memory, UUIDs and drivers. They are compared when a saved plan is found.
+    Free memory, UUIDs and drivers are compared later, when a saved plan is found.
 
     Returns:
         Plain JSON values: ``devices`` (runs of equal devices, with ``count``), ``torch``, ``cuda``, ``autosplit``.
@@ -57,7 +57,6 @@ def _kind_of(device: Device) -> dict[str, Any]:
 
 
 def _total_bytes(device: Device) -> int | None:
-    """Return the total memory of a GPU, or None if torch does not report it."""
     try:
         return int(backend(device.kind).get_device_properties(device.index).total_memory)
     except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
@@ -67,8 +66,8 @@ def _total_bytes(device: Device) -> int | None:
 def workload_of(workload: Workload) -> dict[str, Any]:
     """Describe a workload as plain JSON: its name and size, and digests of its parts.
 
-    Equal workloads have equal descriptions in every process. Nothing is run or changed. A function that makes the model
-    is not called. Its code and the values that the code refers to are hashed instead.
+    Equal workloads have equal descriptions in every process. Nothing is run. For a function that makes the model, its
+    code and the values that the code refers to are hashed.
     """
     models: Any = workload.model
     parts = workload.modules or (models,)
@@ -117,13 +116,7 @@ def _optimizer(optimizer: Any) -> Any:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """The three parts of a profile's key.
-
-    Attributes:
-        machine: Returned by `machine_of`.
-        workload: Returned by `workload_of`.
-        request: Returned by `Request.facts`, with the name.
-    """
+    """The three parts of a profile's key: from `machine_of`, `workload_of` and `Request.facts` (with the name)."""
 
     machine: dict[str, Any]
     workload: dict[str, Any]

@@ -1,8 +1,8 @@
-"""Solve a plan again for less memory or a slow loader. The plan's fits are used, and nothing is run.
+"""Solve a plan again for less memory or a slow loader, using the plan's fits. No step is run.
 
-The peak of a device with fewer samples follows from the memory model near its ceiling, and from the sizes that were
-tried: more samples never have a lower peak than fewer. If the new step has several forwards and the plan's step had
-one, each device also keeps gradients between forwards.
+Peaks with fewer samples follow from the memory model near the ceiling and from the sizes that were tried. More samples
+never have a lower peak. If the new step has several forwards and the plan's step had one, each device also keeps
+gradients between forwards.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Lack:
     Attributes:
         capacities_bytes: Memory that training may use on each device.
         waiting_bytes: Memory of the gradients that each device keeps between forwards.
-        least_batch: The fewest samples that a device trains on.
-        most_samples_per_s: Throughput of the loader.
+        least_batch: Minimum samples on which a device trains.
     """
 
     capacities_bytes: tuple[int, ...]
@@ -42,10 +41,7 @@ class Lack:
 
 
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
-    """Return a smaller plan, by the fits of a plan. Its throughput and peaks are predicted.
-
-    Return None if the plan has no fits, or if nothing fits.
-    """
+    """Return a smaller plan with predicted throughput and peaks, or None without fits or if nothing fits."""
     fit, before = plan.fit, plan.region
     if fit is None:
         return None
@@ -60,7 +56,7 @@ def solved_again(plan: Plan, lack: Lack) -> Plan | None:
         return None
     region = problem.region_of(solution.accumulation_steps)
     ceilings, peaks = _all_at_once(region, solution.split), _peaks(plan, before, region, solution.split)
-    if alone and plan.ddp.ranks:  # with one device, DDP's settings are the plan's own
+    if alone and plan.ddp.ranks:  # with one device, DDP's settings equal the plan's settings
         plan = replace(plan, ddp=_with_ranks(plan.ddp, lack, solution, ceilings, peaks))
     return _remade(plan, lack, solution, ceilings, peaks, region)
 
@@ -105,7 +101,7 @@ def _remade(
     return replace(
         plan,
         fits=fits,
-        lengths=None,  # they belong to the other split
+        lengths=None,  # lengths belong to the other split
         split=solution.split,
         gpu0_bsz=solution.split[0],
         batch_size=sum(solution.split),
@@ -123,7 +119,6 @@ def _remade(
 
 
 def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Predict the peak of each device, with gradients that are kept between forwards."""
     waiting_bytes = int(region.primary.fixed_bytes - before.primary.fixed_bytes)
     first, *others = (
         device.ceiling.bytes_at(share) + waiting_bytes if share else 0
@@ -135,9 +130,9 @@ def _peaks(plan: Plan, before: Region, region: Region, split: tuple[int, ...]) -
 
 
 def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ceilings that hold at the same time.
+    """Return ceilings that fit at the same time.
 
-    If device 0's samples fit next to full replicas, use the replicas' own ceilings. Otherwise return the split.
+    If device 0's samples fit while the replicas are full, use the replicas' ceilings. Otherwise return the split.
     """
     if not region.replica_ceilings:
         return (max(region.primary_ceiling, split[0]),)
@@ -152,7 +147,6 @@ def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ddp(plan: Plan, fit: Fit, lack: Lack) -> DdpPlan:
-    """Solve DDP's batch sizes again."""
     if not plan.ddp.ranks:
         return plan.ddp
     ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)

@@ -1,8 +1,7 @@
 """The cache of plans (profiles): find, save, list and remove them.
 
-A key is a digest of the kind of machine, the workload and the request. The plan has all three, so a file is used only
-for its own key. Files are read as hostile input. An invalid file is moved aside with a note, and the plan is tuned
-again. A file of another machine stays where it is.
+A key is a digest of the machine, the workload and the request. The plan contains all three, so that a file is used only
+for its own key. Files are untrusted. An invalid file is renamed with a note, and the plan is tuned again.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ NOT_SAVED = "plan-not-saved"
 """The kind of a note on a plan that was not saved as a profile."""
 
 LEFT_OVER_S = 60.0
-"""Age after which a partly written file is removed. Writing takes milliseconds, so its writer was killed."""
+"""Age in seconds after which a partly written file is removed. Writing takes milliseconds, so its writer died."""
 
 TURN_SUFFIX = ".tuning.lock"
 """Suffix of the lock file for processes that tune for the same profile."""
 
 BAD_SUFFIX = ".bad"
-"""Suffix of an invalid file that was moved aside. Only the last one is kept."""
+"""Suffix of an invalid file after renaming. A later invalid file replaces it."""
 
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
@@ -56,9 +55,8 @@ class Found:
     """The saved plan of a key.
 
     Attributes:
-        plan: The plan, or None.
         path: The profile's file, which may not exist.
-        notes: The reason why a file was not used.
+        notes: The reason why the file was not used.
         unreadable: Whether the system refused to read the file.
     """
 
@@ -82,13 +80,9 @@ def turn_path(key: str) -> Path:
 def find(
     key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> Found:
-    """Look for the plan of a key. If its file cannot be used, return the reason. The content never raises.
+    """Return the plan of a key, or the reason why its file cannot be used. Invalid content never raises.
 
-    Args:
-        key: The key.
-        machine: The machine that the plan must have.
-        workload: The workload that the plan must have.
-        request: The request that the plan must have, with the name. Older files have none.
+    The plan must have this machine, workload and request (with the name). Plans in older files have no request.
     """
     try:
         path = _path_of(key)
@@ -112,7 +106,7 @@ def find(
 
 
 class _SpoiledError(ProfileError):
-    """A profile's file is not a plan, so nothing is lost if it is moved aside."""
+    """A profile's file is not a plan, so it can be renamed without loss."""
 
 
 def _put_aside(path: Path) -> str:
@@ -127,11 +121,12 @@ def _read(path: Path) -> Plan | None:
     """Read a profile. Return None if there is no file.
 
     Raises:
-        ProfileError: The file cannot be read now, or not by this version. `_SpoiledError` if it is not a plan.
+        _SpoiledError: The file is not a plan.
+        ProfileError: The file can't be read now, or not by this version.
     """
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
-    except (FileNotFoundError, NotADirectoryError):  # there is no file, or a file in the place of the folder
+    except (FileNotFoundError, NotADirectoryError):  # there is no file, or the folder's path is a file
         return None
     except LargeFileError as error:
         raise _SpoiledError(f"{error}. Expected a file that autosplit wrote") from error
@@ -176,7 +171,7 @@ def _same(stored: Any, given: Any) -> bool:
 
 
 def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
-    """Save a plan, and return its file and notes. An interrupted search does not replace a finished one."""
+    """Save a plan, and return its file and notes. A plan of an interrupted search does not replace a complete plan."""
     there = None if plan.complete else found_for(key).plan
     if there is not None and there.complete:
         text = "The plan is not saved, because its search was interrupted."
@@ -188,23 +183,23 @@ def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
 
 
 def found_for(key: ProfileKey) -> Found:
-    """Look for the plan of a key, see `find`."""
+    """Return the plan of a key, see `find`."""
     return find(key.digest, machine=key.machine, workload=key.workload, request=key.request)
 
 
 def amend(key: str, plan: Plan, changes: Mapping[str, Any]) -> None:
     """Change the saved profile of a plan.
 
-    If a plan was solved again for less memory, its profile has another split and stays unchanged.
+    If the plan was solved again for less memory, its profile has another split and is not changed.
     """
-    with contextlib.suppress(AutosplitError, OSError):  # the profile is complete without the changes
+    with contextlib.suppress(AutosplitError, OSError):  # the profile is valid without the changes
         kept = Plan.load(_path_of(key))
         if kept.split == plan.split:
             store(key, replace(kept, **changes))
 
 
 def store(key: str, plan: Plan) -> Path:
-    """Save a plan, and return its file. The file is replaced atomically.
+    """Save a plan atomically, and return its file.
 
     Raises:
         ProfileError: The cache cannot be written.
@@ -224,27 +219,30 @@ def store(key: str, plan: Plan) -> Path:
 
 
 def _sweep(path: Path, least_s: float = LEFT_OVER_S) -> None:
-    """Remove old files that killed writers of a profile left behind."""
+    """Remove old partly written files, whose writers were killed."""
     for left_over in path.parent.glob(f".{path.name}.*"):
         if time.time_ns() - _written_ns(left_over) >= least_s * 1e9:
             _discard(left_over)
 
 
 def _discard(path: Path) -> None:
-    """Remove a file if possible."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def profile_paths() -> tuple[Path, ...]:
-    """Return the files of the cache that are named as profiles, the newest first."""
+    """Return the profile files of the cache, the newest first."""
     named = (path for path in profiles_folder().glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
     dated = sorted(((_written_ns(path), path) for path in named), reverse=True)
     return tuple(path for _, path in dated)
 
 
 def read_profile(path: Path) -> Plan:
-    """Read a profile as hostile input."""
+    """Read a profile from untrusted input.
+
+    Raises:
+        ProfileError: The file does not exist or can't be read.
+    """
     plan = _read(path)
     if plan is None:
         raise ProfileError(
@@ -255,7 +253,11 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove a profile with its other files. A lock that a process holds stays."""
+    """Remove a profile with its other files. A lock that a process holds stays.
+
+    Raises:
+        ProfileError: The file can't be deleted.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -268,7 +270,7 @@ def remove_profile(path: Path) -> None:
 
 
 def remove_left_over() -> None:
-    """Remove the other files of profiles that were removed."""
+    """Remove lock files, renamed files and partly written files of removed profiles."""
     folder = profiles_folder()
     keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (".lock", BAD_SUFFIX)}
     keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
@@ -278,14 +280,14 @@ def remove_left_over() -> None:
 
 
 def _remove_beside(path: Path) -> None:
-    """Remove the other files of a removed profile: its lock, the file that was moved aside, and partly written files.
+    """Remove the other files of a removed profile: its lock, the renamed invalid file, and partly written files.
 
-    The lock is acquired before its file is removed, so no other process holds it. A process that has opened the file
-    detects that it is gone, and makes another.
+    Acquire the lock first, so that no other process holds it. A process that has opened its file detects the removal,
+    and makes another lock file.
     """
     if not path.parent.is_dir():
         return
-    import filelock  # not needed for reading, and slow to import
+    import filelock  # slow to import, and not needed to read
 
     _sweep(path, 0.0)
     for suffix in (BAD_SUFFIX, ".lock"):  # older versions used ".lock"

@@ -3,8 +3,8 @@
 holder   locks KEY.tuning.lock | tunes | stores the plan | unlocks
 waiter   reports the holder and waits . . . . . . . . . | locks, finds the plan, unlocks
 
-filelock uses a lock of the operating system, which is released when its process ends for any reason. If the file system
-has no locks, no process waits. The holder's name in the file is only shown to users.
+The operating system releases filelock's lock when the holder ends for any reason. If the file system has no locks, no
+process waits. The holder's name in the file is only for users.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import filelock
 
 WAIT_LIMIT_S = 1800.0
-"""Longest wait without a time limit. A tuning that takes longer probably hangs."""
+"""Maximum seconds to wait without a time limit. A tuning that takes longer probably hangs."""
 
 LEAST_WAIT_S = 60.0
-"""Least wait with a time limit. The wait is twice the limit, because only the trials of a tuning are limited."""
+"""Minimum seconds to wait with a time limit. The wait is twice the limit, which applies only to a tuning's trials."""
 
 POLL_S = 0.1
 """Seconds between two attempts to acquire a lock."""
@@ -39,28 +39,26 @@ _HOLDER = re.compile(r"(\d{1,10}) ([\w.-]{1,200}) (\d\d:\d\d:\d\d)", re.ASCII)
 
 
 class WaitingWarning(UserWarning):
-    """Another process tunes the same workload, and this process waits for its plan."""
+    """Warn that this process waits for the plan of another process that tunes the same workload."""
 
 
 def wait_limit_s(remaining_s: float | None) -> float:
-    """Return the longest wait for another process, for the remaining seconds of the time limit or None."""
+    """Return the maximum seconds to wait for another process, given the rest of the time limit (or None)."""
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
 
 
 class Turn(contextlib.AbstractContextManager["Turn"]):
-    """The turn of this process to tune a workload. The context releases it at its end.
+    """The turn of this process to tune a workload. The end of the context releases it.
 
     Args:
-        path: The lock file, whose folder is made if necessary; None if there is no folder for it.
-        limit_s: Longest wait.
-        tell: Called once with the holder's name, when the wait begins.
+        path: The lock file. Its folder is made if necessary. None if there can be no folder.
+        tell: Called once with a sentence about the holder, when the wait begins.
         trouble: The reason why there is no lock file.
 
     Attributes:
-        held: Whether this process holds the lock.
         waited_s: Seconds spent waiting.
-        trouble: The reason why this process cannot wait; None if it can.
-        gave_up: A text if the limit ended the wait; None otherwise.
+        trouble: The reason why this process cannot wait, or None.
+        gave_up: A message if the limit ended the wait, or None.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         self._lock: filelock.BaseFileLock | None = None
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock if this process holds it."""
         if self.held:
             self.held = False
             _write(self.path, "")
@@ -88,7 +85,7 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The notes on the wait that a plan gets."""
+        """The notes about the wait, for the plan."""
         if self.gave_up is not None:
             return (Note("gave-up-waiting", self.gave_up),)
         waited = f"Waited {self.waited_s:.0f} s for another process that tuned the same workload."
@@ -99,15 +96,15 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         return self.held or self.trouble is not None or self.gave_up is not None
 
     def wait(self, for_s: float = float("inf")) -> bool:
-        """Wait for the lock for at most `for_s` seconds. Return whether the wait is over: call again if it is not.
+        """Wait for the lock for at most `for_s` seconds. Return whether the wait is over. If not, call again.
 
-        The wait is also over if the limit is reached, or if there is no lock to wait for. Ctrl-C ends it at once.
+        The wait is also over if the limit is reached, or if there is no lock. Ctrl-C ends it immediately.
         """
         now_s = time.monotonic()
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         end_s, limit_s = now_s + for_s, self._begun_s + self.limit_s
         while not self._is_over:
-            # At the end of the first attempt, the holder has written its name.
+            # After the first attempt, the holder has written its name.
             look_s = min(end_s, limit_s) - now_s if self._told else POLL_S
             if self._lock_within(max(0.0, look_s)) or self.trouble is not None:
                 break
@@ -130,7 +127,8 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
         try:
             make_private_folder(self.path.parent)
-            # A singleton for the path knows whether this thread holds the lock. Otherwise it would wait for itself.
+            # A singleton for the path detects that this thread holds the lock. Otherwise the thread would wait for
+            # itself.
             self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False, is_singleton=True)
             if self._lock.is_locked:
                 self.trouble = "this thread is already tuning the same workload"
@@ -138,9 +136,9 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             self._lock.acquire(limit_s, poll_interval=POLL_S)
         except filelock.Timeout:
             return False
-        except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no permission, or no locks
+        except (OSError, NotImplementedError, ProfileError) as error:  # no folder, no permission, or no locks
             reason = getattr(error, "strerror", None) or str(error)
-            # Without a file at the path, the folder is the problem.
+            # If there is no file at the path, the problem is the folder.
             self.trouble = f"{self.path} can't be locked ({reason})" if os.path.lexists(self.path) else reason
             return False
         self.held = True
@@ -149,14 +147,12 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
 
 
 def _write(path: Path, text: str) -> None:
-    """Write into a lock file if it still exists."""
     with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
         file.truncate()
         file.write(text)
 
 
 def _holder_text(path: Path) -> str:
-    """Describe the holder of a lock, if the file names it."""
     try:
         with path.open("rb") as file:
             found = _HOLDER.fullmatch(file.read(512).decode("ascii", "replace"))

@@ -55,7 +55,7 @@ def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
     for count in counts[:MOST_DEVICES]:
         here: Counter[tuple[str, ...]] = Counter()
         for run in itertools.islice(rest, count):
-            # A spec may make any number of devices of one CPU.
+            # A spec may define any number of devices on one CPU.
             here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
         wanted.append(here)
     return [one for one in wanted if one]
@@ -67,7 +67,7 @@ def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 SLACK = 0.01
-"""Fraction of a plan's peak that a GPU may lack, for example because of a display. The plan still runs.
+"""Fraction of a plan's peak that may be missing on a GPU, for example because of a display. The plan still runs.
 
 The reserve, by default five times as much, covers it. Without this tolerance, a plan at its limit was solved again for
 any missing MiB.
@@ -77,7 +77,7 @@ any missing MiB.
 def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
     """Name the devices whose free memory is less than the plan's peaks. Return None if the plan fits.
 
-    `capacities_bytes` is the memory that training may use on each device now, without the reserve.
+    `capacities_bytes` is the memory that training may currently use on each device, without the reserve.
     """
     short = [
         f"{device.label} may use {size_text(capacity)}, and its {planned.share} samples need "
@@ -91,7 +91,7 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
 def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[str, ...]:
     """Return a clause for each difference between the present GPUs and the plan's GPUs, in the plan's order.
 
-    No clause has a GPU's identifier. On the same machine there is no clause.
+    Clauses do not contain GPU identifiers. On the same machine there are no clauses.
     """
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
@@ -100,8 +100,8 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     tight = []
     for (planned, device), capacity in zip(pairs, capacities_bytes, strict=True):
-        # The free memory includes the context of the process that tuned, and the ceiling's capacity does not. If this
-        # process has allocated memory on the GPU, its context is not free any more.
+        # The plan's free memory includes the context of the process that tuned, and the ceiling's capacity does not.
+        # If this process has allocated memory on the GPU, its context is already part of the used memory.
         context = max(0, planned.capacity_bytes - planned.ceiling.capacity_bytes)
         if is_accelerator(device.kind) and (1 - SLACK) * planned.peak_bytes > capacity - context:
             in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)

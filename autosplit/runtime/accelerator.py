@@ -1,11 +1,8 @@
 """Run real steps on accelerators, and measure their time and the caching allocator's memory.
 
-During a step, the allocator's own limit is set to the device's capacity. So the reserve stays free. Exceeding the limit
-raises an error even if the driver would spill into host memory (Windows, WSL).
-
-A step holds at most the bytes that it allocates. The allocator reserves more, because it caches and splits blocks, but
-never exceeds the limit. A step fits if it runs within the limit and the allocator does not have to release cached
-blocks in every step.
+During a step, the allocator's limit is the device's capacity. A step above the limit raises an error even if the driver
+would spill into host memory (Windows, WSL). The allocator reserves more bytes than a step allocates, because it caches
+and splits blocks. A step fits if the allocator does not have to release cached blocks in every step.
 """
 
 from __future__ import annotations
@@ -39,25 +36,25 @@ from autosplit.workload.workload import Workload
 T = TypeVar("T")
 
 _Step = Callable[[Callable[[str], None]], None]
-"""One optimizer step. It calls its argument when a phase begins, and returns once everything is launched."""
+"""One optimizer step. It calls its argument when a phase begins, and returns once all work is launched."""
 
 ROOMY = 0.9
-"""A step that reserves at most this fraction of the limit is not run again to look for repeated releases."""
+"""A step that reserves at most this fraction of the limit needs no second run to detect repeated releases."""
 
 MOST_STEPS = 32
-"""Most steps in a timed block. Short steps then give several blocks for the median."""
+"""Maximum steps in a timed block. Short steps then give several blocks for the median."""
 
 UPDATES_TIMED = 2
-"""Timed runs of the optimizer. They are separate, because they synchronise before the update."""
+"""Number of timed runs of the optimizer. They are separate, because they synchronise before the update."""
 
 CLIFF = 4.0
-"""A step whose time per sample is this many times that of a smaller step may be in host memory."""
+"""If the time per sample grows by this factor over a smaller step, the step may be using host memory."""
 
 TWINS_WITHIN = 0.01
-"""Largest relative memory difference at which equal accelerators are planned with the smallest memory of them."""
+"""Maximum relative difference in memory at which GPUs of one model get the smallest of their capacities."""
 
 SPILLING = 1 / 32
-"""Fraction of a device's memory. If the driver has more than that free, nothing spilled to the host."""
+"""Fraction of a device's memory. If more is free in the driver, no memory spilled to the host."""
 
 
 class AcceleratorRuntime:
@@ -94,16 +91,15 @@ class AcceleratorRuntime:
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return the most bytes that a step allocates on each device. See `memory`."""
+        """Return the maximum bytes that a step allocates on each device. See `memory`."""
         return self.memory(shape).allocated_bytes
 
     def memory(self, shape: StepShape) -> StepMemory:
         """Run a step until it is steady, and return its memory.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory, or is too close to its limit. Then the allocator releases
-                cached blocks in each step, or memory spills to the host and steps become many times slower per sample.
-                The error names the device.
+            OutOfMemoryError: A device ran out of memory or is so close to its limit that steps become slow. The error
+                names the device.
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
@@ -129,7 +125,7 @@ class AcceleratorRuntime:
         return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
 
     def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
-        """Raise if the time per sample jumps while the driver has no memory left."""
+        """Raise OutOfMemoryError if the time per sample jumps while the driver has no memory left."""
         pace_s = seconds / shape.num_samples
         kind = shape.arrangement, tuple(samples > 0 for samples in shape.splits[0])
         best_s = self._paces_s.setdefault(kind, pace_s)
@@ -152,11 +148,10 @@ class AcceleratorRuntime:
         return [int(self._backend.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Return the time of a step in a loop, and the most bytes that the allocator reserves for it.
+        """Return the time of a step in a loop, and the maximum bytes that the allocator reserves for it.
 
-        The clock runs over a block of steps, and the host waits for the device after the last one. A training loop does
-        the same: it launches the next step while the device works. With a wait after each step, an H100 seemed 1.03
-        to 1.6 times slower than a plain loop (benchmarks/results/gpu/h100_first.json).
+        Time a block of steps, and wait for the device only after the last step, as training loops do. With a wait after
+        each step, an H100 seemed 1.03 to 1.6 times slower (benchmarks/results/gpu/h100_first.json).
         """
 
         def use(run: _Step) -> Measurement:
@@ -169,8 +164,7 @@ class AcceleratorRuntime:
             start_s = time.perf_counter()
             steady.block(1)
             steps = block_of(time.perf_counter() - start_s, budget_s)
-            # Do not mark phases: a wait before the optimizer would stop its launches from overlapping with the
-            # backward.
+            # Do not mark phases: a wait before the optimizer would stop its launches from overlapping the backward.
             found = timed(lambda _mark: steady.block(steps), budget_s, warmups=0)
             seconds = found.seconds / steps
             return replace(
@@ -209,26 +203,25 @@ class AcceleratorRuntime:
             self._backend.reset_peak_memory_stats(gpu)
 
     def close(self) -> None:
-        """Release the memory of the copies."""
+        """Release the memory of the model copies."""
         self._drop_trainee()
 
     def _within_bounds(self, shape: StepShape, use: Callable[[_Step], T]) -> T:
-        """Prepare a step and use it within the devices' memory limits."""
         # A model's `device="cuda"` uses the current device. Restoring it with `set_device` would create a context.
         with self._bounded(), kept_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
             return self._guarded(lambda: use(self._prepared(shape)), shape)
 
     def _alone_on(self, shape: StepShape) -> torch.device | None:
-        """Return the device of a step that runs on one device alone, or None."""
+        """Return the device of a single-device step, or None."""
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         return self._gpus[active[0]] if shape.alone else None
 
     def _prepared(self, shape: StepShape) -> _Step:
-        """Return a step that is ready to run: a model copy on its first device, and batches in pinned host memory."""
+        """Return a step that is ready to run: a model copy on its first device, and batches in pinned memory."""
         alone = self._alone_on(shape)
         home = alone or self._gpus[0]
         if self._trainee is None or self._home != home:
-            self._drop_trainee()  # free the old copy before making the new one
+            self._drop_trainee()  # free the old copy before making the new copy
             self._trainee, self._home = training_copy(self.workload, device=home), home
         trainee = self._trainee
         sizes = [sum(split) for split in shape.splits]
@@ -258,7 +251,7 @@ class AcceleratorRuntime:
                         trainee.step(models, batches, sizes, mark, updates=shape.updates)
                 except BaseException:
                     for wrapper in models.modules:
-                        wrapper.zero_grad(set_to_none=True)  # after an error, gradients would count in later steps
+                        wrapper.zero_grad(set_to_none=True)  # otherwise later steps add to these gradients
                     raise
 
         return run
@@ -270,7 +263,7 @@ class AcceleratorRuntime:
         self._release()
 
     def _guarded(self, run: Callable[[], T], shape: StepShape) -> T:
-        """Run a function, and name the device that ran out of memory.
+        """Run a function. If a device runs out of memory, raise an OutOfMemoryError that names it.
 
         Recovery happens outside the except block, because its traceback keeps tensors alive.
         """
@@ -298,7 +291,6 @@ class AcceleratorRuntime:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Limit the allocator of each device to its capacity or the user's own limit."""
         self._release()
         with ExitStack() as limits:
             limits.callback(self._release)
@@ -308,16 +300,13 @@ class AcceleratorRuntime:
 
 
 def pinned(tensor: Tensor, kind: str) -> Tensor:
-    """Return a tensor in pinned memory, as a loader with pin_memory returns it.
-
-    Tensors that are not dense or not on the host are returned unchanged.
-    """
+    """Return a dense CPU tensor in pinned memory, like a loader with pin_memory. Other tensors are unchanged."""
     stays = tensor.device.type != "cpu" or tensor.layout is not torch.strided or kind in {"cpu", "mps"}
     return tensor if stays else tensor.pin_memory()
 
 
 def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Give equal GPUs the same capacity. Otherwise each is probed separately if a display uses one of them."""
+    """Give equal GPUs the same capacity, because otherwise a GPU with a display would be probed separately."""
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(
@@ -329,11 +318,11 @@ def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple
 
 
 def _unmarked(_phase: str) -> None:
-    """Mark nothing."""
+    """Ignore the phase."""
 
 
 class _Steady:
-    """A step that may not make the allocator release cached memory in two blocks in a row."""
+    """A step that may not make the allocator release cached memory in two consecutive blocks."""
 
     def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
         self._runtime, self._run = runtime, run
@@ -343,7 +332,7 @@ class _Steady:
         """Run some steps, then wait for the devices.
 
         Raises:
-            OutOfMemoryError: An allocator released cached memory in this block and in the one before it.
+            OutOfMemoryError: An allocator released cached memory in this block and in the previous block.
         """
         before = self._runtime.retries()
         for _ in range(steps):
@@ -365,7 +354,6 @@ def block_of(step_s: float, budget_s: float) -> int:
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
-    """Find the device of an out-of-memory error. autosplit's error has a field. CUDA's message contains "GPU 1"."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]
         return names.index(error.device) if error.device in names else None

@@ -2,31 +2,31 @@
 
 Note [Trace models]
 ~~~~~~~~~~~~~~~~~~~
-A step allocates and frees the same storages in the same order at every batch size. Each storage takes
+A step allocates and frees the same storages in the same order at every batch size. Each storage has
 ``c + s * samples`` bytes, and the work of each op is linear, too. Some blocks inside kernels are linear only between
 two limits (`Entry.limits`). A traced step of an odd size gives ``c`` and ``s`` of every storage and op (Note [Odd
 splits] in `op_calls`). So one trace for each variant of a step predicts every batch size:
 
-* Bytes are rounded to blocks and added in order, which gives the exact peak.
-* Work is played on the simulated clocks of any GPU.
-* A loss over the whole batch may be quadratic in the samples. A quadratic model covers that on one device.
+* Bytes are rounded to allocator blocks and added in order, which gives the exact peak.
+* Work is replayed on the simulated clocks of any GPU.
+* A loss over the whole batch may be quadratic in the samples. A quadratic model covers such a loss on one device.
 
-The model is compared with a traced small step and, above the odd sizes, with the largest step that the caller requests.
-Some steps have no trace model, because another kernel or branch runs at another size. Such a step is traced at each
-requested size. A step of real tensors is traced only twice, because it needs real memory.
-If its two traces have different ops, each peak is predicted by a line through the two peaks.
+The model is compared with a traced small step. It is also compared with the largest requested step above the odd sizes.
+If another kernel or branch runs at another size, the step has no trace model and is traced at each requested size. A
+step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
+through the two peaks predicts each peak.
 
 Note [A batch of one]
 ~~~~~~~~~~~~~~~~~~~~~
-A batch of 1 may need less than the line through larger batches predicts. torch ignores the stride of a dimension of
-size 1, so a tensor of one sample is contiguous in any order of its dimensions:
+A batch of 1 may need less memory than the line through larger batches predicts. torch ignores the stride of a dimension
+of size 1, so a tensor of one sample is contiguous in any order of its dimensions:
 
     x.transpose(0, 1).contiguous()     (2, 12, 64) -> copies 2 * 12 * 64 numbers
                                        (1, 12, 64) -> returns the same memory
 
-Kernels for one row also differ from those for several. So the trace model for batches of 2 and more must be compared
-with a traced batch of 1 before it predicts one (`_predicts_one`). If it differs, steps in which a device has one sample
-get their own model. Measured lines through several batch sizes start at 2 samples for the same reason.
+Kernels for one row also differ from kernels for several rows. So the trace model for batches of 2 and more is first
+compared with a traced batch of 1 (`_predicts_one`). If they differ, steps with a batch of 1 on a device get a separate
+model. Measured lines through several batch sizes start at 2 samples for the same reason.
 """
 
 from __future__ import annotations
@@ -57,18 +57,12 @@ _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "le
 _PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce", "update")
 
 MOST_KEPT = 256
-"""Largest number of predicted traces in the cache."""
+"""Maximum number of predicted traces in the cache."""
 
 
 @dataclass
 class _Shared:
-    """State that the traces of one workload share across GPUs.
-
-    Attributes:
-        checks: Compare predictions with traces.
-        given_up: No trace model fits, so every step is traced.
-        traces: Cache of predicted traces, because a search requests the same steps repeatedly.
-    """
+    """State that the trace models of one workload share across GPUs. `traces` caches predicted traces."""
 
     checks: bool = False
     given_up: bool = False
@@ -76,7 +70,7 @@ class _Shared:
 
 
 class AffineTraces:
-    """Predict the memory and work of steps. It has the interface of `Tracer`, but traces only a few steps."""
+    """Predict the memory and work of steps. It has `Tracer`'s interface, but traces only a few steps."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -93,11 +87,11 @@ class AffineTraces:
 
     @property
     def given_up(self) -> bool:
-        """Whether a trace model failed on some GPU, so every step is traced."""
+        """Whether a trace model failed on some GPU. Then every step is traced."""
         return self._shared.given_up
 
     def for_kernels(self, kernels: GpuKernels) -> AffineTraces:
-        """Return the traces of the same steps on another GPU. With equal operators, return this object."""
+        """Return the trace models for another GPU, or this object if that GPU runs the same kernels."""
         tracer = self.tracer.for_kernels(kernels)
         if tracer is self.tracer:
             return self
@@ -112,10 +106,10 @@ class AffineTraces:
         return self.tracer.trainee
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:
-        """Return the trace of a step or of a further micro-step.
+        """Return the trace of a step, or of a later micro-step.
 
         Args:
-            first: For a further micro-step, the first one. Its trace model is used if it predicts this micro-step too.
+            first: For a later micro-step, the first one. Its trace model is used if it also predicts `shape`.
         """
         if first is None or (first != shape and 1 in shape.splits[0] and not self._predicts_work_of_one(shape)):
             first = shape
@@ -139,7 +133,7 @@ class AffineTraces:
             self._shared.checks = False
 
     def _law_for(self, shape: StepShape) -> _Law | None:
-        """Return the trace model of a step, or None if it has none. A batch of 1 on a device may need its own model."""
+        """Return the trace model that predicts a step, or None. A batch of 1 on a device may need a separate model."""
         law = self._law_of(shape)
         if law is not None and self.fake and 1 in shape.splits[0] and not self._predicts_one(shape):
             law = self._law_of(shape, ones_apart=True)
@@ -148,9 +142,8 @@ class AffineTraces:
     def _predicts_one(self, shape: StepShape) -> bool:
         """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
 
-        A device runs a batch of 1 in a split as it does alone. If both models give the same peak and time for a batch
-        of 1, no step over several devices is traced for the copies that it skips. In tests, the peak is then off by
-        at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
+        If both models predict the same peak and work for one sample on one device, no step over several devices is
+        traced. In tests, the peak is then off by at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
         law, own = self._models_for_one(shape)
         if law is None or own is None:
@@ -164,7 +157,7 @@ class AffineTraces:
         return self._fits_one[evaluates] or alike
 
     def _predicts_work_of_one(self, shape: StepShape) -> bool:
-        """Return whether the trace model predicts the work of a batch of 1 to within 1%: ops, operations and bytes."""
+        """Return whether the trace model predicts the ops, operations and bytes of a batch of 1 to within 1%."""
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._works_for_one:
             law, own = self._models_for_one(shape)
@@ -174,18 +167,18 @@ class AffineTraces:
         return self._works_for_one[evaluates]
 
     def _models_for_one(self, shape: StepShape) -> tuple[_Law | None, _Law | None]:
-        """Return two trace models of a single-device step: for batches of 2 and more, and for a batch of 1.
+        """Return the trace models of a single-device step: for batches of 2 and more, and for a batch of 1.
 
-        For real tensors there is only one model, which is returned twice.
+        For real tensors, both are the same model.
         """
         one = StepShape(((1,),), "eval" if shape.arrangement == "eval" else "balanced")
         law = self._law_of(one)
         return law, self._law_of(one, ones_apart=True) if self.fake else law
 
     def _check(self, shape: StepShape) -> None:
-        """Compare the trace model with the single-device step of the first nonzero batch in the split.
+        """Compare the trace model with a single-device step.
 
-        One device is enough, because each device of a split runs as it does alone.
+        One device is enough, because a device of a split runs like a single device with the same batch.
         """
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
@@ -194,18 +187,18 @@ class AffineTraces:
             self._hold(law, lone)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
-        """Return the trace model of a step's kind, or None if it has none and each step is traced."""
+        """Return the trace model for steps of this kind, or None if each step is traced."""
         unit = _unit_of(shape, ones_apart=ones_apart)
         if unit not in self._laws and not self.given_up:
             try:
                 self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
-            except Exception as error:  # noqa: BLE001  # the requested size may still work, or fail again there
+            except Exception as error:  # noqa: BLE001  # the requested size may still work, or raise again
                 _log.info("can't predict this step from other steps: %s: %s", type(error).__name__, error)
                 self._laws[unit] = None
         return None if self.given_up else self._laws[unit]
 
     def _followed_oddly(self, unit: StepShape) -> _Law | None:
-        """Trace a step of odd size to predict all others. Compare the first model of its kind with a small step."""
+        """Trace a step of odd size to predict all others. Compare the first training and eval model with a trace."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
         likes = self._likes_of(unit)
@@ -226,7 +219,7 @@ class AffineTraces:
         return law
 
     def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
-        """Trace a step of odd size. Store the trace models of this step and of the variants derived from it."""
+        """Trace a step of odd size. Store the trace models of the step and of its variants."""
         unit = likes["plain"]
         if len(splits) == 1:
             splits.append(tuple(min(16, samples) for samples in odd))
@@ -241,7 +234,7 @@ class AffineTraces:
                 law.straighten()
 
     def _likes_of(self, unit: StepShape) -> dict[Way, StepShape]:
-        """Return the step kinds that one trace covers, by variant. One-device training covers all variants."""
+        """Return the step kinds that one trace covers. A trace of one-device training covers all training variants."""
         if len(unit.splits[0]) > 1 or unit.arrangement == "eval" or self.tracer.workload.step is not None:
             return {"plain": unit}
         plain = replace(unit, arrangement="balanced", num_ranks=1, accumulates=False)
@@ -249,7 +242,7 @@ class AffineTraces:
         return {"plain": plain, "accumulating": replace(plain, accumulates=True), "bucketed": bucketed}
 
     def _hold(self, law: _Law, shape: StepShape) -> None:
-        """Compare a trace model with a traced step. If they differ, trace every step from now on."""
+        """Compare a trace model with a traced step. If they differ, trace every step after this."""
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
             self._compared_up_to[shape.arrangement == "eval"] = shape.num_samples
             return
@@ -258,7 +251,7 @@ class AffineTraces:
         self._shared.traces.clear()
 
     def _followed_twice(self, unit: StepShape) -> _Law:
-        """Trace a step of real tensors twice: with the sample batch, and with twice as many samples on each device."""
+        """Trace a step of real tensors with the sample batch, and with twice as many samples on each device."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
         low = self.tracer.workload.sample_batch_size  # already traced
         law = _Law()
@@ -269,13 +262,12 @@ class AffineTraces:
 
 
 def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
-    """Return a step's kind: 2 for any batch of a device, or 1 for a batch of 1 if that is a separate kind."""
+    """Return the kind of a step: 2 for any batch on a device, or 1 for a batch of 1 if `ones_apart`."""
     least = 1 if ones_apart else 2
     return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
 
 
 def _work_of(trace: Trace) -> Numbers:
-    """Return a micro-step's number of ops, floating-point operations and bytes."""
     works = [event for event in trace.micro if isinstance(event, Work)]
     totals: Numbers = np.array([[len(work.labels), *work.numbers[:2].sum(axis=1)] for work in works]).sum(axis=0)
     return totals
@@ -283,14 +275,13 @@ def _work_of(trace: Trace) -> Numbers:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """A trace in columns. One row of numbers holds everything that may change with the samples.
+    """A trace in columns.
 
     Attributes:
-        numbers: Bytes of each allocated or freed storage, then floating-point operations and bytes of each op, then
-            bytes of each copy.
-        order: Allocations, frees, ops and copies in order, without sizes. It is identical in all steps of one model.
+        numbers: All values that may change with the samples: bytes of each allocated or freed storage, then
+            floating-point operations and bytes of each op, then bytes of each copy.
+        order: Allocations, frees, ops and copies in order, without sizes. Equal for all steps of one model.
         kinds: The purpose of each storage, as an index of `_KINDS`.
-        devices: The device of each storage.
     """
 
     split: tuple[int, ...]
@@ -321,17 +312,15 @@ class _Columns:
 
 
 class _Law:
-    """The trace model of a kind of step: bytes and work as functions of the samples of each device."""
+    """Trace model: bytes and work of a step as functions of the samples on each device."""
 
     def __init__(self) -> None:
         self._points: list[_Columns] = []
 
     def add(self, split: tuple[int, ...], trace: Trace) -> None:
-        """Add a traced step."""
         self._points.append(_Columns.of(split, trace))
 
     def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
-        """Return whether the model predicts a traced step."""
         followed = _Columns.of(split, trace)
         if followed.order != self._points[0].order:
             return False
@@ -348,7 +337,7 @@ class _Law:
         del self._points[1 + sum(1 for samples in self._points[0].split if samples) :]
 
     def at(self, split: tuple[int, ...]) -> Trace:
-        """Return the trace for a split: an exact point, a prediction, or an estimate from the nearest point."""
+        """Return the trace for a split: the traced step, a prediction, or an estimate from the nearest traced step."""
         for point in self._points:
             if point.split == split and point.trace.peak_bytes:
                 return point.trace
@@ -371,7 +360,7 @@ class _Law:
         return Trace(peaks, parts, base.entries, broadcast, micro, reduce, update)
 
     def _near(self, split: tuple[int, ...]) -> Trace:
-        """Return the nearest step, with peaks interpolated linearly and work scaled by the number of samples."""
+        """Return the nearest traced step, with interpolated peaks and with work scaled by the number of samples."""
         near = min(self._points, key=lambda point: abs(sum(point.split) - sum(split)))
         peaks = _evaluated(self._points, split, [np.array(point.trace.peak_bytes, float) for point in self._points])
         found = tuple(max(0, int(peak)) for peak in peaks)
@@ -382,7 +371,7 @@ class _Law:
 
 
 def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[Numbers] | None = None) -> Numbers:
-    """Evaluate a polynomial in each device's samples. Each further traced step raises its degree by 1."""
+    """Evaluate a polynomial in each device's samples. Each further traced step increases its degree by 1."""
     base = points[0].split
     rows = [point.numbers for point in points] if values is None else values
     total = rows[0].copy()
@@ -396,7 +385,6 @@ def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[
 
 
 def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
-    """Return the memory parts of a device at its peak, from the allocated and freed storages."""
     if not len(rounded):
         return MemoryParts(0, 0, 0, 0, 0)
     until = int(rounded.cumsum().argmax()) + 1
@@ -406,7 +394,6 @@ def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
 
 
 def _events(events: Sequence[Event], numbers: Numbers) -> Iterator[Event]:
-    """Return the same events with other numbers, in the order of `_Columns.numbers`."""
     copies = iter(numbers[len(numbers) - sum(isinstance(event, Move) for event in events) :])
     start = 0
     for event in events:

@@ -1,11 +1,10 @@
-"""Run the attention operator that torch's CUDA back end would choose, on fake tensors of the CPU.
+"""Run the attention operator that torch's CUDA back end would choose, on fake CPU tensors.
 
-torch has four back ends for `scaled_dot_product_attention`. They save different tensors for the backward: the fused
-back ends save one number per row of scores, and the math back end saves the scores. The choice depends on the GPU's
-compute capability, on dtypes, head sizes and masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and on the
-version of torch. `chosen_backend` makes this choice, and `attend` calls the operator of the chosen back end.
+torch has four back ends for `scaled_dot_product_attention`. The fused back ends save one number per row of scores for
+the backward, and the math back end saves all scores. The choice depends on compute capability, dtypes, head sizes,
+masks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and torch's version.
 
-benchmarks/results/kernels contains torch's own choices. Tests compare `chosen_backend` with them.
+Tests compare `chosen_backend` with torch's own choices in benchmarks/results/kernels.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Backend = Literal["cudnn", "flash", "efficient", "math"]
 HALVES = (torch.float16, torch.bfloat16)
 
 _FLASH_ALIGNMENT = 8
-"""Flash attention pads head sizes to a multiple of this (attention.cpp, `pad_last_dim`)."""
+"""Flash attention pads head sizes to a multiple of this number (attention.cpp, `pad_last_dim`)."""
 
 _CUDNN_UNEQUAL = (192, 128)
 """Head sizes above 128 that cuDNN supports on compute capability 10 (`check_cudnn_tensor_shapes`)."""
 
 _MASK_ALIGNMENT = 16
-"""The memory-efficient back end pads rows of a mask to a multiple of this (attention.cpp, `preprocess_mask`)."""
+"""The memory-efficient back end pads mask rows to a multiple of this number (attention.cpp, `preprocess_mask`)."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,11 @@ class AttentionCall:
     """The properties of an attention call that decide the back end.
 
     Attributes:
-        query: Shape (batch, heads, length, head size). `key` and `value` have the same order.
-        mask: Shape of the mask, or None.
+        query: Shape (batch, heads, length, head size), as for `key` and `value`.
         trains_mask: Whether the mask needs a gradient.
         is_grouped: Whether `enable_gqa` was set.
         is_dense: Whether query, key, value and mask are contiguous in their last dimension.
-        allowed: The back ends that the user has not disabled, see `allowed_backends`. The math back end is always
-            there.
+        allowed: The fused back ends that the user has not disabled, see `allowed_backends`.
     """
 
     query: tuple[int, ...]
@@ -88,17 +85,17 @@ class AttentionCall:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """The number of heads of query, key and value."""
+        """Number of heads of query, key and value."""
         return self.query[1], self.key[1], self.value[1]
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """The size of a head of query and key, and of value."""
+        """Head size of query and key, and of value."""
         return self.query[-1], self.value[-1]
 
 
 def allowed_backends() -> frozenset[Backend]:
-    """Return the back ends that the user has not disabled with `torch.nn.attention.sdpa_kernel` or similar switches."""
+    """Return the fused back ends that the user has not disabled, for example with `torch.nn.attention.sdpa_kernel`."""
     cuda = torch.backends.cuda
     switches: dict[Backend, Any] = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -152,7 +149,7 @@ def _takes_cudnn(call: AttentionCall, kernels: GpuKernels) -> bool:
 def _takes_flash(call: AttentionCall, kernels: GpuKernels) -> bool:
     size, value_size = call.head_sizes
     if call.needs_grad and (86 <= kernels.capability <= 89 or kernels.capability >= 120):
-        # The backward for these sizes needs more shared memory than these GPUs have.
+        # The backward for other sizes needs more shared memory than these GPUs have.
         fits = size <= 192 or (size > 224 and not call.dropout)
     else:
         fits = True
@@ -189,7 +186,6 @@ def attend(
 
     Args:
         inputs: Query, key and value.
-        mask: A mask of booleans, or numbers to add to the scores.
         scale: The factor of the scores, or None for `1 / sqrt(head size)`.
     """
     if mask is not None and mask.dtype is torch.bool:
@@ -211,7 +207,6 @@ def attend(
 
 
 def _output(operator: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Call one of torch's operators, and return its first result."""
     outputs: Any = getattr(aten, operator)(*args, **kwargs)
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     return found
@@ -227,7 +222,7 @@ def _flash(inputs: tuple[Tensor, Tensor, Tensor], call: AttentionCall, scale: fl
 
 
 def _expanded(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Return a mask in the form for the memory-efficient operator: the shape of the scores, with aligned rows."""
+    """Return a mask as the memory-efficient operator needs it: the shape of the scores, with aligned rows."""
     if mask is None:
         return None
     length = mask.shape[-1]
@@ -253,10 +248,10 @@ def _math_with_dropout(
     scores = scaled @ (keys.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    # Reuse one name: torch frees each of these tensors as soon as the next one exists.
+    # Reuse one name: torch frees each of these tensors as soon as the next tensor exists.
     scores = _output("_safe_softmax", scores, -1)
     scores = torch.native_dropout(scores, call.dropout, True)[0]
-    weights = scores.to(call.dtype)  # torch's operator returns them, too, and computes them first
+    weights = scores.to(call.dtype)  # torch's operator also returns the weights, and computes them first
     output = (scores @ values).to(call.dtype)
     del weights
     return output

@@ -28,15 +28,15 @@ FACTORIES = frozenset(
 """Functions that make tensors of a size given by their arguments. They also work on the meta device."""
 
 
-class TooLarge(BaseException):  # a signal and no error, so that `except Exception` in user code does not catch it
+class TooLarge(BaseException):  # not an Exception, so that `except Exception` in user code does not catch it
     """Raised when a model under construction exceeds its memory limit or uses a device other than the CPU."""
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
-    """Call a function, and stop it if the tensors it makes exceed a total size. Tensors that it frees count too.
+    """Call a function, and stop it if its tensors exceed a total size. Freed tensors count, too.
 
-    For factories such as `torch.zeros`, the size is checked before memory is allocated. For other functions it is
-    checked afterwards.
+    For factories such as `torch.zeros`, check the size before memory is allocated. For other functions, check it
+    afterwards.
 
     Raises:
         TooLarge: The tensors are larger, or are on a device other than the CPU.
@@ -54,7 +54,7 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
 def settings_kept_on_failure() -> Iterator[None]:
     """Restore torch's default dtype, default device and grad mode if the block raises.
 
-    The interrupted code is called again later. It would then take its own settings for the user's defaults.
+    The caller runs the interrupted code again, whose own settings would then count as the user's defaults.
     """
     dtype, device, has_gradients = torch.get_default_dtype(), default_device(), torch.is_grad_enabled()
     try:
@@ -68,7 +68,7 @@ def settings_kept_on_failure() -> Iterator[None]:
 
 
 class _Bound(TorchFunctionMode):
-    """Raise TooLarge if tensors take more than `most_bytes`, or are not on the CPU. `passed` is then True."""
+    """Set `passed` and raise TooLarge if tensors take more than `most_bytes`, or are not on the CPU."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__()
@@ -102,7 +102,6 @@ class _Bound(TorchFunctionMode):
 
 
 def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Return the device type that the arguments request, or None if they request no device."""
     asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
     if asked[0] is None and func in FACTORIES:
         asked[0] = args[0].device if func.__name__.startswith("new_") else default_device()
@@ -112,7 +111,7 @@ def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any
 
 
 def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the bytes that a factory will allocate. Return 0 for wrong arguments and for sparse tensors."""
+    """Return the bytes that a factory will allocate, or 0 for wrong arguments and for sparse tensors."""
     drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
     if options.get("layout", torch.strided) is not torch.strided:
         return 0

@@ -1,7 +1,7 @@
-"""Run calls that may crash, exit or hang in a child process. If it ends, one answer is lost, and this process goes on.
+"""Run calls that may crash, exit or hang in a child process. If the child ends, only one result is lost.
 
-The child is started by multiprocessing's spawn, and answers one call at a time over a pipe. Process pools
-(concurrent.futures, loky, pebble) do not report why a worker died, or at which call.
+The spawned child runs one call at a time, over a pipe. Process pools (concurrent.futures, loky, pebble) do not report
+why a worker died, or at which call.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from autosplit.runtime.encoded_error import decoded, encoded
 T = TypeVar("T")
 
 UNHURRIED_S = 600.0
-"""Default limit for an answer: NCCL's timeout for a rank that hangs."""
+"""Default time limit of a call: NCCL's timeout for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""Time in which a process must end after it was told to stop."""
+"""Maximum seconds between a request to stop and the end of the process."""
 
 _LOOK_S = 1.0
-"""Interval for checking a silent process. If a process that forked dies, its children keep its pipes open."""
+"""Seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""
 
 _SENT_AT_ONCE_BYTES = 4096
-"""Size that every pipe accepts while its reader is still starting."""
+"""Number of bytes that every pipe accepts while its reader is still starting."""
 
 _SIGNALS = {
     "SIGKILL": "as the system's out-of-memory killer does",
@@ -45,15 +45,15 @@ _SIGNALS = {
     "SIGILL": "because this CPU lacks an instruction",
     "SIGFPE": "because of arithmetic in native code",
 }
-"""The usual cause of each signal."""
+"""The usual cause of each signal, for error messages."""
 
 
 class ChildLostError(AutosplitError):
-    """A process ended, or was ended, without an answer.
+    """A process ended, or was killed, without a result.
 
     Attributes:
         cause: The reason, as the end of a sentence: ``"was killed by SIGKILL, ..."``.
-        hung: Whether it was ended because it took too long.
+        hung: Whether the process was killed because it exceeded the time limit.
     """
 
     code = "process-lost"
@@ -69,7 +69,7 @@ class LostCauseError(Exception):
 
 
 class Child:
-    """An object in a spawned process. Its methods are called from this process.
+    """An object in a spawned process, whose methods are called from this process.
 
     Args:
         make: A picklable function that makes the object in the spawned process.
@@ -87,7 +87,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None if there is none."""
+        """The id of the process, or None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -97,8 +97,8 @@ class Child:
         self._waiting = self._waiting or _pickled(self._make)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        # A daemon may not start processes, but a workload may have a DataLoader with workers.
-        # spawn would also start the workers of the workload's DataLoader, which then cannot import the user's file.
+        # Not a daemon, because a workload may have a DataLoader with workers. By default, a spawned process would also
+        # spawn these workers, which then cannot import the user's file. So pass on our start method.
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         process = context.Process(target=_serve, args=(theirs, method), name="autosplit-isolated", daemon=False)
         try:
@@ -120,10 +120,10 @@ class Child:
             self._hand_over()
 
     def get_ready(self, limit_s: float = UNHURRIED_S) -> None:
-        """Wait until the object is made. Start a process if there is none. End it if it takes longer than the limit.
+        """Wait until the object is made. Start a process if there is none. Kill the process after the time limit.
 
         Raises:
-            ChildLostError: The process ended, or was ended, before the object was made.
+            ChildLostError: The process ended, or was killed, before the object was made.
         """
         self.start()
         if self._is_ready:
@@ -133,27 +133,24 @@ class Child:
                 self._hand_over()
             self._result(limit_s)
         except BaseException:
-            self.end()  # the process has no object, so it cannot be used
+            self.end()  # a process without an object cannot be used
             raise
         self._is_ready = True
 
     def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
-        """Call a method of the object with picklable arguments. Its exceptions are raised here.
+        """Call a method of the object with picklable arguments. Raise its exceptions here.
 
-        Args:
-            name: Name of the method.
-            *args: Its arguments.
-            limit_s: The process is ended if the answer takes longer.
+        The process is killed if the call takes longer than `limit_s`.
 
         Raises:
-            ChildLostError: The process ended, or was ended, without an answer.
+            ChildLostError: The process ended, or was killed, without a result.
         """
         data = pickle.dumps((name, args))
         self.get_ready()
         return self._result(limit_s, data)
 
     def close(self) -> None:
-        """Stop the process if it waits for a call, or end it."""
+        """Stop the process. If it does not wait for a call, kill it."""
         if self._process is not None and self._pipe is not None and self._is_ready:
             with suppress(OSError):
                 self._pipe.send_bytes(b"")
@@ -161,23 +158,23 @@ class Child:
         self.end()
 
     def end(self) -> None:
-        """End the process and all processes that it started."""
+        """Kill the process and all processes that it started."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if process is None or pipe is None:
             return
         if process.pid is not None and hasattr(os, "killpg"):
-            # It leads its own process group. Before that, it has started no process.
+            # The process leads its own process group, and starts no process before it creates the group.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join(_CLOSING_S)
-        if process.exitcode is not None:  # a process that hangs in a driver cannot be ended, so do not wait for it
+        if process.exitcode is not None:  # a process that hangs in a driver cannot be killed, so do not wait for it
             process.close()
         pipe.close()
 
     def _hand_over(self) -> None:
-        """Send `make` once. It may be as large as a model, so it is not kept."""
+        """Send `make` once. It may be as large as a model, so delete it here."""
         assert self._waiting is not None
         sent, self._waiting = self._waiting, None
         self._send(sent)
@@ -188,13 +185,12 @@ class Child:
             self._pipe.send_bytes(data)
 
     def _result(self, limit_s: float, data: bytes | None = None) -> Any:
-        """Send a call, if any, and return its result."""
         try:
             if data is not None:
                 self._send(data)
             kind, value = self._answer(limit_s)
         except BaseException:
-            # The process is lost, or runs the call. Ctrl-C may come as soon as the call is sent.
+            # The process is lost, or still runs the call: Ctrl-C may come as soon as the call is sent.
             self.end()
             raise
         if kind == "raised":
@@ -210,7 +206,7 @@ class Child:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise ChildLostError(f"did not answer within {limit_s:.3g} s and was stopped", hung=True)
-            if self._process.exitcode is not None and not self._pipe.poll():  # it may have answered in the meantime
+            if self._process.exitcode is not None and not self._pipe.poll():  # a result may have come in the meantime
                 raise ChildLostError(self._end_text())
             wait([self._pipe, self._process.sentinel], min(left_s, _LOOK_S))
         try:
@@ -238,7 +234,7 @@ class Child:
 
 
 def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
-    """Wait for a process to end. `join` would also wait for processes that it forked."""
+    """Wait for a process to end. `join` would also wait for its forked processes."""
     deadline_s = time.monotonic() + limit_s
     while process.exitcode is None and time.monotonic() < deadline_s:
         wait([process.sentinel], 0.02)
@@ -249,7 +245,7 @@ def _pickled(what: Any) -> bytes:
     """Pickle with the plain pickler. multiprocessing's pickler would move a live model's tensors to shared memory."""
     try:
         return pickle.dumps(what)
-    except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
+    except Exception as error:  # noqa: BLE001  # pickling runs the objects' code, which may raise anything
         raise InputError(
             f"isolate=True, but the workload can't be pickled ({one_line(error)}). Expected a workload of importable "
             "functions and classes. Define them in a module, or leave isolate out.",
@@ -259,9 +255,9 @@ def _pickled(what: Any) -> bytes:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start a process with stdout on stderr, without Ctrl-C. It runs the user's main module before our code."""
+    """Block Ctrl-C and redirect stdout to stderr, because a new process first runs the user's main module."""
     kept = None
-    with suppress(OSError):  # stdout is closed
+    with suppress(OSError):  # stdout may be closed
         kept = os.dup(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
@@ -281,11 +277,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, start_method: str) -> None:
-    """Make the object, and answer calls of its methods until the parent ends this process.
-
-    Args:
-        start_method: How the parent's own processes are started.
-    """
+    """Make the object, and run calls of its methods until the parent closes the pipe."""
     multiprocessing.set_start_method(start_method, force=True)
     _settle_in()
     served: Any = None
@@ -297,11 +289,11 @@ def _serve(pipe: Connection, start_method: str) -> None:
                 if served is None:
                     served = _unpickled(request)()
                 else:
-                    name, args = pickle.loads(request)  # noqa: S301  # from the process that started this one
+                    name, args = pickle.loads(request)  # noqa: S301  # from the parent process
                     answer = ("returned", getattr(served, name)(*args))
             except LostCauseError as error:
                 answer = ("lost", str(error))
-            except BaseException as error:  # noqa: BLE001  # also SystemExit: the parent raises it
+            except BaseException as error:  # noqa: BLE001  # also SystemExit, which the parent raises
                 answer = ("raised", encoded(error))
             if not _sent(pipe, answer) or served is None:
                 break
@@ -326,14 +318,14 @@ def _settle_in() -> None:
 
         def end_with_parent() -> None:
             wait([parent.sentinel])
-            os._exit(1)  # at once, also during a step that hangs
+            os._exit(1)  # immediately, also during a step that hangs
 
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _unpickled(data: bytes) -> Any:
     try:
-        return pickle.loads(data)  # noqa: S301  # from the process that started this one
+        return pickle.loads(data)  # noqa: S301  # from the parent process
     except (AutosplitError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001  # importing the user's modules may raise anything
@@ -345,7 +337,7 @@ def _unpickled(data: bytes) -> Any:
 
 
 def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
-    """Send an answer. Return whether the parent could receive it."""
+    """Send a result. Return False if the parent is gone."""
     try:
         data = pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001  # pickling a result runs its own code

@@ -11,10 +11,10 @@ from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.op_cost import Load, Work, loads_of
 
 _TOGETHER = ("parameter", "gradient")
-"""Purposes of NCCL's broadcast and reduce. They use as many rings as there are links, for any number of devices."""
+"""Purposes of NCCL's broadcast and reduce, which use all links at once, for any number of devices."""
 
 _STEADY = 1e-9
-"""Largest relative difference between two repetitions that count as equal."""
+"""Maximum relative difference between two repetitions that count as equal."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Clocks:
     """Current time of each GPU and of the host, and compute time of each GPU.
 
     The host runs ahead of a GPU unless the host is slower. An op begins when the host has started it and the GPU has
-    finished the previous op. Parameters and gradients use all links at once, as NCCL's rings do. Every other copy
-    occupies both of its devices.
+    finished the previous op. Copies of parameters and gradients overlap with compute, as NCCL's rings do. Every other
+    copy occupies both of its devices.
 
     Attributes:
         free: Purposes of copies that take no time.
@@ -44,7 +44,7 @@ class Clocks:
         self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
 
     def foresee(self, card: int, works: Iterator[Work]) -> None:
-        """Compute the loads of a GPU's ops in one batch before they run. Loads of an earlier micro-step are reused."""
+        """Compute the loads of a GPU's ops in one batch before they run."""
         loads = self._loads[card]
         first = next(works, None)
         if first is not None and first not in loads:
@@ -61,10 +61,9 @@ class Clocks:
         self.busy_s[device] += load.busy_s
 
     def take_back(self, device: int, work: Work) -> None:
-        """Undo an op that was played but does not run in the real step.
+        """Undo an op of the trace that does not run in the real step.
 
-        If the GPU was waiting for the host, subtract the longer of kernel time and launch time. Otherwise subtract
-        kernel time.
+        If the GPU was waiting for the host, subtract the longer of kernel time and launch time, otherwise kernel time.
         """
         load = self._loads_of([work], device)[0]
         is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
@@ -110,13 +109,13 @@ class Clocks:
         self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
 
     def meet(self) -> float:
-        """Make all devices wait for the slowest, and return that time."""
+        """Make all devices wait for the slowest, and return the time at which it is done."""
         end_s = max(*self.now_s, *self._arrived_s)
         self.now_s = [end_s] * len(self.now_s)
         return end_s
 
     def repeat(self, play: Callable[[], None], times: int) -> None:
-        """Play a step the given number of times. When two repetitions take the same time, extrapolate the rest."""
+        """Replay a step the given number of times. When two repetitions take the same time, extrapolate the rest."""
         before, last = self._read(), None
         for played in range(1, times + 1):
             play()
@@ -134,10 +133,10 @@ class Clocks:
         return [*self.now_s, *self._host_s, *self._links_s, *self._arrived_s, *self.busy_s]
 
     def _is_steady(self, pace: list[float], last: list[float]) -> bool:
-        """Return whether all further repetitions will take the same time as this one.
+        """Return whether all further repetitions will take the same time as this repetition.
 
-        That holds if every clock advanced as in the last repetition, all GPUs advance equally, and no host is slower
-        than its GPU. A slower host that is still ahead of the GPU would become the bottleneck later.
+        This requires that every clock advanced as in the last repetition, all GPUs advance equally, and no host is
+        slower than its GPU. A slower host that is still ahead would become the bottleneck later.
         """
         count = len(self.specs)
         cards, hosts = (list(filter(None, pace[start : start + count])) for start in (0, count))

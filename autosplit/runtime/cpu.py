@@ -1,4 +1,4 @@
-"""Run real steps on this machine's CPU. The tracker measures and limits memory, and the clock measures time.
+"""Run real steps on this machine's CPU. The tracker measures and limits memory.
 
 Memory and time are measured in separate runs, because tracking an op takes longer than some ops.
 """
@@ -23,7 +23,7 @@ class CpuRuntime:
     """A training step on CPU devices. They share one CPU, so their compute times add up.
 
     Args:
-        capacities_bytes: Memory limit of each device. It is enforced only for devices with a budget (`cpu:SIZE`).
+        capacities_bytes: Memory limit of each device, enforced only for devices with a budget.
     """
 
     simulated = False
@@ -75,7 +75,7 @@ class CpuRuntime:
                     wrapper.zero_grad(set_to_none=True)  # see run_placed
 
     def _compiled(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a compiled step. The tracker cannot see inside compiled code, so return no peaks."""
+        """Run a compiled step. The tracker cannot track compiled code, so return no peaks."""
         trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
         with kept_rng():
             trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
@@ -91,7 +91,7 @@ class CpuRuntime:
             [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
             draws=self.trainee.draws,
         )
-        gc.collect(1)  # otherwise tensors in an earlier step's reference cycles are freed, and timed, in this step
+        gc.collect(1)  # free tensors in reference cycles of an earlier step now, not while this step is timed
         message = None
         try:
             with kept_rng():
@@ -102,7 +102,7 @@ class CpuRuntime:
             if not is_oom(error):
                 raise
             message = one_line(error)
-        if message is not None:  # outside the except block, whose traceback pins tensors
+        if message is not None:  # outside the except block, whose traceback keeps tensors alive
             raise OutOfMemoryError(
                 f"This machine ran out of memory before any budget was reached: {message}. Give it fewer samples.",
                 device=self.devices[places[0]].label if len(places) == 1 else None,

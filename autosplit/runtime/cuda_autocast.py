@@ -53,7 +53,7 @@ _OTHER_NAMES = {
 """Python's names of operators if they differ from the names in torch's source."""
 
 LOWER_NAMES = frozenset(_words("addmv addr chain_matmul einsum linalg_multi_dot mv"))
-"""Operators that CUDA's autocast casts to the autocast dtype and the CPU's does not (AT_FORALL_LOWER_PRECISION_FP).
+"""Operators that only CUDA's autocast casts to the autocast dtype (AT_FORALL_LOWER_PRECISION_FP).
 
 Recurrent cells are missing here, because a GPU runs them as fused kernels. See `recurrent_calls`.
 """
@@ -74,7 +74,6 @@ _CPU_ONLY_NAMES = frozenset(
 
 
 def _functions(names: frozenset[str]) -> frozenset[Callable[..., Any]]:
-    """Return the Python functions with the given operator names, from all of `_PLACES`."""
     present = [name for name in names if name != "rms_norm" or has_autocast("rms_norm")]
     wanted = [*present, *(other for name in present for other in _OTHER_NAMES.get(name, "").split())]
     found = (getattr(place, name, None) for place in _PLACES for name in wanted)

@@ -1,9 +1,8 @@
 """Run torch's functions on the CPU as CUDA would run them.
 
-CUDA's operators differ from the CPU's: CUDA has its own attention, fused dropout and normalisation, and other lists
-for autocast. Memory and time of a simulated GPU depend on them. `CudaFunctions` intercepts torch's functions above
-autograd and calls CUDA's operators on fake tensors of the CPU. For real tensors, it replaces a function only if the CPU
-has the operators too.
+CUDA has its own attention, fused dropout, normalisation and autocast lists. Memory and time of a simulated GPU depend
+on them. `CudaFunctions` intercepts torch's functions above autograd and calls CUDA's operators on fake CPU tensors. For
+real tensors, it replaces a function only if the CPU has the same operators.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ from autosplit.torch_versions import NN_FUNCTIONS, FakeTensor, aten_ops
 class CudaFunctions(TorchFunctionMode):
     """Replace functions that run other operators on CUDA than on the CPU.
 
-    Args:
-        kernels: The GPU that determines the operators.
-
     Attributes:
-        needed: Whether a function was replaced. Otherwise the mode can be left out, which is faster.
-        calls: The attention calls with their chosen back ends.
+        needed: Whether a function was replaced. Otherwise the caller can omit the mode, which is faster.
+        calls: The attention calls with their back ends.
     """
 
     def __init__(self, kernels: GpuKernels) -> None:
@@ -50,7 +46,6 @@ class CudaFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function as CUDA would."""
         kwargs = dict(kwargs or {})
         body = _body(func)
         if body is not None:
@@ -67,7 +62,6 @@ class CudaFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _autocast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function under CUDA's autocast, if it is in CUDA's lists."""
         if func in FLOAT32:
             cast: Callable[[Any], Any] = _as_float32
         elif func in FLOAT32_RESULT:
@@ -99,7 +93,7 @@ class CudaFunctions(TorchFunctionMode):
 
 
 def _stands_in(value: Any) -> bool:
-    """Return whether a tensor is a fake CPU tensor, for which this module chooses the operators."""
+    """Return whether a tensor is a fake CPU tensor, which represents a CUDA tensor."""
     return isinstance(value, FakeTensor) and value.device.type == "cpu"
 
 
@@ -145,14 +139,14 @@ def _never(*_: Any, **__: Any) -> bool:
 def _body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a copy of a Python function of torch that can run with the mode on, or None for any other function.
 
-    torch disables the mode while it handles a function. The mode then misses functions that the body calls: the
+    torch disables the mode while the mode handles a function. So the mode misses functions that the body calls: the
     attention inside multi-head attention, or a checkpoint's recomputation during `backward`. A function detects modes
-    with `has_torch_function` and its variants. In the copy, these return False.
+    with `has_torch_function` and its variants, which return False in the copy.
     """
     if not isinstance(func, FunctionType) or not (func in _METHODS or func.__globals__.get("__name__") in _MODULES):
         return None
     asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    if not asks:  # the function calls another function that asks: `torch.meshgrid` calls `_meshgrid`
+    if not asks:  # another function checks instead: `torch.meshgrid` calls `_meshgrid`
         return None
     names = {**func.__globals__, **dict.fromkeys(asks, _never)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
@@ -176,7 +170,8 @@ def _attention(
 ) -> Tensor | None:
     """Run attention with the back end that CUDA would choose.
 
-    The CPU has no kernels for it. For fakes on a GPU, torch chooses the back end, and this function only records it.
+    Real CPU tensors are not replaced, because the CPU has no such kernels. For fakes on a GPU, torch chooses the back
+    end, and this function only records it.
     """
     device_type = query.device.type
     if not isinstance(query, FakeTensor) or device_type not in ("cpu", "cuda"):
@@ -227,7 +222,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,  # noqa: ARG001  # does not affect memory and time
 ) -> Tensor | None:
-    """Run the fused kernel, which takes a weight of the input's dtype (aten/src/ATen/native/layer_norm.cpp)."""
+    """Run the fused kernel, which needs a weight of the input's dtype (aten/src/ATen/native/layer_norm.cpp)."""
     if not has_fused_rms_norm() or not _stands_in(input):
         return None
     if torch.is_autocast_enabled("cpu") and torch.rms_norm in FLOAT32:
@@ -249,7 +244,7 @@ def _cross_entropy(
 ) -> Any:
     """Run the loss of halves as CUDA's autocast does: log_softmax in half, then a loss in float32 (native/LossNLL.cpp).
 
-    The CPU's autocast casts the logits. That holds four bytes of each instead of two.
+    The CPU's autocast casts the logits, which doubles their memory.
     """
     if not torch.is_autocast_enabled("cpu") or input.dtype not in HALVES:
         return None

@@ -1,12 +1,11 @@
-"""Run operators whose results depend on values while a step is traced. Fake tensors have no values.
+"""Run operators whose results depend on values while a step is traced with fake tensors, which have no values.
 
-- Operators whose number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`): the trace uses the
-  recorded number of rows (see Note [Replayed values]) or, without a recorded step, the upper bound.
-- Reads of values (`.item()`, `if tensor`): the trace uses the recorded value. Without a recorded step, torch's
+- If the number of output rows depends on values (`nonzero`, `x[mask]`, `_ctc_loss`), the trace uses the recorded
+  number (see Note [Replayed values]) or, without a recorded step, the upper bound.
+- For reads of values (`.item()`, `if tensor`), the trace uses the recorded value. Without a recorded step, torch's
   exception ends the trace.
-- Reads by an optimizer's arithmetic, such as Adafactor's norms of parameters: the trace uses 1. These numbers scale
+- For reads by an optimizer's arithmetic, such as Adafactor's norms of parameters, the trace uses 1. These numbers scale
   an update and do not affect shapes.
-
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class DataDependent:
         values: Records or replays the values that steps read.
 
     Attributes:
-        bounded: Operators that used the upper bound. An ordered set, as the keys of a dict.
+        bounded: Operators that used the upper bound, as the keys of a dict (an ordered set).
     """
 
     def __init__(self, values: SampleValues | None = None) -> None:
@@ -54,7 +53,7 @@ class DataDependent:
 
     @contextmanager
     def step(self, split: Sequence[int], *, evaluates: bool) -> Iterator[None]:
-        """Begin a step of this split. With `evaluates`, it is only a forward."""
+        """Begin a step of this split. With `evaluates`, the step is only a forward."""
         if self._values is not None:
             self._values.begin(split, evaluates=evaluates)
         with nullcontext() if self._values is None else WholeReads(self._values):
@@ -143,7 +142,7 @@ class DataDependent:
         return operator.make(rows, *args, **kwargs)
 
     def _indexed(self, args: Sequence[Any]) -> Any:
-        """Index with the positions of each mask's true elements, as torch's own kernels do."""
+        """Index with the positions of each mask's true elements, as torch's kernels do."""
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:

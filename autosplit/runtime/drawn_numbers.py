@@ -11,7 +11,7 @@ from autosplit.rng import ExtremeDraws
 from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 MOST_DECIDED_BY = 64
-"""Most numbers in one draw that can be decisions. Models do not branch on each element of a larger draw."""
+"""Maximum numbers in one draw that can be decisions. Models do not branch on each element of a larger draw."""
 
 _DRAWS = frozenset(
     getattr(packet, overload)
@@ -24,7 +24,7 @@ _DRAWS = frozenset(
 def replace_drawn(draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Any) -> None:
     """Replace the output of an operator that draws few random numbers. Other operators are unchanged.
 
-    A fake tensor with one element gets the number as its constant, so `item()` returns it.
+    A fake tensor with one element gets the number as its constant, so that `item()` returns it.
     """
     number = draws.draw() if func in _DRAWS and drawn.numel() <= MOST_DECIDED_BY else None
     if number is None:

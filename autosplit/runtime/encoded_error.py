@@ -12,11 +12,11 @@ from autosplit.errors import AutosplitError, one_line
 
 
 class InTheChildError(Exception):
-    """The traceback of an unexpected exception in the other process. It is the last cause of that exception."""
+    """The traceback of an unexpected exception in the other process, as the last cause of that exception."""
 
 
 def encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
-    """Encode an exception for another process: it and its cause, each pickled and as text, and its traceback.
+    """Encode an exception for another process: the exception and its cause, pickled and as text, and its traceback.
 
     Errors of autosplit and KeyboardInterrupt have no traceback.
     """
@@ -24,7 +24,7 @@ def encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
     for link in (error, error.__cause__):
         if link is not None:
             data = b""
-            with suppress(Exception):  # an exception may hold anything
+            with suppress(Exception):  # an exception may have attributes that cannot be pickled
                 data = pickle.dumps(link)
             links.append((data, one_line(link)))
     foreseen = isinstance(error, (AutosplitError, KeyboardInterrupt))

@@ -1,4 +1,4 @@
-"""Make copies of a model from fake tensors. They have shapes and a device, but no values and no memory."""
+"""Copy a model into fake tensors, which have shapes and a device, but no values and no memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from autosplit.workload.workload import Workload
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a new mode for a fake trainee. Real tensors in a model's attributes are converted to fake tensors."""
+    """Return a new fake mode that converts real tensors in a model's attributes."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
-    """Call a function so that the tensors it makes take no memory.
+    """Call a function so that its tensors need no memory.
 
-    Fake tensors are tried first. They do not support everything: torch cannot convert a fake module's dtype in place
-    (`model.half()`). Then the meta device is tried, although its tensors cannot be copied.
+    Try fake tensors, then the meta device. With fake tensors, torch cannot convert a module's dtype in place
+    (`model.half()`). Meta tensors cannot be copied.
 
     Raises:
-        Exception: The function raised on the meta device too. This is its error under fake tensors.
+        Exception: The function raised with both. This is its error with fake tensors.
     """
     try:
         with settings_kept_on_failure(), mode:
@@ -45,13 +45,13 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
 
 
 def mode_of(workload: Workload) -> FakeTensorMode | None:
-    """Return the fake mode of a workload, or None if its tensors are real."""
+    """Return the fake mode of a workload's tensors, or None if they are real."""
     tensors = [*(p for module in workload.modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 def holds_fakes(device: torch.device) -> bool:
-    """Return whether fake tensors on a device can be trained. Some builds and back ends do not support it."""
+    """Return whether fake tensors on a device can be trained. Some builds and back ends do not support this."""
     if accelerator_kind() != device.type:  # autograd crashes the process if torch was built without the device
         return False
     try:
@@ -70,10 +70,10 @@ def fake_into(
     mode: FakeTensorMode,
     device: torch.device,
 ) -> None:
-    """Put fakes of all tensors into deepcopy's memo, so deepcopy uses them as the copies."""
+    """Put fakes of all tensors into deepcopy's memo, so that deepcopy uses them as the copies."""
     tensors = [t for module in models.modules for t in (*module.parameters(), *module.buffers())]
-    # The model may read the values of one-element tensors in its attributes, so these stay real. Assume
-    # that it does not read larger tensors, such as an average of its weights.
+    # Keep one-element tensors in attributes real, because the model may read their values. Assume that it does not
+    # read larger tensors, such as an average of its weights.
     tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
     state = [(optimizer, [*tensors_of(list(optimizer.state.values()))]) for optimizer in optimizers]
     tensors += [tensor for _, held in state for tensor in held]
@@ -121,7 +121,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """Make a fake sparse tensor with the same number of values. torch's own fakes have no values."""
+    """Make a fake sparse tensor with the same number of values, which torch's fakes lack."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"a {tensor.layout} tensor has no fake copy with values")
     indices, values = (
@@ -134,7 +134,7 @@ def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Make a fake with a known value. Optimizers read step counts and learning rates back from tensors."""
+    """Make a fake with a known value, because optimizers read step counts and learning rates from tensors."""
     number = tensor.item()
     with mode:
         return torch.tensor(number, dtype=tensor.dtype)

@@ -12,7 +12,7 @@ _GENERATIONS = (50, 60, 70, 75, 80, 86, 89, 90, 100, 120)
 
 @dataclass(frozen=True)
 class GpuKernels:
-    """The kernels of an NVIDIA GPU: torch and its libraries choose them from its compute capability.
+    """The kernels of an NVIDIA GPU, which torch and its libraries choose by compute capability.
 
     Attributes:
         capability: Compute capability times ten: 75 for Turing, 80 and 86 for Ampere, 89 for Ada, 90 for Hopper, 100
@@ -23,10 +23,7 @@ class GpuKernels:
 
     @classmethod
     def of(cls, capability: str | None) -> GpuKernels:
-        """Return the kernels for a compute capability, such as "8.9", or an A100's for a GPU that has none.
-
-        Capabilities with the same kernels give equal objects.
-        """
+        """Return the kernels for a compute capability such as "8.9". None, for other vendors' GPUs, gives an A100's."""
         if capability is None:
             return cls()
         major, minor = map(int, capability.split("."))
@@ -35,7 +32,7 @@ class GpuKernels:
 
 
 def kernels_of_device(device: torch.device) -> GpuKernels | None:
-    """Return the kernels of an NVIDIA GPU of this machine, or None for other devices, whose kernels are unknown."""
+    """Return the kernels of an NVIDIA GPU of this machine, or None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,9 +1,9 @@
 """Derive the memory and work of an accumulating step and of a DDP rank's step from a plain one-device step.
 
-The three variants differ only when a gradient arrives on its parameter. In a plain step it stays in the tensor that
-autograd made, or is copied if that tensor is needed elsewhere. In an accumulating step it is added to the gradient of
-earlier micro-steps and then freed. In a DDP rank it is copied into DDP's buckets and then freed. See torch's
-`AccumulateGrad` (csrc/autograd/functions/accumulate_grad.h).
+The three variants differ only when a gradient arrives on its parameter. In a plain step, the gradient stays in
+autograd's tensor, or is copied if that tensor is needed elsewhere. In an accumulating step, it is added to the earlier
+gradient and then freed. In a DDP rank, it is copied into DDP's buckets and then freed. See torch's `AccumulateGrad`
+(csrc/autograd/functions/accumulate_grad.h).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ArrivalCall:
 def entries_of(tracker: Tracker, way: Way, begun_at: int = 0, bucket_bytes: int = 0) -> tuple[Entry, ...]:
     """Return the storages that are allocated and freed in a variant of a one-device step, in order.
 
-    Workspaces come first. Storages freed at the end are left out, because they do not change the peak.
+    Workspaces come first. Storages freed at the end are omitted, because they do not change the peak.
 
     Args:
         begun_at: Number of entries before the first op. DDP's buckets exist from then on.

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back where it would break something: torch ends the process that meets it inside fake tensors."""
+"""Delay Ctrl-C while torch runs fake tensors, because an interrupt there would end the process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the context (a second or so); in other threads Python delivers none.
+    """Delay Ctrl-C until the end of the context (about a second). In other threads, Python delivers no Ctrl-C.
 
-    A KeyboardInterrupt inside the callbacks of torch's dispatcher reaches C++ code without a handler for it, which ends
+    A KeyboardInterrupt inside the callbacks of torch's dispatcher reaches C++ code that does not catch it, which ends
     the process ("terminate called").
     """
     ours = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if ours else None
-    if not callable(handler):  # ignored, left to the system, or set by something else than Python
+    if not callable(handler):  # ignored, left to the system, or set outside Python
         yield
         return
     came: list[Any] = []
@@ -27,5 +27,5 @@ def held_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:  # not by a signal: that would be counted as another Ctrl-C
+        if came:  # call the handler, because another signal would count as a second Ctrl-C
             handler(came[0], None)

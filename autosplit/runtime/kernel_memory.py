@@ -1,17 +1,17 @@
-"""The memory that CUDA kernels and libraries allocate in addition to the tensors that a trace sees.
+"""Compute the memory that CUDA kernels and libraries allocate in addition to the tensors of a trace.
 
 # Note [Temporary blocks]
-A kernel may allocate blocks, use them and free them before it returns. A trace sees the operator's outputs only, so
-this module computes the blocks from the operator's arguments. One trace predicts every batch size (`op_calls`).
-Therefore a block is one of these:
+A kernel may allocate blocks, use them and free them before it returns. A trace contains only the operator's outputs, so
+this module computes the blocks from the operator's arguments. Because one trace predicts every batch size (`op_calls`),
+a block must be one of these:
 
 * a constant,
 * exactly proportional to the batch,
 * proportional to the batch between two limits (`Block.limits`): absent below the first, constant above the second.
 
 Example: the gradient of a bias of 1,024 numbers in float32. From 1,021 rows on, `sum` adds rows in groups and stores
-each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Above that, an H100 cannot run more
-groups at once, and the results stay at 132 MiB.
+each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Above that, an H100 cannot run more groups
+at once, and the results stay at 132 MiB.
 
 The formulas are from torch 2.11's sources, which are named at each function. They are compared with GPU measurements in
 benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's convolutions and recurrent
@@ -34,17 +34,17 @@ from autosplit.torch_versions import aten_ops, cublas_workspace_bytes, cublaslt_
 aten = torch.ops.aten
 
 LEAST_BYTES = 2**20
-"""Group results of a `sum` that can never exceed this size are left out."""
+"""Minimum size that counts: a `sum` whose group results never exceed 1 MiB adds no block."""
 
 NO_LIMITS = (0.0, math.inf)
-"""The limits of a block that always exists, with no limit of its size."""
+"""The limits of a block that exists at every batch size."""
 
 _GPUS = {70: (80, 2048), 75: (72, 1024), 80: (108, 2048), 86: (84, 1536), 89: (142, 1536), 90: (132, 2048)}
 _GPUS |= {100: (152, 2048), 120: (188, 1536)}
-"""The largest GPU of each compute capability: multiprocessors, and threads that run at once on each of them."""
+"""The largest GPU of each compute capability: number of multiprocessors, and resident threads on each."""
 
 _LARGE_SHARED_MEMORY = (80, 90, 100)
-"""Compute capabilities whose blocks of threads may use more than 100 KiB of shared memory."""
+"""Compute capabilities whose thread blocks may use more than 100 KiB of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Block:
     """A block of GPU memory.
 
     Attributes:
-        nbytes: Its size without limits, not rounded. A constant, or exactly proportional to the batch.
+        nbytes: Size before rounding and limits. A constant, or exactly proportional to the batch.
         limits: If `nbytes` is below the first limit, the block does not exist. It never exceeds the second limit.
     """
 
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def limited_bytes(self) -> int:
-        """The size within the limits."""
+        """Size within the limits, in bytes."""
         least_bytes, most_bytes = self.limits
         return int(min(self.nbytes, most_bytes)) if self.nbytes >= least_bytes else 0
 
@@ -70,13 +70,13 @@ Blocks = tuple[Block, ...]
 
 
 def temporary_blocks(func: Any, args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
-    """Return the blocks that an operator holds on a GPU at its peak, and frees before it returns."""
+    """Return the blocks that an operator has allocated at its peak, and frees before it returns."""
     inside = _INSIDE.get(getattr(func, "overloadpacket", None))
     return () if inside is None else inside(args, outputs, kernels)
 
 
 def workspaces(func: Any, args: Sequence[Any], kernels: GpuKernels) -> dict[str, int]:
-    """Return the workspaces that an operator needs from libraries: their names and bytes.
+    """Return the library workspaces that an operator needs: bytes by library.
 
     torch allocates a workspace when a thread first calls the library on a stream, and keeps it (CublasHandlePool.cpp).
     """
@@ -105,9 +105,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _copies(*tensors: Tensor) -> Blocks:
-    """Return copies of tensors of shape (batch, heads, length, width) whose memory order differs.
+    """Return the copies that kernels make of tensors of shape (batch, heads, length, width).
 
-    The kernels need (batch, length, heads, width). They copy a gradient or an output with another layout.
+    The kernels need (batch, length, heads, width) in memory.
     """
     return tuple(Block(_nbytes(tensor)) for tensor in tensors if not _is_length_first(tensor))
 
@@ -126,7 +126,7 @@ def _flash_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) ->
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
     blocks: Blocks = (Block(rows * _up(width, 32 if width <= 128 else 64) * 4), Block(rows * 4))
-    if key.shape[1] != heads:  # grouped queries: gradients of keys and values for each query head, added up later
+    if key.shape[1] != heads:  # grouped queries: key and value gradients per query head, added up later
         expanded = Block(batch * heads * key.shape[2] * width * key.element_size())
         blocks += (expanded, expanded)
     return blocks + _copies(grad, out)
@@ -144,8 +144,8 @@ class _Tile:
 def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -> _Tile:
     """Return the tile of the memory-efficient backward. See `dispatch_cutlassB` in kernels/cutlassB.h.
 
-    torch uses the first kernel that fits the GPU's shared memory. For GPUs with little shared memory this is an
-    assumption. It matters only for widths above 64: the smaller tile needs more memory in half precision.
+    torch uses the first kernel that fits the GPU's shared memory. For GPUs with little shared memory, the choice is an
+    assumption. It matters only for widths above 64, whose smaller tile needs more memory in half precision.
     """
     is_half, large = dtype is not torch.float32, kernels.capability in _LARGE_SHARED_MEMORY
     if width <= 64:
@@ -160,8 +160,8 @@ def _tile(dtype: torch.dtype, width: int, kernels: GpuKernels, *, drops: bool) -
 def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels) -> Blocks:
     """See `_efficient_attention_backward` in attention_backward.cu, and `workspace_size` in kernel_backward.h.
 
-    Below 200 heads in the batch the kernel may split the keys. It then takes more memory for widths that do not fit its
-    registers. This function returns the size for larger batches, which are not split.
+    Below 200 heads in the batch, the kernel may split the keys. Widths that do not fit its registers then take more
+    memory. This function returns the size without splitting.
     """
     grad, query, _, value = args[:4]
     batch, heads, length, width = query.shape
@@ -191,7 +191,7 @@ def _efficient_forward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels)
 def _cudnn_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
     """Return cuDNN's workspace: the gradient of the queries in float32, one number for each row, and 512 bytes.
 
-    cuDNN is closed source. This is fitted to an H100 with cuDNN of torch 2.11, for head widths of 64, 80 and 256.
+    cuDNN is closed source. The formula fits an H100 with cuDNN of torch 2.11, for head widths of 64, 80 and 256.
     """
     batch, heads, length, width = args[1].shape
     return Block(batch * heads * length * (width + 1) * 4), Block(512)
@@ -227,11 +227,11 @@ def _convolution_backward(args: Sequence[Any], outputs: Any, kernels: GpuKernels
 
 
 def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> Blocks:
-    """Return the group results of a sum over all dimensions except the last one in memory.
+    """Return the group results of a sum over all dimensions except the last in memory.
 
-    See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. Groups of threads store partial results
-    for the last group. With another memory order, or more than one remaining dimension, such a sum needs little or no
-    memory. Above about 280 million numbers it needs more than the limit: half a byte per number.
+    See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. Groups of threads store partial results,
+    and the last group adds them. With another memory order, or more than one remaining dimension, such a sum needs
+    little or no memory. Above about 280 million numbers it needs more than the limit: half a byte per number.
     """
     summed = {dim % values.dim() for dim in over}
     kept = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
@@ -251,7 +251,7 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
     if groups_across > most_groups or most_bytes < LEAST_BYTES:
         return ()
     rows = math.prod(values.shape[dim] for dim in summed)
-    row_bytes = -(-group_bytes // (16 * down))  # a thread of a group adds at least 16 numbers
+    row_bytes = -(-group_bytes // (16 * down))  # each thread of a group adds at least 16 numbers
     return (Block(rows * row_bytes, ((255 * down + 1) * row_bytes, most_bytes)),)
 
 
@@ -259,10 +259,10 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu.
+    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu: from the source, not measured.
 
-    The blocks are the sorted indices, a row of sums per ten indices, and a row of sums per index. The sizes are from
-    the source and were not measured. Up to 3,072 indices need no block.
+    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need no
+    block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())
@@ -288,4 +288,4 @@ _INSIDE = {op: formula for name, formula in _FORMULAS.items() for op in aten_ops
 WITH_INNER_MEMORY = frozenset(
     getattr(packet, overload) for packet in (*_INSIDE, *_PRODUCTS) for overload in packet.overloads()
 )
-"""Operators for which `temporary_blocks` or `workspaces` may return a block."""
+"""Operators that may need a block (`temporary_blocks`, `workspaces`)."""

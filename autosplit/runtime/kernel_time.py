@@ -3,11 +3,11 @@
     seconds = start + max(flops / (peak · reached · used(shape)), bytes · passes / bandwidth)
 
 Matrix products are cut into tiles, and waves of tiles run on the GPU's multiprocessors. A tile beyond the edge or a
-wave that is not full wastes time. The rates are in ``kernel_rates.json``: a few for each class of kernels and none for
-a model. ``benchmarks/fit_cards.py`` fits them to published step times.
+wave that is not full wastes time. The rates in ``kernel_rates.json`` depend on the class of kernels, not on the model.
+``benchmarks/fit_cards.py`` fits them to published step times.
 
 A GPU of about 70 W lowers its clock in long products to keep its average power limit. Kernels that only move memory use
-less power. That lets other kernels run faster, up to the full clock.
+less power, so the other kernels run faster, up to the full clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TILES: Numbers = np.array(
 """Rows and columns of the tile that one thread block computes, for kernels of cuBLAS and cuDNN."""
 
 _WARP_ROW = 1024
-"""Most elements of a row that softmax keeps in a warp's registers (ATen/native/cuda/SoftMax.cu)."""
+"""Maximum elements of a row that softmax keeps in a warp's registers (ATen/native/cuda/SoftMax.cu)."""
 
 
 class KindRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,11 +59,11 @@ class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Host time per op, as multiples of a GPU's `launch_s`.
 
     Attributes:
-        forward: For an op of the forward, with its Python code. 20 fits torch 1.4 (``fit_cards.json``). Current
-            software takes half of that. A launch-bound T5-base takes 0.10 s per step on an RTX 3090
+        forward: For a forward op, with its Python code. 20 fits torch 1.4 (``fit_cards.json``). Current software takes
+            half of that. A launch-bound T5-base takes 0.10 s per step on an RTX 3090
             (github.com/huggingface/transformers, issue 14608), with 1,100 forward ops, 1,500 backward ops and 2,500
             optimizer ops.
-        tensor: For each tensor of an optimizer's op over lists.
+        tensor: For each tensor of an optimizer op over a list of tensors.
         replicated: For each parameter of each replica.
     """
 
@@ -90,8 +90,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pooled_element_s: Time of one element of a pooling kernel on one multiprocessor. The kernels compute indices in
             64 bits, so their time does not fall with the bytes of the data type. The fitted bytes of the RTX 3090 give
             1.9e-9, and a step in float32 on an H100 gives 1.7e-9 (``benchmarks/results/gpu/h100.json``).
-        pooled_channels: The same for images in channels-last order, as a fraction.
-        fitted: The data that the rates were fitted to.
+        pooled_channels: The time of a pooling element in channels-last order, as a fraction of `pooled_element_s`.
     """
 
     kinds: Mapping[str, KindRates]
@@ -111,7 +110,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def kernel_rates() -> KernelRates:
-    """Return the rates of ``kernel_rates.json``. The file is read once."""
+    """Return the rates of ``kernel_rates.json``, which is read once."""
     text = importlib.resources.files("autosplit").joinpath("runtime/kernel_rates.json").read_bytes()
     return msgspec.json.decode(text, type=KernelRates)
 
@@ -133,10 +132,10 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
 def kernel_seconds(
     numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None, *, fused_share: float = 1.0
 ) -> Numbers:
-    """Return the time of each kernel on a GPU. The kernels together are one step, which shares a power limit.
+    """Return the seconds of each kernel on a GPU. All kernels belong to one step, because they share a power limit.
 
     Args:
-        fused_share: Fraction of their eager time that kernels without products take in a compiled model. See
+        fused_share: For a compiled model, the time of kernels without products as a fraction of their eager time. See
             `autosplit.workload.compiled.FUSED_SHARE`.
     """
     rates = rates or kernel_rates()
@@ -154,7 +153,7 @@ def kernel_seconds(
     used[grouped] = np.minimum(1.0, numbers[3, grouped] / rates.group_channels) ** rates.group_exponent
     arithmetic_s = numbers[0] / (peaks * reached * used)
     memory_s = numbers[1] * passes / spec.memory_bytes_per_s
-    by_channel = _masks()[3][codes[0]]  # these kernels use one thread block per channel
+    by_channel = _masks()[3][codes[0]]  # one thread block per channel
     memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
     memory_s[_masks()[4][codes[0]] & (numbers[2] > _WARP_ROW)] *= rates.long_row
     pooled_s = rates.pooled_element_s / (spec.multiprocessors or 1) * np.array([0.0, 1.0, rates.pooled_channels])
@@ -177,8 +176,8 @@ def _fusion(codes: Codes, fused_share: float) -> Numbers:
 def _masks() -> tuple[npt.NDArray[Any], ...]:
     """Return masks of kinds: tiled, grouped, dense convolutions, batch norms (by channel), softmax and pooling.
 
-    The sixth holds 1 for pooling of contiguous images, 2 for pooling in channels-last order, and 0 for other kinds. The
-    last is the mask of kinds that torch.compile does not fuse with others.
+    The pooling entries are 1 for contiguous images, 2 for channels-last order, and 0 for other kinds. The last mask is
+    for kinds that torch.compile does not fuse.
     """
     kinds = list(kernel_rates().kinds)
     dense = ("pointwise", "convolution", "unaligned")
@@ -216,12 +215,12 @@ def host_seconds(
     rates: KernelRates | None = None,
     fused_share: float = 1.0,
 ) -> Numbers:
-    """Return the time that the host takes to start each kernel.
+    """Return the seconds that the host takes to start each kernel.
 
     Args:
         replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each
             backward has its own thread and does not need the interpreter.
-        fused_share: See `kernel_seconds`. Fewer kernels also take less of the host's time.
+        fused_share: See `kernel_seconds`.
     """
     host = (rates or kernel_rates()).host
     times = np.array([host.forward * replicas, host.backward, host.update, 0.0])[codes[2]]

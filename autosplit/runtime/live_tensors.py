@@ -1,7 +1,7 @@
-"""Restore the live tensors that a workload's functions use outside the model copy that is traced.
+"""Restore the live tensors that a workload's functions use outside the traced model copy.
 
-A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward pass of
-the copy reaches these tensors too. It would leave gradients on them, some of them fake, and change their buffers.
+A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward of the
+copy would leave gradients on them, some of them fake, and change their buffers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from autosplit.workload.fingerprint import named_by
 from autosplit.workload.workload import Workload
 
 MOST_LOOKED_AT = 10_000
-"""Most values that the search visits. A function may refer to a list of a million samples, which holds no model."""
+"""Maximum number of values that the search visits. A function may refer to a list of a million samples."""
 
 
 @contextmanager
 def untouched(workload: Workload) -> Iterator[None]:
-    """Restore gradients and buffers that a step may change outside its model copy.
+    """Restore gradients and buffers of the live model and of modules and tensors that the workload's functions use.
 
-    These belong to the live model and to modules and tensors that the workload's functions refer to. Gradients are
-    removed during the step, because a backward pass adds to them in place.
+    Gradients are removed during the step, because a backward adds to them in place.
     """
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]
@@ -58,7 +57,7 @@ def untouched(workload: Workload) -> Iterator[None]:
 def _reached(workload: Workload) -> Iterator[Any]:
     """Yield the modules and tensors that the workload's functions refer to, store or are bound to."""
     functions = (workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch)
-    todo: deque[Any] = deque(functions)  # breadth first, so direct references come before nested ones
+    todo: deque[Any] = deque(functions)  # breadth first, so direct references come before nested references
     seen: set[int] = set()
     while todo and len(seen) < MOST_LOOKED_AT:
         value = todo.popleft()

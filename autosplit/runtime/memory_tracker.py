@@ -1,21 +1,20 @@
-"""Track every storage that a training step allocates, charge it to its device, and raise when the device is full.
+"""Track every storage of a training step per device, and raise an error when a device is full.
 
-The tracker sees dispatched ops, below autograd. Tensors that a backward pass saves or recomputes are
-therefore counted exactly while they live. The rules:
+The tracker sees dispatched ops, below autograd. So it counts tensors that a backward saves or recomputes exactly while
+they live. The rules:
 
-* Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is host
-  memory. It is charged when an op uses it together with a placed tensor, because a real device would need both. An
-  output that shares an input's storage is not new.
+* Parameters, buffers, inputs and optimizer state are adopted explicitly. Any other storage from before the step is host
+  memory. It is charged when an op uses it together with a placed tensor, because a real device would need both.
 * An op's outputs are on the device of its inputs. Only `transfer` moves tensors. Tensors made without placed inputs
   (`torch.zeros` in a forward) are provisional. They are charged when an op uses them with a placed, non-scalar tensor.
 * A sparse tensor is tracked as its indices and values.
-* A model draws a few random numbers on the host for decisions, such as which layers to skip. `draws` replaces them.
-* With `kernels`, an operator's temporary blocks on a GPU are charged and released at once. The workspaces of
+* If a model draws random numbers to decide which layers to skip, `draws` replaces them.
+* With `kernels`, an operator's temporary blocks on a GPU are charged and immediately released. The workspaces of
   libraries are charged for the whole step (`kernel_memory`).
-* A dispatch mode does not reach worker threads, so the devices of a tracked step run one after another.
+* A dispatch mode does not affect worker threads, so the devices of a tracked step run one after another.
 
-Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator
-(torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator (torch c10/cuda/CUDACachingAllocator.cpp,
+kMinBlockSize).
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key
 BLOCK_BYTES = 512
 
 NUMBER_BYTES = 16
-"""Size of the largest single number."""
+"""Size of the largest scalar, complex128."""
 
 _DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
-"""The purpose of a storage. ``"left"`` marks storages that the workload kept from an earlier step."""
+"""The purpose of a storage. ``"left"`` marks storages that remain from an earlier step."""
 
 _ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "copy_", "clone"))
-"""Ops that give a parameter its first gradient: autograd's own tensor (detach), or a copy of it."""
+"""Ops that give a parameter its first gradient: autograd's tensor itself (detach), or a copy of it."""
 
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
 """The kind of storage for each purpose of a transfer."""
@@ -69,8 +68,8 @@ class Entry(NamedTuple):
     """A storage that was allocated or freed on a device.
 
     Attributes:
-        nbytes: Its size, not rounded. Negative if it was freed.
-        limits: Limits of its size, which hold at any batch size (`kernel_memory.Block`).
+        nbytes: Size before rounding. Negative for a freed storage.
+        limits: Bounds of the size in bytes, equal for all batch sizes (`kernel_memory.Block`).
     """
 
     kind: Kind
@@ -80,11 +79,11 @@ class Entry(NamedTuple):
 
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
-"""Weak references to the storages that a step left allocated."""
+"""Weak references to storages that remain allocated after a step."""
 
 
 class Observer(Protocol):
-    """A listener to the ops of a tracked step, in order. The simulator records them for its clock."""
+    """Receive the ops and transfers of a tracked step, in order. The simulator's observer records them."""
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """Handle an op that ran on a device."""
@@ -95,7 +94,7 @@ class Observer(Protocol):
 
 @dataclass
 class _Place:
-    """The device of a block of memory, its purpose, and the limits of its size (`kernel_memory.Block`)."""
+    """The device and purpose of a memory block, and the bounds of its size (`kernel_memory.Block`)."""
 
     device: int
     kind: Kind = field(default="activations", kw_only=True)
@@ -114,11 +113,11 @@ class _Held(_Place):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A gradient that arrived on a parameter that had no gradient.
+    """The first gradient of a parameter.
 
     Attributes:
-        at: Number of account entries before the arrival.
-        is_copy: True if autograd's tensor was copied, because it is needed elsewhere or has another memory layout.
+        at: Number of account entries before the gradient.
+        is_copy: Whether autograd copied its tensor, which is used elsewhere or has another memory layout.
     """
 
     at: int
@@ -135,7 +134,7 @@ class Arrivals:
         self._detached: int | None = None
 
     def parameter_of(self, func: Any) -> Tensor | None:
-        """Return the parameter that gets its first gradient from the running op, or None for any other op."""
+        """Return the parameter whose first gradient this op creates, or None for any other op."""
         node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
         found: Tensor | None = None
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
@@ -147,23 +146,22 @@ class Arrivals:
 
 
 class Tracker(TorchDispatchMode, Placement):
-    """Count the bytes that each device of a step holds, and raise if one would exceed its capacity.
+    """Count the bytes on each device during a step. Raise OutOfMemoryError if a device exceeds its capacity.
 
     Args:
-        labels: The devices' names for error messages, in the order of the step.
-        capacities: Most bytes that each device may hold, or None for no limit.
-        draws: Replaces random numbers that decide the model's path. None keeps the model's own numbers.
-        accounts: Record what `peak_account` needs: a few words for each storage that is allocated or freed.
+        labels: Device names for error messages, in the order of the step.
+        capacities: Maximum bytes of each device, or None for no limit.
+        draws: Replaces random numbers that decide which layers run. None keeps the model's random numbers.
+        accounts: Record each allocated or freed storage, as `peak_account` and `entries` require.
         kernels: A GPU. If given, also charge the memory that its kernels and libraries use.
-        data_dependent: Runs the operators. None if none of them needs values of fake tensors.
+        data_dependent: Runs ops that need values of fake tensors. None runs all ops as usual.
 
     Attributes:
-        live_bytes: Bytes held now, per device.
-        peak_bytes: Most bytes held since `__enter__` or `reset_peak`, per device.
-        arrivals: Gradients that arrived, in order. Empty without `accounts`.
+        peak_bytes: Maximum bytes per device since `__enter__` or `reset_peak`.
+        arrivals: First gradients of parameters, in order. Empty without `accounts`.
 
     Raises:
-        OutOfMemoryError: Raised by the op whose output no longer fits. It names the device.
+        OutOfMemoryError: An op's output does not fit. The error names the device.
     """
 
     def __init__(
@@ -188,8 +186,8 @@ class Tracker(TorchDispatchMode, Placement):
         self._run = (data_dependent or DataDependent()).run
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
-        # A storage's kind may be known only later: a tensor counts as a gradient once it is on its parameter. So
-        # `peak_account` computes the kinds at the end, from all storages allocated and freed before the peak.
+        # A tensor becomes a gradient only when it is on its parameter. So `peak_account` determines the kinds at the
+        # end, from all storages allocated and freed before the peak.
         self._account: list[tuple[_Place, int, int, int]] | None = [] if accounts else None
         self.arrivals: list[Arrival] = []
         self._arrivals = Arrivals()
@@ -199,7 +197,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the step."""
+        """Number of devices of the step."""
         return len(self.labels)
 
     def __enter__(self) -> Tracker:
@@ -212,25 +210,25 @@ class Tracker(TorchDispatchMode, Placement):
         assert self._token is not None
         ACTIVE.reset(self._token)
         self._token = None
-        # The user may keep a storage longer than the tracker exists, so the tracker's finalizers must be removed.
+        # The user may keep a storage longer than this tracker, so remove the tracker's finalizers.
         for held in self._held.values():
             held.finalizer.detach()
         self._held.clear()
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes held now."""
+        """Reset the peak to the current bytes."""
         self.peak_bytes = list(self.live_bytes)
         self._entries_at_peak = [len(self._account or ())] * len(self.labels)
 
     def classify(self, tensor: Tensor, kind: Kind) -> None:
-        """Set the kind of a tensor's storage. Tensors that the tracker does not hold are ignored."""
+        """Set the kind of a tensor's storage. Ignore tensors that are not tracked."""
         for part in dense_parts(tensor):
             held = self._held.get(key_of(part))
             if held is not None:
                 held.kind = kind
 
     def peak_account(self, device: int) -> dict[Kind, int]:
-        """Return the bytes of each kind of storage that a device held at its peak. Their sum is the peak."""
+        """Return the bytes on a device at its peak by kind of storage. Their sum is the peak."""
         found: dict[Kind, int] = {}
         for held, place, nbytes, _ in self.account[: self._entries_at_peak[device]]:
             if place == device:
@@ -243,7 +241,7 @@ class Tracker(TorchDispatchMode, Placement):
     def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
         """Call `act`, and return a function that charges the same storages to another tracker.
 
-        Return None if `act` changed gradients or parameters, because their lifetime depends on the rest of the step.
+        Return None if `act` changed gradients or parameters, whose lifetime depends on the rest of the step.
         """
         begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
@@ -259,25 +257,25 @@ class Tracker(TorchDispatchMode, Placement):
 
     @property
     def account(self) -> list[tuple[_Place, int, int, int]]:
-        """Allocated and freed blocks, in order: each with its device, its rounded bytes and its exact bytes."""
+        """Allocated and freed blocks, in order: block, device, rounded bytes and exact bytes."""
         assert self._account is not None, "the tracker keeps no accounts"
         return self._account
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return the storages that were allocated and freed, in order, without `workspaces`."""
+        """Return the allocated and freed storages, in order, without `workspaces`."""
         return tuple(Entry(one.kind, device, exact, one.limits) for one, device, _, exact in self.account)
 
     def workspaces(self) -> tuple[Entry, ...]:
-        """Return the workspaces of libraries. They exist during the whole step."""
+        """Return the workspaces of libraries, which exist during the whole step."""
         return tuple(Entry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
 
     def adopt(self, tensor: Tensor, device: int) -> None:
-        """Charge an existing tensor to a device. A tensor that is already placed stays on its device."""
+        """Charge an existing tensor to a device. A tensor that already has a device stays there."""
         for part in dense_parts(tensor):
             self._hold(part.untyped_storage(), device)
 
     def adopt_left(self, left: Left, device: int) -> None:
-        """Charge the storages that an earlier step left allocated to a device, if they still live."""
+        """Charge the live storages of an earlier step to a device."""
         for reference in left:
             storage = reference()
             if storage is not None:
@@ -285,17 +283,14 @@ class Tracker(TorchDispatchMode, Placement):
                 self._held[storage_key(storage)].kind = "left"
 
     def left_on(self, device: int) -> Left:
-        """Return the storages that a device holds in addition to parameters, gradients and optimizer state.
-
-        Single numbers are left out, because a list of losses takes almost no memory.
-        """
+        """Return a device's storages other than parameters, gradients, optimizer state and scalars (such as losses)."""
         held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
         return [
             one.storage for one in held if (storage := one.storage()) is not None and storage.nbytes() > NUMBER_BYTES
         ]
 
     def device_of(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's device, or `HOST` if the tensor is not on a device."""
+        """Return the index of a tensor's device, or `HOST`."""
         held = self._held_of(tensor)
         return held.device if held is not None and held.device >= 0 else HOST
 
@@ -303,7 +298,7 @@ class Tracker(TorchDispatchMode, Placement):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches: autograd reads it constantly
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # fast path: two of three dispatches
             return args[0].device
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -329,7 +324,7 @@ class Tracker(TorchDispatchMode, Placement):
         return outputs
 
     def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
-        """Charge an operator's temporary blocks, and the library workspaces that it uses for the first time."""
+        """Charge an operator's temporary blocks, and the library workspaces that it is the first to use."""
         kernels = self._kernels
         if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
             return
@@ -345,13 +340,10 @@ class Tracker(TorchDispatchMode, Placement):
                 self._uncharge(place, nbytes, exact_bytes)
 
     def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
-        """Charge a library's workspace to a device, as if it existed from the start of the step.
-
-        Only the first step of a process starts without it. Autograd runs the backward in another thread, which gets its
-        own workspace.
+        """Charge a library's workspace to a device for the whole step, because only a process's first step lacks it.
 
         Args:
-            key: The device, the library and the thread.
+            key: The device, the library and the part of the step: autograd's thread has a separate workspace.
         """
         if key in self._workspaces or not nbytes:
             return
@@ -372,7 +364,7 @@ class Tracker(TorchDispatchMode, Placement):
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
 
     def _held_of(self, tensor: Tensor) -> _Held | None:
-        """Return the record of a tensor's storage. For a sparse tensor, that is the storage of its indices."""
+        """Return the record of a tensor's storage. For a sparse tensor, return the record of its indices."""
         for part in dense_parts(tensor):
             return self._held.get(key_of(part))
         return None
@@ -414,7 +406,6 @@ class Tracker(TorchDispatchMode, Placement):
                     self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
-        """Update the charge of a storage that an op resized in place."""
         held = self._held[key_of(tensor)]
         exact_bytes = tensor.untyped_storage().nbytes()
         nbytes = rounded(exact_bytes)
@@ -425,7 +416,7 @@ class Tracker(TorchDispatchMode, Placement):
                 self._charge(held, grown, grown_exactly)
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
-        """Track a storage. If it is already tracked as provisional, place it on the device."""
+        """Track a storage on a device, or place a provisional storage there."""
         key = storage_key(storage)
         held = self._held.get(key)
         if held is not None:
@@ -454,7 +445,6 @@ class Tracker(TorchDispatchMode, Placement):
             self._entries_at_peak[device] = len(self._account or ())
 
     def _check(self, device: int, nbytes: int, held_bytes: int) -> None:
-        """Raise OutOfMemoryError if a device exceeds its capacity after a request for `nbytes`."""
         capacity_bytes = self.capacities[device]
         if capacity_bytes is None or held_bytes <= capacity_bytes:
             return
@@ -474,13 +464,13 @@ class Tracker(TorchDispatchMode, Placement):
             self._account.append((place, place.device, -nbytes, -exact_bytes))
 
     def _release(self, key: int) -> None:
-        held = self._held.pop(key, None)  # None if an interrupt came after the finalizer was made but before its record
+        held = self._held.pop(key, None)  # None if an interrupt came before its record was made
         if held is not None and held.device >= 0:
             self._uncharge(held, held.nbytes, held.exact_bytes)
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
-    """Return the device of an op by its inputs, and whether only a scalar input determines it."""
+    """Return the device of an op's inputs, and whether only a scalar input determines it."""
     scalar_device = _PROVISIONAL
     for tensor, record in zip(inputs, held, strict=True):
         if record is not None and record.device >= 0:
@@ -491,5 +481,5 @@ def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[i
 
 
 def rounded(nbytes: int) -> int:
-    """Round a size up to whole blocks."""
+    """Round a size up to a multiple of `BLOCK_BYTES`."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""Copy a workload for training, so the live model and optimizer stay unchanged.
+"""Copy a workload for training, so that the live model and optimizer stay unchanged.
 
-Real copies run on the CPU and on GPUs. Fake copies (of torch's fake tensors) have no values, so a model larger than
-this machine can be traced. A model that cannot be copied is borrowed: it runs itself, and all its state is restored.
+Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. If
+a model cannot be copied, it is borrowed: it runs itself, and all its state is restored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def training_copy(
     Args:
         workload: Its model may be a factory, which is called here.
         device: The device of the copy. None keeps a real copy on the model's device, and puts a fake copy on the CPU.
-        mode: Makes the copy fake.
+        mode: The fake mode for a fake copy.
         gpu_variants: Make the optimizer run the multi-tensor variant that it would choose on a GPU.
 
     Raises:
@@ -119,16 +119,16 @@ def _copied_or_borrowed(models: Models, memo: dict[int, Any]) -> tuple[Models, C
         return copy.deepcopy(models, memo).map(with_eager_parts), _nothing
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001  # a module's own __deepcopy__ or an attribute that cannot be copied may raise
+    except Exception:  # noqa: BLE001  # a `__deepcopy__` method or an attribute that cannot be copied may raise
         memo.clear()
         restore = _borrow(models)
-        # The optimizer's copy then trains the live parameters, which temporarily hold copies of their data.
+        # The optimizer's copy then trains the live parameters, which temporarily contain copies of their data.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
         return models, restore
 
 
 def _borrow(models: Models) -> Callable[[], None]:
-    """Give a live model copies of its data to train, and return a function that restores everything."""
+    """Give a live model copies of its data to train. Return a function that restores the data."""
     parts = [part for module in models.modules for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
@@ -146,7 +146,7 @@ def _borrow(models: Models) -> Callable[[], None]:
         for (tensor, data, grad, requires_grad), version in zip(kept, versions, strict=True):
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
-            # A later backward checks whether its saved tensors were changed. Their data was not, so reset the version.
+            # A later backward checks the versions of its saved tensors. Their data is unchanged, so reset the version.
             if version is not None:
                 set_versions((tensor,), (version,))
         for part, training in modes:
@@ -202,8 +202,7 @@ def _copied_optimizers(
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
     """Return the parameters that the optimizer at a position trains.
 
-    If there are as many optimizers as models, these are the parameters of its own model. Otherwise they are the
-    parameters of all models.
+    With as many optimizers as models, each trains one model. Otherwise each trains all models.
     """
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
@@ -245,8 +244,8 @@ def _optimizer(
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Copy a live optimizer onto the copied parameters.
 
-    Its attributes are copied, because its constructor may need any arguments. Hooks are not copied, and neither are
-    attributes that a scheduler sets on the instance (`step`), because they refer to the live optimizer.
+    Copy attributes, because its constructor may need any arguments. Skip hooks and a scheduler's `step` attribute,
+    which refer to the live optimizer.
     """
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:
@@ -289,7 +288,7 @@ def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
 
 
 def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
-    """Return the bytes that a live model and its live optimizers hold on each accelerator."""
+    """Return the bytes of a live model and its live optimizers on each accelerator."""
     tensors = [t for model in workload.modules for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
     tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
     held = {storage_key(t.untyped_storage()): t for t in tensors if t is not None and t.layout is torch.strided}

@@ -2,16 +2,16 @@
 
 Note [Odd splits]
 ~~~~~~~~~~~~~~~~~
-A step is traced once, with an odd batch size: a prime, such as 1031, that divides no dimension of the model. Each
-dimension that 1031 divides therefore comes from the batch, and each other dimension does not:
+A step is traced once, with an odd batch size: a prime such as 1031 that divides no dimension of the model. So a
+dimension comes from the batch exactly if 1031 divides it:
 
     traced with 1031        rule              with a batch of 8
     (12372, 64)             (12 * n, 64)      (96, 64)
     (64, 12)                fixed             (64, 12)
 
-So one trace gives the shapes, bytes and work of every batch size. In a step of two devices, the sizes 1031 and 1051
-tell their samples apart, and 2082 is the whole batch (for example, the gathered outputs). With an ordinary size such
-as 32, a hidden size of 64 would look like two samples. A batch of 1 stays 1. See Note [A batch of one].
+One trace then gives the shapes, bytes and work of every batch size. In a step of two devices, the sizes 1031 and 1051
+distinguish their samples. The whole batch (for example, the gathered outputs) is 2082. With an ordinary size such as
+32, a hidden size of 64 would look like two samples. A batch of 1 stays 1. See Note [A batch of one].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autosplit.runtime.op_cost import OpCost, op_cost, running_part
 ODD_SIZES = (1031, 1051)
 """Odd sizes for up to two devices. No common model has a dimension that these primes or their sum divide.
 
-They are above 1024, a common batch size. Predictions up to an odd size need no check against a larger traced step.
+They are above the common batch size 1024. Predictions up to an odd size need no check with a larger traced step.
 """
 
 
@@ -63,7 +63,7 @@ def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The shape, strides and data type of a tensor. An op's cost depends on nothing else."""
+    """The properties of a tensor that determine an op's cost."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -72,11 +72,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op, with shapes in place of tensors. Equal calls cost the same.
-
-    Attributes:
-        part: Part of the step that started the op: the forward or the backward.
-    """
+    """A call of an op, with shapes in place of tensors. Equal calls cost the same."""
 
     func: Any
     args: Any
@@ -89,7 +85,7 @@ class OpCall:
         """Record a call with the outputs that it returned.
 
         Raises:
-            NotImplementedError: An argument or output is a sparse tensor. Its shape does not determine the cost.
+            NotImplementedError: An argument or output is a sparse tensor, whose shape does not determine the cost.
         """
         named = tuple((name, _mapped(_shape_of, value)) for name, value in kwargs.items())
         return cls(func, _mapped(_shape_of, args), named, _mapped(_shape_of, outputs), running_part())

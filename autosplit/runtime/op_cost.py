@@ -1,4 +1,4 @@
-"""Describe the work of an op: the kernels that it runs on a GPU, with their arithmetic, bytes and shape."""
+"""Describe the kernels that an op runs on a GPU, with their arithmetic, bytes and shape."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class OpCost:
     """The work of a kernel, independent of the GPU.
 
     Attributes:
-        flops: Floating-point operations if torch has a formula for the op. 0 for kernels that only move memory.
+        flops: Floating-point operations by torch's formula. 0 for kernels that only move memory.
         rate: The GPU peak that limits the kernel: a dtype's name, or ``"tf32"``.
-        product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 if there is no
-            product. For an optimizer's kernel the first is the number of tensors, for softmax the length of a row, for
-            pooling the number of elements.
-        part: The part of the step that started the op. Only the first kernel of an op has one, because other kernels
-            cost the host nothing.
+        product: Shape of a matrix product: rows, columns, inner dimension and number of products. All 0 without a
+            product. For other kernels, the first number is a size: tensors of an optimizer, row length of softmax,
+            elements of pooling, channels of BatchNorm.
+        part: The part of the step that started the op. ``"none"`` for all but the first kernel of an op, because the
+            other kernels take no host time.
     """
 
     flops: int
@@ -44,7 +44,7 @@ class OpCost:
     part: Part = "forward"
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time that the kernel takes on a GPU."""
+        """Return the kernel's seconds on a GPU."""
         return Work.of(0, [self]).seconds(spec)
 
 
@@ -54,7 +54,6 @@ class Work:
 
     Attributes:
         numbers: Rows for flops, bytes and the four numbers of the product. All are affine in the samples.
-        codes: The labels as integers, see `kernel_time.work_codes`.
     """
 
     device: int
@@ -74,12 +73,12 @@ class Work:
         return replace(self, numbers=numbers.reshape(self.numbers.shape))
 
     def inner(self, first: int, last: int) -> Work:
-        """Return these kernels without the given numbers of first and last kernels."""
+        """Return these kernels without `first` kernels at the start and `last` kernels at the end."""
         own = slice(first, len(self.labels) - last)
         return Work(self.device, self.numbers[:, own], self.labels[own], self.codes[:, own])
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time of all kernels on a GPU that never waits for the host."""
+        """Return the seconds of all kernels on a GPU that never waits for the host."""
         return float(kernel_seconds(self.numbers, self.codes, spec).sum())
 
 
@@ -88,8 +87,8 @@ class Load:
     """The time of a list of kernels on a GPU whose host starts them one after another.
 
     Attributes:
-        host_s: Time of the host for all kernels.
-        end_s: Time from the host's begin to the end of the last kernel, on an idle GPU.
+        busy_s: Seconds that the GPU computes.
+        end_s: Seconds from the host's first start to the end of the last kernel, on an idle GPU.
     """
 
     busy_s: float
@@ -98,11 +97,7 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1, fused_share: float = 1.0) -> list[Load]:
-    """Return the loads of all works on a GPU in one vectorised call, because a step has thousands of small ones.
-
-    Args:
-        fused_share: See `kernel_time.kernel_seconds`.
-    """
+    """Return the loads of all works on a GPU, in one vectorised call because a step has thousands of small works."""
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
@@ -201,10 +196,10 @@ def is_free(func: Any) -> bool:
 
 
 def running_part() -> Part:
-    """Return whether autograd ("backward") or the model ("forward") starts ops now.
+    """Return the part of the step that runs: the backward in autograd's ops, otherwise the forward.
 
-    Checkpointing runs the model's code again inside of the backward, with gradients enabled. The host needs as much
-    time for these ops as in the forward.
+    Checkpointing runs the model again inside the backward, with gradients enabled. These ops count as forward, because
+    they take as much host time as in the forward.
     """
     is_model = torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled()
     return "forward" if is_model else "backward"
@@ -213,11 +208,7 @@ def running_part() -> Part:
 def op_cost(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part = "forward"
 ) -> tuple[OpCost, ...]:
-    """Return the kernels of an op. A free op has none.
-
-    Args:
-        part: The part that started the op, see `running_part`. For optimizer ops it is always "update".
-    """
+    """Return the kernels of an op. A free op has no kernels, and the part of optimizer ops is always "update"."""
     if is_free(func):
         return ()
     kernels = list(_kernels(getattr(func, "overloadpacket", None), args, kwargs, outputs))
@@ -285,10 +276,9 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
 
 
 def _extent(kind: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> int:
-    """Return the size that the time of some kernels depends on, and 0 for other kernels.
+    """Return the size that the time of some kernels depends on (`OpCost.product`), and 0 for other kernels.
 
-    For softmax it is the length of a row, for pooling the number of elements. BatchNorm of contiguous images has a
-    block of threads for each channel, so it is the number of channels.
+    BatchNorm of contiguous images runs one thread block per channel, so its size is the number of channels.
     """
     if kind == "softmax":
         return int(tensors[-1].shape[next(arg for arg in args if isinstance(arg, int))])
@@ -301,7 +291,7 @@ def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
     values, weight, transposed, groups = args[0], args[1], args[6], args[8]
     outer = values if transposed else outputs
     product = _product(outer, weight, groups)
-    if transposed:  # has the arithmetic of an input gradient
+    if transposed:  # same arithmetic as an input gradient
         product = _input_product(outputs, weight, groups)
     macs = _positions(outer) * weight.numel()
     yield _one_convolution("", (values, weight, outputs), weight, groups, product, macs)
@@ -332,12 +322,10 @@ def _product(outer: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int,
 
 
 def _positions(values: Tensor) -> int:
-    """Return the number of samples times the number of spatial positions."""
     return values.shape[0] * math.prod(values.shape[2:])
 
 
 def _input_product(inputs: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """Return the gradient of a convolution's input as a matrix product."""
     window = math.prod(weight.shape[2:])
     return _positions(inputs), weight.shape[1], weight.shape[0] // groups * window, groups
 
@@ -399,8 +387,8 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
     """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
 
     The forward has two products: scores = query @ key, then scores @ value. The backward has five: the scores again,
-    and one for each gradient of scores, values, queries and keys. With grouped queries, several query heads read one
-    head of keys and values. torch's own formula rejects that before 2.13, and lacks the CPU's operator.
+    and one for each gradient of scores, values, queries and keys. torch's own formula rejects grouped queries (several
+    query heads share a head of keys and values) before 2.13, and lacks the CPU's operator.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if backward:
@@ -409,7 +397,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: boo
 
 
 def _has_long_rows(tensor: Tensor) -> bool:
-    """Return whether the last dimension is contiguous and fills a transaction of 128 bytes of the GPU's memory."""
+    """Return whether the last dimension is contiguous and fills a 128-byte transaction of GPU memory."""
     return tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] * tensor.element_size() >= 128
 
 
@@ -419,7 +407,7 @@ def _rate(tensors: Sequence[Tensor]) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's values. Elements repeated by `expand` are read once."""
+    """Return the bytes of a tensor's values. Elements repeated by `expand` count once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated

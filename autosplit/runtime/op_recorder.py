@@ -1,4 +1,4 @@
-"""Record the ops and copies of a step, and convert them to other batch sizes or to other variants of the step."""
+"""Record the ops and copies of a step, and convert them to other batch sizes or variants of the step."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class OpRecorder:
     """Collect ops between transfers.
 
     Attributes:
-        norms_over_samples: Some recorded op may reject a batch of 1.
-        recurrent: Recognises the ops of recurrent layers.
+        norms_over_samples: Whether a recorded op may reject a batch of 1.
     """
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
@@ -85,7 +84,7 @@ class OpRecorder:
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """End the current `Work` of both devices, and record the transfer."""
-        # Gradients are reduced when all devices have finished, so all their earlier work is closed first.
+        # Gradients are reduced when all devices have finished, so close all their earlier work first.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
@@ -95,12 +94,12 @@ class OpRecorder:
         return tuple(self._phases[-1][1])
 
     def repeat(self, events: Sequence[Recorded]) -> None:
-        """Add events that were recorded before to the current phase."""
+        """Add previously recorded events to the current phase."""
         self._close(*list(self._open))
         self._phases[-1][1].extend(events)
 
     def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
-        """Return the events for another batch size or variant of the step. The update is the same for all of them."""
+        """Return the events for another batch size or variant of the step. The update is always the same."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:

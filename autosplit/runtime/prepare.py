@@ -48,7 +48,7 @@ Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
 
 SMALL_BYTES = 256 * 2**20
-"""Size limit for building a simulated workload with real memory, which avoids loading torch's compiler."""
+"""Size limit for building a simulated workload with real memory. Below it, torch's compiler need not be loaded."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Followed:
 
     Attributes:
         isolated: Runs real steps in a separate process. None if they run in this process.
-        rebuild: Builds the workload again with memory. None if it has memory already, or has none to allocate.
+        rebuild: Builds the workload again with memory. None if it already has memory.
     """
 
     workload: Workload
@@ -68,7 +68,7 @@ class Followed:
 
     @property
     def checkpointed(self) -> tuple[str, ...]:
-        """The names of the workload's checkpointed layers."""
+        """Names of the workload's checkpointed layers."""
         if self.workload.checkpointing is None:
             return ()
         (model,) = self.tracer.trainee.models.modules
@@ -95,10 +95,10 @@ def followed_once() -> Iterator[None]:
 def _quick_collections() -> Iterator[None]:
     """Make garbage collections examine only new objects, after one full collection.
 
-    With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects
-    100 times.
+    With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects 100
+    times.
     """
-    with held_interrupts():  # a KeyboardInterrupt raised in a finalizer is lost
+    with held_interrupts():  # a KeyboardInterrupt in a finalizer would be lost
         gc.collect()
     gc.freeze()
     try:
@@ -109,7 +109,7 @@ def _quick_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Built:
-    """A built workload. `why_real` gives the reason if it has real memory although fake tensors were preferred."""
+    """A built workload, and the reason if it has real memory although fake tensors were preferred."""
 
     source: Source
     workload: Workload
@@ -121,8 +121,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source from `tune`'s first arguments.
 
     Args:
-        described: The workload's other keywords, None if not given. `precision`, `checkpointing` and `fits` replace a
-            Workload's own values. `length` is the sequence length that samples should have.
+        described: The workload's other keywords. None counts as missing. `precision`, `checkpointing` and `fits`
+            override a Workload's values. `length` is the sequence length of the samples.
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
@@ -163,9 +163,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
 
 
 def _built_with(build: Callable[[], Workload], changes: Mapping[str, Any]) -> Workload:
-    """Build a function's workload and apply changes to it."""
     built = build()
-    # `_built` reports a function that returns something other than a Workload.
+    # `_built` raises for a function that returns something other than a Workload.
     return _with(built, changes) if isinstance(built, Workload) else built
 
 
@@ -203,7 +202,7 @@ def build(source: Source, devices: Sequence[Device]) -> Built:
     try:
         with held_interrupts():
             return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
-    except Exception as error:  # noqa: BLE001  # fake tensors do not support it, or it fails again with real ones
+    except Exception as error:  # noqa: BLE001  # fake tensors do not support it, or it fails again with real tensors
         return Built(source, _built(source), _built_for_real(error))
 
 
@@ -215,11 +214,7 @@ def isolated_runtime(
     *,
     deadline_s: float | None = None,
 ) -> IsolatedRuntime | None:
-    """Start a process for real steps. It builds the workload itself while this process traces it.
-
-    Args:
-        source: A picklable source. The new process must be able to import its parts.
-    """
+    """Start a process that builds the picklable source for real steps, while this process traces it."""
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime  # few users isolate steps
 
     if devices[0].kind == "sim":
@@ -249,8 +244,7 @@ def follow(
 
     Args:
         built: The workload. If it was built without memory and cannot be traced, it is built again with memory.
-        closing: Receives clean-up callbacks. For example, a model that cannot be copied is borrowed and restored.
-        isolated: The process that runs the steps, if they do not run in this process.
+        closing: Receives clean-up callbacks, such as the restoration of a borrowed model.
         described: A key that is equal for equal workloads. `followed_once` shares traces by this key.
 
     Raises:
@@ -265,7 +259,7 @@ def follow(
         if other == described:
             return followed
     own = ExitStack()
-    with own:  # if this fails, restore the user's model before the next machine is simulated
+    with own:  # after an error, restore the user's model before the next machine is simulated
         followed = _follow(built, devices, own, isolated)
         (shared[0] if followed.tracer.fake else closing).push(own.pop_all())
     if followed.tracer.fake:
@@ -302,7 +296,6 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
 
 
 def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
-    """Return a note for each device that already holds the model, because the traced copy needs memory next to it."""
     held = bytes_on_accelerators(workload)
     return tuple(
         Note(
@@ -317,7 +310,6 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
 
 
 def _notes_on(devices: Sequence[Device]) -> tuple[Note, ...]:
-    """Return a note on simulated GPUs without measured rates, and a note on GPUs that use the host's memory."""
     rates = unmeasured_rates(device.spec for device in devices if device.spec is not None)
     integrated = ", ".join(device.label for device in devices if device.integrated)
     text = (
@@ -344,7 +336,6 @@ def _built_for_real(error: Exception) -> str:
 
 
 def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
-    """Raise WorkloadError if the model cannot be trained with real tensors on this machine."""
     needed = _bytes_to_train(workload)
     if needed > available_host_bytes():
         raise WorkloadError(

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from autosplit.devices.device import Device
 
 Arrangement = Literal["balanced", "rank", "eval"]
-"""``balanced``: BalancedDataParallel; ``rank``: one DDP process; ``eval``: a forward without gradients."""
+"""``balanced`` is BalancedDataParallel, ``rank`` is one DDP process, ``eval`` is a forward without gradients."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class StepShape:
 
     Attributes:
         splits: The samples of each device in each micro-step.
-        arrangement: How the devices share the work. For ``rank`` and ``eval``, exactly one device has samples.
-        num_ranks: DDP processes in the job, for ``rank``. With more than one, DDP keeps gradient buckets.
+        arrangement: How the step runs. For ``rank`` and ``eval``, exactly one device has samples.
+        num_ranks: DDP processes in the job, for ``rank``. With more than one, DDP allocates gradient buckets.
         accumulates: Whether gradients of earlier micro-steps are in memory throughout the step.
         updates: Whether the optimizer runs and has state. A replica's step has no update.
         compiled: Whether the first device runs the model that the user compiled. Only on real devices.
@@ -41,7 +41,7 @@ class StepShape:
 
     @property
     def alone(self) -> bool:
-        """Whether a single device, at any position, has all samples."""
+        """Whether a single device has all samples."""
         return self.arrangement != "balanced"
 
     @property
@@ -55,12 +55,10 @@ class Measurement:
     """The time and the memory of one optimizer step.
 
     Attributes:
-        seconds: Wall time of the step. The median if it was repeated.
-        error_s: Standard error of the median; 0 if the time is exact (`sim`).
-        peak_bytes: Peak memory of each device; empty if it was not measured.
-        busy_s: Compute time of each device; empty if it was not measured.
+        seconds: Wall time of the step. The median if the step was repeated.
+        error_s: Standard error of the median. 0 if the time is exact (`sim`).
+        peak_bytes: Peak memory of each device. Empty if it was not measured.
         update_s: The optimizer's part of `seconds`.
-        repeats: Number of steps that were timed.
     """
 
     seconds: float
@@ -78,7 +76,6 @@ class StepMemory:
     Attributes:
         allocated_bytes: Peak of the tensors on each device.
         reserved_bytes: Peak of the allocator on each device: tensors and cached blocks.
-        steps: Number of steps that were run.
     """
 
     allocated_bytes: tuple[int, ...]
@@ -87,12 +84,11 @@ class StepMemory:
 
 
 class Runtime(Protocol):
-    """Runs and measures training steps.
+    """Run and measure training steps.
 
     Attributes:
-        devices: The devices.
-        simulated: Whether the numbers are computed. Peaks are exact then.
-        shares_processor: Whether the devices take turns on one CPU, so that their compute times add.
+        simulated: Whether the results are computed, not measured. Then peaks are exact.
+        shares_processor: Whether the devices take turns on one CPU, so that their compute times add up.
     """
 
     devices: tuple[Device, ...]
@@ -107,12 +103,12 @@ class Runtime(Protocol):
         """Run a step, and return each device's peak memory in bytes.
 
         Raises:
-            OutOfMemoryError: A device would exceed its capacity. The error names it.
+            OutOfMemoryError: A device would exceed its capacity. The error names the device.
         """
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step. If the same run measures memory, return it, too.
+        """Time a step, and return its memory if the same run measures it.
 
         Raises:
-            OutOfMemoryError: A device would exceed its capacity. The error names it.
+            OutOfMemoryError: A device would exceed its capacity. The error names the device.
         """

@@ -14,14 +14,14 @@ from autosplit.torch_versions import is_wrapper_subclass
 from autosplit.workload.workload import Workload
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
-"""Packages with layers that hold packed weights. Their kernels run only on GPUs."""
+"""Packages with layers that contain packed weights. Their kernels run only on GPUs."""
 
 OPTIMIZERS = frozenset({"bitsandbytes", "torchao"})
-"""Packages with optimizers that hold low-bit state. Their own kernels update it."""
+"""Packages with optimizers that store low-bit state. Their own kernels update it."""
 
 
 def refuse_quantized(workload: Workload) -> None:
-    """Raise an error for quantised layers, parameters and optimizers that fake tensors and the CPU cannot run.
+    """Reject quantised layers, parameters and optimizers that fake tensors and the CPU cannot run.
 
     Frozen parameters, adapters and optimizer states that torch's own ops update are supported.
 
@@ -65,6 +65,6 @@ def _optimizer_classes(workload: Workload) -> Iterator[type]:
         if not isinstance(made, (type, torch.optim.Optimizer)) and callable(made):
             try:
                 made = given([nn.Parameter(torch.zeros(1))])
-            except Exception:  # noqa: BLE001, S112  # it may need the model's parameters; a real error appears later
+            except Exception:  # noqa: BLE001, S112  # it may need the model's parameters, and a real error appears later
                 continue
         yield made if isinstance(made, type) else type(made)

@@ -1,14 +1,14 @@
 """Correct fake outputs whose memory differs from real outputs, and reject dtypes that real operators reject.
 
-- oneDNN's LSTM layer keeps a workspace for the backward. Only the library knows its size, and torch's fake operator
-  returns an empty one. So the real operator runs once for each shape. In its backward the gradients of the two biases
-  are one fake tensor, but two real ones (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
+- oneDNN's LSTM layer stores a workspace for the backward, which torch's fake operator leaves empty. Only the library
+  can compute its size, so the real operator runs once for each shape. In its backward, the gradients of the two biases
+  are one fake tensor, but two real tensors (torch _meta_registrations.py, meta_mkldnn_rnn_layer;
   aten/src/ATen/native/mkldnn/RNN.cpp).
-- Four losses allocate an output as large as their input and then shrink it to one number. That number still holds the
-  memory of all elements (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
-- The backward of CTC allocates a second table next to its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
+- Four losses allocate an output as large as their input and shrink it to one number. The memory stays allocated
+  (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
+- The backward of CTC allocates a second table besides its gradient (aten/src/ATen/native/cuda/LossCTC.cu, `log_beta`).
   The trace frees the table with the gradient, a few operators too late.
-- A product of two dtypes, for example with float64 from numpy, raises an error with real tensors only.
+- A product of two dtypes, for example with float64 from numpy, raises an error only with real tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
         like_gpu: Return the outputs of a GPU instead of the CPU.
 
     Raises:
-        RuntimeError: The operator is a product of two dtypes. The text is torch's.
+        RuntimeError: The operator is a product of two dtypes. The message is torch's.
     """
     packet = getattr(func, "overloadpacket", None)
     if like_gpu and packet is _aten.log_sigmoid_forward and isinstance(outputs[0], FakeTensor):
@@ -60,7 +60,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
     real = list(outputs)
     if packet is _RNN_LAYER_BACKWARD:
         real[_SECOND_BIAS] = real[_SECOND_BIAS].clone()
-    elif torch.is_grad_enabled():  # without gradients the layer keeps no workspace
+    elif torch.is_grad_enabled():  # without gradients, the layer stores no workspace
         hashable = (("list", tuple(arg)) if isinstance(arg, (list, tuple)) else arg for arg in args)
         given = tuple((tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg for arg in hashable)
         real[_WORKSPACE] = real[_WORKSPACE].new_empty(_rnn_workspace_bytes(given))

@@ -1,7 +1,7 @@
 """Detect ops that a GPU runs inside one cuDNN call: the ops of a recurrent layer, which the CPU runs separately.
 
-An LSTM over 100 positions is thousands of ops on the CPU. cuDNN starts its own kernels: the products of each position,
-and one more kernel for each product, which does all work on the gates.
+An LSTM over 100 positions is thousands of ops on the CPU. cuDNN starts the products of each position, and one more
+kernel for each product, which does all work on the gates.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RecurrentCalls:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Watch the recurrent layers of models. The models may be replicated."""
+        """Watch the recurrent layers of models, which may be replicated."""
         with ExitStack() as hooks:
             for module in modules:
                 for layer in module.modules():

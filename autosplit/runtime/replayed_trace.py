@@ -1,4 +1,4 @@
-"""Make a tracer that replays values, and compare its steps with real ones. See Note [Replayed values]."""
+"""Make a tracer that replays values, and compare its steps with real steps. See Note [Replayed values]."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_OF_PEAK, LEAST_OF_GROWTH = 0.98, 0.9
-"""Smallest acceptable peak of a replayed step, and growth of that peak with the batch, as fractions of real steps.
+"""Minimum peak of a replayed step, and growth of that peak with the batch, as fractions of real steps.
 
-The optimizer's steps between the recorded step and the compared steps change the rows that a router selects. A tiny
-Mixtral was 0.2% off.
+Optimizer steps in between change the rows that a router selects. A tiny Mixtral was 0.2% off.
 """
 
 
@@ -26,8 +25,8 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
     """Return a tracer of fake tensors that replays recorded values, or None if its steps differ from real steps.
 
     Args:
-        trace: Makes a `Tracer` that has traced `shape`. Takes the arguments ``fake``, ``like_gpu`` and ``values``.
-        like_gpu: As for `Tracer`. The compared steps always run the CPU's own operators.
+        trace: Makes a `Tracer` that has traced `shape`, from the arguments ``fake``, ``like_gpu`` and ``values``.
+        like_gpu: As for `Tracer`. The compared steps always run the CPU's operators.
     """
     values = SampleValues()
     twice = StepShape(tuple(tuple(2 * samples for samples in split) for split in shape.splits))
@@ -44,17 +43,15 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
             _log.info("steps with replayed values differ from real steps: not using the values")
             return None
         return trace(fake=True, like_gpu=True, values=values) if like_gpu else found
-    except Exception as error:  # noqa: BLE001  # the caller has another tracer, or reports the failure itself
+    except Exception as error:  # noqa: BLE001  # the caller has another tracer, or reports the failure
         _log.info("can't trace a step with replayed values: %s: %s", type(error).__name__, error)
         return None
 
 
 def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
-    """Return whether fake steps have the products of real steps, in order, and hold as much memory.
+    """Return whether fake steps have the same products as real steps, in order, and need as much memory.
 
-    Args:
-        fakes: Traces of the sample batch, and of twice that batch.
-        reals: The same of real steps.
+    Both sequences contain traces of the sample batch and of twice that batch.
     """
     if [_products(one) for one in fakes] != [_products(one) for one in reals]:
         return False
@@ -67,7 +64,7 @@ def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
 def _products(trace: Any) -> list[tuple[str, str]]:
     """Return the kind and the dtype of each kernel with arithmetic.
 
-    Other kernels are left out, because torch runs some composite operators differently for fake tensors.
+    For fake tensors, torch runs some composite operators without arithmetic differently.
     """
     works = [event for event in (*trace.micro, *trace.update) if isinstance(event, Work)]
     return [label[:2] for work in works for label, flops in zip(work.labels, work.numbers[0], strict=True) if flops]

@@ -1,6 +1,6 @@
 """Define CUDA's fused RMS norm as an operator for fake tensors, because torch has it only for real GPUs.
 
-On the CPU `aten._fused_rms_norm` consists of eight operators and saves three float32 tensors for the backward. CUDA's
+On the CPU, `aten._fused_rms_norm` consists of eight operators and saves three float32 tensors for the backward. CUDA's
 operator saves its input and one number per row (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
 """
 
@@ -24,17 +24,14 @@ RMS_NORM_BACKWARD = torch.ops.autosplit.rms_norm_backward
 
 @functools.cache
 def has_fused_rms_norm() -> bool:
-    """Return whether this torch has a fused RMS norm for CUDA. torch < 2.8 does not."""
+    """Return whether this torch has a fused RMS norm for CUDA, as torch 2.8 and later."""
     return bool(aten_ops("_fused_rms_norm"))
 
 
 def rms_norm(values: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
-    """Normalise fake values over their last dimensions as CUDA does.
+    """Normalise fake values over their last `num_dims` dimensions as CUDA does.
 
-    Args:
-        values: A tensor of any shape with a floating-point dtype.
-        num_dims: Number of dimensions to normalise over.
-        weight: A tensor with the shape of these dimensions and the dtype of `values`.
+    `weight` has the shape of these dimensions and the dtype of `values`.
     """
     outputs: tuple[Tensor, Tensor] = RMS_NORM(values, num_dims, weight)
     return outputs[0]

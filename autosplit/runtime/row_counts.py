@@ -1,4 +1,4 @@
-"""Operators whose number of output rows depends on values: their upper bounds, and how to make fake outputs."""
+"""Give bounds and fake outputs for operators whose number of output rows depends on values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator whose number of output rows depends on values.
+    """An operator whose number of output rows depends on values. Its functions get the operator's arguments.
 
     Attributes:
-        elements: Returns the number of elements that can each give a row, from the operator's arguments.
-        rows: Returns the number of rows of real outputs, from the outputs and the arguments.
+        elements: Returns the number of elements that can each give a row.
+        rows: Returns the number of rows, from real outputs and the arguments.
         make: Makes fake outputs, from the number of rows and the arguments.
-        bound: Returns the largest number of rows, from the arguments. None if shapes give no bound.
+        bound: Returns the maximum number of rows. None if shapes give no bound.
         grows: Whether the number of rows is proportional to the elements.
     """
 
@@ -72,8 +72,8 @@ def _unique(dim_of: Callable[..., int | None], num_outputs: int = 3) -> Operator
 def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_args: Any, **_kwargs: Any) -> int:
     """Return the width of CTC's table: a column for each symbol of the longest target, and for the blanks around it.
 
-    Concatenated targets are treated as targets of equal length. `labels[mask]` makes such targets, and the upper bound
-    of a mask selects every element of the padded labels.
+    Treat concatenated targets as targets of equal length. `labels[mask]` makes such targets, and the upper bound of a
+    mask selects every element of the padded labels.
     """
     if not isinstance(lengths, Tensor):
         longest = max(lengths, default=0)
@@ -86,7 +86,7 @@ def _ctc_columns(log_probs: Tensor, targets: Tensor, _inputs: Any, lengths: Any,
 
 
 def _ctc_made(width: int, log_probs: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Allocate each sample's loss and the table for the backward, as torch's own CUDA kernel does.
+    """Allocate each sample's loss and the table for the backward, as torch's CUDA kernel does.
 
     torch uses this kernel unless targets and lengths are int32 (aten/src/ATen/native/cuda/LossCTC.cu).
     """
@@ -126,7 +126,7 @@ OPERATORS: Mapping[Any, Operator] = {
 
 
 def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the fake output of `_grouped_mm`. Its own fake operator accepts only bfloat16.
+    """Return the fake output of `_grouped_mm`, because torch's fake operator accepts only bfloat16.
 
     For other dtypes, CUDA's kernel runs a loop of products into an output of the same shape
     (aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_fallback`).

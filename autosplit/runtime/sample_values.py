@@ -1,7 +1,6 @@
 """Record values that a model's code reads from tensors in a real step, and replay them in steps of fake tensors.
 
-Code that calls `.item()`, `.tolist()` or `.numpy()`, or that selects rows by a mask, needs values. A fake tensor has
-none. See Note [Replayed values].
+Fake tensors have no values for `.item()`, `.tolist()`, `.numpy()` or masks. See Note [Replayed values].
 """
 
 # Note [Replayed values]
@@ -16,7 +15,7 @@ none. See Note [Replayed values].
 #   sample batch of 2:   lengths.tolist() == [7, 9]         mask.nonzero(): 5 rows of 20 elements
 #   batch of 5:          lengths.tolist() == [7, 9, 7, 9, 7]     mask.nonzero(): 15 rows of 50 elements
 #
-# A sample has 2.5 rows here. The replay rounds them up to 3: `AffineTraces` extrapolates whole rows of a sample.
+# A sample has 2.5 rows here. The replay rounds this number up to 3, because `AffineTraces` extrapolates whole rows.
 #
 # A real step of twice the sample batch follows. It shows which inputs grow with the batch. An input that does not grow
 # (for example one flag per expert) is replayed with its recorded number of rows. `replayed_trace.replayed` also
@@ -37,13 +36,13 @@ from torch.overrides import TorchFunctionMode
 from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 Site = tuple[str, str, int]
-"""The kind of read, and the file and the line that made it."""
+"""The kind of read, and the file and line of the code that read."""
 
 _WHOLE_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
 """Functions that read all values of a tensor without the dispatcher."""
 
 _CALLERS = ("torch.optim.", "autosplit.runtime.trainee")
-"""Modules of torch and autosplit that call operators of a step themselves."""
+"""Modules of torch and autosplit that count as callers of operators, as the model's code does."""
 
 
 class UnknownValueError(RuntimeError):
@@ -51,7 +50,7 @@ class UnknownValueError(RuntimeError):
 
 
 def calling_module() -> str:
-    """Return the name of the module whose code called the running operator. Only `torch.optim` counts within torch."""
+    """Return the module whose code called the running operator. Within torch, only `torch.optim` counts."""
     return str(_caller().f_globals.get("__name__", ""))
 
 
@@ -63,7 +62,7 @@ def _caller() -> Any:
 
 
 def _is_between(module: str) -> bool:
-    # `Trainee` starts the operators of a backward, so no line of the model is their caller.
+    # `Trainee` starts the operators of a backward, so their caller is not a line of the model.
     return module.startswith(("torch.", "autosplit.runtime.")) and not module.startswith(_CALLERS)
 
 
@@ -72,7 +71,7 @@ class SampleValues:
 
     Attributes:
         phase: The current steps: real steps of the sample batch, real steps of twice that batch, or fake steps.
-        replayed: The functions and operators that got replayed values. An ordered set, as the keys of a dict.
+        replayed: Functions and operators that got replayed values, as the keys of a dict (an ordered set).
     """
 
     def __init__(self) -> None:
@@ -85,10 +84,10 @@ class SampleValues:
         self._sizes: tuple[int, ...] = ()
 
     def begin(self, split: Sequence[int], *, evaluates: bool = False) -> None:
-        """Begin a step of this split. A training step records its reads again, or replays them from the first value.
+        """Begin a step of this split. A real training step of the sample batch replaces the record.
 
         Args:
-            evaluates: The step is only a forward, and keeps the record of the training step.
+            evaluates: Whether the step is only a forward, which keeps the record of the training step.
         """
         if self.phase == "sample" and not evaluates:
             self._values.clear()
@@ -109,7 +108,7 @@ class SampleValues:
             self._elements_twice.setdefault(_site(operator), []).append(elements)
 
     def values(self, count: int, name: str) -> Any:
-        """Return the next values that the calling line read, as an array. After the last value, the first follows.
+        """Return the next recorded values of the calling line, as an array. After the last value, start again.
 
         Raises:
             UnknownValueError: The line read nothing in the recorded step.
@@ -126,8 +125,7 @@ class SampleValues:
         """Return how many rows the operator returns for an input with this number of elements.
 
         Args:
-            grows: Whether the number of rows is proportional to the elements. Otherwise the recorded number is
-                returned.
+            grows: Whether the number of rows is proportional to the elements. Otherwise return the recorded number.
 
         Raises:
             UnknownValueError: The calling line did not run this operator in the recorded step.
@@ -156,7 +154,7 @@ def _site(what: str) -> Site:
 
 
 class WholeReads(TorchFunctionMode):
-    """Record or replay functions that read whole tensors or lists, which the dispatcher does not see."""
+    """Record or replay functions that read whole tensors or lists without the dispatcher."""
 
     def __init__(self, values: SampleValues) -> None:
         super().__init__()
@@ -169,7 +167,6 @@ class WholeReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch."""
         if func is F.ctc_loss:  # torch turns lists of lengths into real tensors, which do not mix with fake tensors
             args = tuple(map(_as_tensor, args))
             kwargs = {name: _as_tensor(value) for name, value in (kwargs or {}).items()}

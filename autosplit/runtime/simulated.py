@@ -1,17 +1,17 @@
-"""Simulate GPUs with a clock for each GPU and one for the host, driven by traces.
+"""Simulate GPUs: replay traces on a clock for each GPU and one for the host.
 
 Order of a simulated micro-step: scatter, broadcast of the parameters, all replicas' forwards, gather, loss, and all
 backwards. Then the optimizer runs on device 0. With several micro-steps, replicas persist: parameters are broadcast
-before the first micro-step and gradients are reduced after the last. A device's clock advances independently between
-transfers. A transfer starts when both devices are free, and occupies both.
+before the first micro-step and gradients are reduced after the last. Between transfers, the devices' clocks are
+independent. A transfer starts when both devices are free, and occupies both.
 
 Note [Composed steps]
 ~~~~~~~~~~~~~~~~~~~~~
-Tracing eight GPUs costs eight times as much as one. So a step of many devices is composed from two-device traces. With
-the split (8, 4, 2), device 0 comes from a trace of (8, 6), and device 2 from a trace of (2, 2).
+Tracing eight GPUs takes eight times as long as tracing one. So a step of many devices is composed of two-device traces.
+For the split (8, 4, 2), device 0 comes from a trace of (8, 6), and device 2 from a trace of (2, 2).
 
-A last micro-step is often shorter, so some devices are idle in it. Its trace is the first micro-step's trace without
-the work of idle devices.
+In a shorter last micro-step, some devices may be idle. Its trace is the first micro-step's trace without the work of
+idle devices.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Traces = Tracer | AffineTraces
 """A source of traces. `Tracer` runs each step, and `AffineTraces` predicts most of them."""
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
-"""The phases in which devices work together."""
+"""The phases with work on several devices."""
 
 _Played = Phase | Literal["first"]
-"""The part of a step that is played at once. ``first`` is the first micro-step with the broadcast in it."""
+"""The part of a step to replay. ``first`` is the first micro-step including the broadcast."""
 
 
 class SimulatedRuntime:
@@ -78,7 +78,7 @@ class SimulatedRuntime:
         """Return each GPU's peak, in bytes.
 
         Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names it.
+            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
         """
         peaks = traced_peaks(self.tracer, shape, self.devices)
         self._refuse_overflow(peaks, shape)
@@ -87,11 +87,10 @@ class SimulatedRuntime:
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
         """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
-        For a step without an optimizer (a replica's part), only the time is returned. A device that runs alone may hold
-        more than it holds as a replica.
+        For a step without an optimizer (a replica's part), return only the time: a single device may need more memory.
 
         Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names it.
+            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
         """
         source = _source_of(_tracers_of(self.tracer, shape, self.devices), shape)
         peaks = source.peaks() if shape.updates else ()
@@ -112,7 +111,7 @@ class SimulatedRuntime:
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
     def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
-        """Correct the first micro-step. Its trace adds to earlier gradients, but there are none yet."""
+        """Correct the first micro-step. Its trace adds to earlier gradients, which do not exist yet."""
         added = Work.of(0, self.tracer.accumulation_costs())
         for device in _active(shape.splits[0]):
             clocks.take_back(device, added)
@@ -135,21 +134,20 @@ class SimulatedRuntime:
 def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[int, ...]:
     """Predict each device's peak in bytes from traces, even above its capacity.
 
-    Args:
-        devices: The devices of the step. Without any, all run the kernels of `tracer`.
+    Without `devices`, all devices run the kernels of `tracer`.
     """
     return _source_of(_tracers_of(tracer, shape, devices), shape).peaks()
 
 
 def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return the traced attention back ends of each device. A device with unknown kernels has none."""
+    """Return the attention back ends that each device used in traces. Empty for a device with unknown kernels."""
     shape = StepShape(((1,) * len(devices),))
     tracers = [one.tracer if isinstance(one, AffineTraces) else one for one in _tracers_of(tracer, shape, devices)]
     return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]
 
 
 def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
-    """Return the parts of each device's peak from traces. Their sum is the peak that `traced_peaks` returns."""
+    """Return the parts of each device's peak from traces. Their sum is the result of `traced_peaks`."""
     return _source_of(_tracers_of(tracer, shape, devices), shape).parts()
 
 
@@ -161,14 +159,13 @@ def _active(split: tuple[int, ...]) -> list[int]:
 
 
 def _tracers_of(tracer: Traces, shape: StepShape, devices: Sequence[Device]) -> list[Traces]:
-    """Return the traces of each device of a step."""
     specs = [device.spec for device in devices] or [None] * len(shape.splits[0])
     return [tracer if spec is None else tracer.for_kernels(GpuKernels.of(spec.compute_capability)) for spec in specs]
 
 
 def _source_of(tracers: Sequence[Traces], shape: StepShape) -> _Whole | _Composed:
     placed = {0, *_active(shape.splits[0])}
-    # Over two devices that run the same kernels, device 0's trace is the whole step.
+    # If two devices run the same kernels, one trace gives the whole step.
     if shape.arrangement == "balanced" and (len(placed) > 2 or len({id(tracers[index]) for index in placed}) > 1):
         composed = _Composed(tracers, shape)
         if composed.fits_together():
@@ -180,14 +177,14 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     """Return the micro-step to trace. If a step has several, each adds to the gradients of earlier micro-steps."""
     accumulates = shape.accumulates or len(shape.splits) > 1
     if in_buckets:
-        return StepShape((split,), "rank", num_ranks=2)  # traces are equal for any number of ranks
-    # A rank is a model on one device. Its buckets exist during the whole step and are added to the peak.
+        return StepShape((split,), "rank", num_ranks=2)  # the number of ranks does not change a trace
+    # A rank is a model on one device. Callers add its buckets, which exist during the whole step.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
     return StepShape((split,), arrangement, accumulates=accumulates)
 
 
 def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
-    """Return the events to play. Parameters are sent after the inputs, which hide the launches of these copies."""
+    """Return the events to replay. Parameters are sent after the inputs, which hide the launches of these copies."""
     events = trace.events("micro" if phase == "first" else phase)
     if phase == "first":
         from_host = (isinstance(event, Move) and event.source == HOST for event in events)
@@ -197,7 +194,7 @@ def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
 
 
 def _reduced(events: Sequence[Event]) -> list[Event]:
-    """Keep only the last sum of each gradient. A reduce adds gradients while it sends them."""
+    """Keep only the last sum of each gradient, because a reduce adds gradients while it sends them."""
     kept: list[Event] = []
     for event, following in itertools.zip_longest(events, events[1:]):
         sources = [
@@ -210,12 +207,11 @@ def _reduced(events: Sequence[Event]) -> list[Event]:
 
 
 def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
-    """Yield the work of one device in a trace."""
     return (event for event in events if isinstance(event, Work) and event.device == device)
 
 
 def _play(clocks: Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
-    """Play a trace's events on the clocks. `place` gives the GPU for each device of the trace."""
+    """Replay a trace's events. `place` maps each device of the trace to a GPU."""
     for device, card in enumerate(place):
         clocks.foresee(card, _works(events, device))
     for event in events:
@@ -231,8 +227,7 @@ def _micro_step(
 ) -> Sequence[Event]:
     """Return the events of a micro-step, derived from the first micro-step's trace. See Note [Composed steps].
 
-    Args:
-        others: Number of devices with samples except device 0, including devices that a stand-in represents.
+    `others` is the number of devices with samples except device 0, including devices that a stand-in represents.
     """
     lone = split != first and not any(split[1:])
     own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
@@ -241,11 +236,10 @@ def _micro_step(
 
 
 def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[int, ...], others: int) -> list[Event]:
-    """Remove the work of devices that had samples in the first micro-step but have none in this one.
+    """Remove the work of devices that had samples in the first micro-step but have none in this micro-step.
 
-    If device 0 is idle, keep its work between the first output that arrives and the last output gradient that it
-    sends: the loss. If replicas compute the loss, one loss fewer is added (see `_joining`), and a single loss is not
-    weighted.
+    If device 0 is idle, keep its loss: the work between the first output that arrives and the last output gradient that
+    it sends. If replicas compute the loss, add one loss fewer (see `_joining`), and do not weight a single loss.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
@@ -262,14 +256,14 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
 
 
 def _devices_of(event: Event) -> set[int]:
-    """Return the device of an event. A transfer between two devices belongs to the device that is not device 0."""
+    """Return the device of an event. Transfers between device 0 and another device belong to the other device."""
     if isinstance(event, Work):
         return {event.device}
     return {event.source, event.destination} - {HOST, 0} or {0}
 
 
 class _Whole:
-    """A step traced over device 0 and all devices that have samples, or over the only device of a lone step."""
+    """A step traced over device 0 and all devices with samples, or over a single device."""
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._shape = shape
@@ -278,7 +272,7 @@ class _Whole:
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
         self._tracer = tracer = tracers[self._place[0]]
-        # With real tensors a trace costs a step. So one trace serves all variants, and buckets are added to its peak.
+        # A trace of real tensors costs a whole step. So one trace serves all variants, and its peak gets the buckets.
         self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
@@ -289,7 +283,7 @@ class _Whole:
         return tuple(peaks)
 
     def _untraced_buckets(self) -> int:
-        """Return the bytes of DDP's buckets if the trace does not contain them."""
+        """Return the bytes of DDP's buckets, or 0 if the trace contains the buckets."""
         beside = self._shape.num_ranks > 1 and not self._in_buckets
         return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
 
@@ -319,16 +313,16 @@ class _Whole:
 
 @functools.lru_cache(maxsize=16)
 def _joining(arrives: bool, nbytes: int) -> Work:
-    """Return device 0's work for one more loss: it weights and adds the loss, and weights its gradient."""
+    """Return device 0's work for one additional loss: weight and add the loss, and weight its gradient."""
     part: Part = "forward" if arrives else "backward"
     return Work.of(0, [OpCost(0, 3 * nbytes, "float32", part=part)] * (2 if arrives else 1))
 
 
 def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
-    """Return the split of the devices that represent all other devices in device 0's trace.
+    """Return the split of the stand-ins, which represent all other devices in device 0's trace.
 
-    One stand-in is enough, because device 0's memory depends only on the total of the other devices' samples. If device
-    0 has no samples, two are needed: its sum of gradients then starts with the second stand-in.
+    One stand-in is enough, because device 0's memory depends only on the other devices' total samples. If device 0 has
+    no samples, two are needed, because its sum of gradients then starts with the second stand-in.
     """
     rest = sum(split[1:])
     return (rest - rest // 2, rest // 2) if num == 2 else (rest,)
@@ -337,19 +331,18 @@ def _stand_ins(split: tuple[int, ...], num: int) -> tuple[int, ...]:
 class _Composed:
     """A step composed of several traces. See Note [Composed steps].
 
-    Args:
-        tracers: The traces of each device. GPUs that run different operators have different traces.
+    GPUs that run different operators have different tracers.
     """
 
     def __init__(self, tracers: Sequence[Traces], shape: StepShape) -> None:
         self._tracers = tracers
         self._shape = shape
-        self._split = split = shape.splits[0]  # the largest
+        self._split = split = shape.splits[0]  # no later micro-step is larger
         self._num_stand_ins = 2 if split[0] == 0 and len(_active(split)) > 1 else 1
         self._events: dict[tuple[int, int, _Played], list[Event]] = {}
 
     def fits_together(self) -> bool:
-        """Return whether every trace moves the same tensors, so that they can be combined."""
+        """Return whether all traces have the same number of transfers, so that they can be combined."""
         return all(
             len(_moves(self._replica_events(device, samples, phase))) == len(_moves(self._primary().events(phase)))
             for device, samples in self._different_replicas()
@@ -357,7 +350,7 @@ class _Composed:
         )
 
     def _different_replicas(self) -> list[tuple[int, int]]:
-        """Return one device and its samples for each combination of trace and batch size among the replicas."""
+        """Return a device and its samples for each combination of trace and batch size among the replicas."""
         found = {(id(self._tracers[d]), self._split[d]): d for d in _active(self._split) if d}
         return [(device, samples) for (_, samples), device in found.items()]
 
@@ -395,7 +388,6 @@ class _Composed:
             next(replica, None)
 
     def _replica_events(self, device: int, samples: int, phase: _Played) -> list[Event]:
-        """Return the events of a device with this batch size in a phase."""
         key = id(self._tracers[device]), samples, phase
         if key not in self._events:
             self._events[key] = [
@@ -412,14 +404,14 @@ class _Composed:
         return self._tracers[0].trace(_followed(self._shape, self._short(self._split)))
 
     def _replica(self, device: int, samples: int) -> Trace:
-        """Return a trace of two devices. The second device's memory and work do not depend on the first device."""
+        """Return a two-device trace. The second device's memory and work do not depend on the first device."""
         others = self._split[1:]
         first, own = (_followed(self._shape, (share, share)) for share in (max(others), samples))
         return self._tracers[device].trace(own, own if samples in others else first)
 
 
 def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
-    """Play a transfer between device 0 and a stand-in, for each real device that the stand-in represents.
+    """Replay a transfer between device 0 and a stand-in, once for each device that the stand-in represents.
 
     All but the last stand-in represent one device. Each loss is added to the sum before the next loss arrives. The
     trace already contains the addition of the last loss.
@@ -442,7 +434,7 @@ def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], 
 
 
 def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
-    """Play the work of a device up to each of its transfers in turn."""
+    """Replay the work of a device up to its next transfer, and yield the transfer."""
     for event in events:
         if isinstance(event, Work):
             clocks.work(device, event)
@@ -451,6 +443,6 @@ def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Mo
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
-    """Return the transfers that each replica takes part in."""
+    """Return the transfers that involve every replica."""
     moves = (event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination))
     return [move for move in moves if (move.purpose, move.destination) != ("buffer", 0)]

@@ -1,7 +1,6 @@
-"""Run real steps in a separate process. A crash of a kernel or the process, or a lack of host memory, costs one call.
+"""Run real steps in a separate process, so that a crash or a lack of host memory costs only one call.
 
-The process builds the workload itself. It is replaced if it dies or hangs, or after a CUDA error that makes every later
-call fail.
+The process builds the workload. It is replaced if it dies or hangs, or after a CUDA error that makes later calls fail.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ T = TypeVar("T")
 RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
-"""Least limit for importing torch and building a workload, even if the time limit is almost over."""
+"""Minimum time limit for importing torch and building a workload, even near the end of the tuning's time limit."""
 
 CALL_LIMIT_S = 10.0
-"""Least limit for a call. A call runs a few steps, and the first one chooses kernels."""
+"""Minimum time limit of a call. A call runs a few steps, and the first step chooses kernels."""
 
 ASKED_LIMIT_S = 30.0
-"""Least limit for a function on the workload. It usually takes a few seconds."""
+"""Minimum time limit of a function on the workload, which usually takes a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
-"""Least limit for a compiled step, with the compilation."""
+"""Minimum time limit of a compiled step, with the compilation."""
 
 ALERT_LIMIT_S = 3.0
-"""Least limit for a call after another call has hung."""
+"""Minimum time limit of a call after another call has hung."""
 
 SLOWER_BY = 20.0
-"""Factor by which a call may exceed the longest answered call. Steps grow from 1/8 of a ceiling to all of it."""
+"""Time limit of a call as a multiple of the longest call. Steps grow from 1/8 of a ceiling to the whole ceiling."""
 
 FUTILE_DEATHS = 3
-"""Most lost processes if none has answered a call, because then the number of samples is not the cause.
+"""Maximum lost processes if no call has returned, because then the number of samples is not the cause.
 
-After as many hanging calls, the end of the time limit also ends the attempts.
+After as many hanging calls, also stop at the end of the time limit.
 """
 
 
 class IsolatedRuntime:
-    """A runtime in a separate process, which is started at once and loads in the background.
+    """A runtime in a separate process, which starts immediately and loads in the background.
 
     Args:
         make: A picklable function that makes the real runtime in that process.
-        deadline_s: `time.monotonic()` of the time limit; None for no limit. One call may take at most half of the
-            remaining time, so that a smaller step can still run after a step that hangs.
+        deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time.
+            A smaller step can then still run.
 
     Raises:
         InputError: `make` cannot be pickled.
@@ -90,7 +89,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """Memory that training may use on each device, without the contexts of the process that runs the steps."""
+        """Memory that training may use on each device, without the contexts of the isolated process."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -108,8 +107,8 @@ class IsolatedRuntime:
         """Return the peak bytes of a step on each device.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory. The error names it.
-            StepLostError: The process died, or was ended because it hung.
+            OutOfMemoryError: A device ran out of memory. The error names the device.
+            StepLostError: The process died, or was killed because it hung.
             UserCodeError: The workload's own code raised.
             AutosplitError: The process cannot be started, or dies in every call.
         """
@@ -117,20 +116,20 @@ class IsolatedRuntime:
         return found
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step on accelerators until its memory is steady, and return it. Raises the errors of `peaks`."""
+        """Run a step on accelerators until its memory is steady, and return that memory. Raises errors like `peaks`."""
         found: StepMemory = self._call("memory", shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step for up to `budget_s`, and return its memory if known. Raises the errors of `peaks`."""
+        """Time a step for up to `budget_s`, and return its memory if known. Raises errors like `peaks`."""
         found: Measurement = self._call("measure", shape, budget_s)
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload in the other process. The function can be imported, and its result pickled.
+        """Call a function on the workload in the isolated process. The function and its result must be picklable.
 
         Raises:
-            AutosplitError: The process died, or was ended because it hung.
+            AutosplitError: The process died, or was killed because it hung.
         """
         self._get_ready()
         try:
@@ -143,11 +142,11 @@ class IsolatedRuntime:
         return found
 
     def close(self) -> None:
-        """End the process if there is one."""
+        """End the process, if any."""
         self._child.close()
 
     def _call(self, name: str, shape: StepShape, *args: float) -> Any:
-        # A step that killed a process is not run again.
+        # Do not repeat a step that killed a process.
         known = self._deadly.get((name, shape))
         if known is not None:
             raise self._lost_step(shape, known)
@@ -210,7 +209,6 @@ class IsolatedRuntime:
         )
 
     def _limit_s(self, shape: StepShape) -> float:
-        """Return the seconds after which a call counts as hanging."""
         # A new process also starts CUDA and copies the model, so the short limit does not apply to its first call.
         is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
         least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
@@ -240,7 +238,7 @@ _NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matm
 
 
 _Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
-"""Calls that apply this process's torch settings in another process, if they affect the time or memory of a step."""
+"""Calls that apply this process's torch settings elsewhere, if they affect the time or memory of a step."""
 
 
 def _settings() -> _Settings:
@@ -276,7 +274,7 @@ def _take_over(settings: _Settings) -> None:
 
 
 class _Served:
-    """The real runtime. Its errors are converted, so that the parent can raise them."""
+    """The real runtime. It converts errors, so that the parent can raise them."""
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
         _take_over(settings)
@@ -313,7 +311,7 @@ class _Served:
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
             if is_kernel_limit(error):
-                raise  # the prober handles it
+                raise  # the search for ceilings handles kernel limits
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
                 raise from_user_code(error, "the workload") from error
             raise
@@ -321,7 +319,7 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Return whether a CUDA error (such as an illegal access in a kernel) makes all later calls fail."""
+        """Return whether a CUDA error (such as an illegal access) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):

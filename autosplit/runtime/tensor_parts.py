@@ -1,4 +1,4 @@
-"""Find the tensors among an operator's arguments and outputs, and the storages that hold their memory."""
+"""Find the tensors among an operator's arguments and outputs, and the storages with their memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPARSE_PARTS = {
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among these values, and those in lists and tuples among them."""
+    """Yield the tensors among values and in their nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -30,7 +30,7 @@ def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def dense_parts(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the strided tensors that hold a tensor's memory."""
+    """Return the strided tensors that contain a tensor's memory."""
     if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided:  # fast path: nearly every tensor, at every op
         return (tensor,)
     return _parts_of(tensor)

@@ -1,6 +1,6 @@
 """Time a real step by the median of repeated runs.
 
-    | warm-up | run | run | run | ... until the median is known within 1%, or the budget is spent
+    | warm-up | run | run | run | ... until the median's error is below 1%, or the budget is spent
               ^ the clock starts   ^ each run ends when its devices are idle
 
 The median ignores a single run that other load on the machine disturbed.
@@ -26,8 +26,8 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
     """Run a function repeatedly, and return the median of its wall time.
 
     Args:
-        run: Returns when its work on all devices is done. It gets `mark` and calls it with ``"update"`` when the
-            optimizer begins, after all earlier work is done.
+        run: Returns when its work on all devices is done. It gets a function `mark`, and calls it with ``"update"``
+            when all work before the optimizer is done.
         budget_s: No repeat begins after this time, which excludes the warm-up. At least `MIN_REPEATS` run, or two if
             each takes longer than the budget.
     """
@@ -52,7 +52,7 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
 
 
 def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
-    """Return whether no more repeats are needed: the median is known well enough, or `budget_s` is spent."""
+    """Return whether no more repeats are needed: the median is exact enough, or `budget_s` is spent."""
     if len(seconds) >= MAX_REPEATS:
         return True
     if len(seconds) >= MIN_REPEATS and median_error(seconds) <= TARGET_ERROR * statistics.median(seconds):
@@ -64,8 +64,8 @@ def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
 def median_error(values: list[float]) -> float:
     """Estimate the standard error of a median, in the unit of the values. For a single value, return the value.
 
-    For normal noise it is ``sqrt(pi / 2)`` times the error of a mean. The standard deviation is estimated as 1.4826
-    times the median absolute deviation (Rousseeuw and Croux 1993), so an outlier does not count.
+    For normal noise, the error is ``sqrt(pi / 2)`` times the error of a mean. To ignore outliers, the standard
+    deviation is estimated as 1.4826 times the median absolute deviation (Rousseeuw and Croux 1993).
     """
     if len(values) < 2:
         return values[0]

@@ -1,7 +1,7 @@
 """Run a training step once on simulated devices, and record its memory and work.
 
-A trace holds each device's peak and the work between transfers, so one run gives the time on every GPU. The tensors are
-fake if the model allows it. Fake tensors have no values and no memory, and tracing cost does not grow with the batch.
+A trace contains each device's peak and the work between transfers, which gives the time on every GPU. If the model
+allows it, the tensors are fake. Fake tensors have no values and no memory, and their cost does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ Phase = Literal["broadcast", "micro", "reduce", "update"]
 
 @dataclass(frozen=True)
 class Trace:
-    """One traced optimizer step.
+    """A traced optimizer step.
 
     Attributes:
+        peak_bytes: Peak of each device. Empty for a trace that was derived, not run.
         broadcast: Copies of parameters to persistent replicas, once per step. Other copies are in `micro`.
         reduce: Reduction of persistent replicas' gradients, once per step. Other reductions are in `micro`.
     """
@@ -85,20 +86,19 @@ class _Update:
 
 
 class Tracer:
-    """Traces training steps of one workload.
+    """Trace training steps of one workload.
 
     Args:
         fake: Trace fake tensors. Otherwise trace real tensors on the CPU.
-        like_gpu: Run the variants of operators and optimizers that a GPU would run, instead of the CPU's.
-        device: The device of the fake tensors. Torch dispatches that device's operators.
-        kernels: The GPU that fake CPU tensors imitate, with its inner memory. None imitates an A100 without it.
+        like_gpu: Run the GPU's variants of operators and optimizers instead of the CPU's.
+        device: The device of the fake tensors, whose operators torch dispatches.
+        kernels: The GPU whose kernels and inner memory fake CPU tensors imitate. None imitates an A100 without inner
+            memory.
         values: Records values that steps of real tensors read, or replays them in steps of fake tensors.
 
     Attributes:
-        attention: The attention calls, with the chosen back end of each.
-        data_dependent: Replaces values that fake tensors lack, and reports it.
-        norms_over_samples: An op normalises over the batch and may reject a batch of 1, which has one value per
-            channel.
+        data_dependent: Replaces values that fake tensors lack, and reports this.
+        norms_over_samples: Whether an op normalises over the batch. It may reject a batch of 1.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Tracer:
         self._has_cuda_functions = like_gpu
         self._update: _Update | None = None
         self._has_settled = False
-        # Does not contain this tracer: a cycle would keep the optimizer's state until Python collects garbage.
+        # Do not add this tracer: a cycle would keep the optimizer state alive until Python collects garbage.
         self._for_others: dict[GpuKernels, Tracer] = {}
 
     def for_kernels(self, kernels: GpuKernels) -> Tracer:
         """Return a tracer of the same steps on another GPU. If the GPU runs the same operators, return this tracer.
 
-        Both share the model copy and the optimizer state. `sum` has smaller or larger temporary blocks on another GPU
-        (`kernel_memory`), but that alone does not require a new trace.
+        Both share the model copy and the optimizer state. Temporary blocks of `sum` (`kernel_memory`) may have other
+        sizes there, but do not require a new trace.
         """
         if self.kernels is None or self._runs_alike(kernels):
             return self
@@ -160,11 +160,11 @@ class Tracer:
         )
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
-        """Return the trace of one optimizer step on simulated devices without memory limits. Each step runs only once.
+        """Return the trace of an optimizer step on simulated devices without memory limits. Run each step only once.
 
         Args:
             shape: A step of one micro-step. With `accumulates`, it adds to gradients of earlier micro-steps.
-            first: The first micro-step, used by `AffineTraces` to predict a further one. Ignored here.
+            first: Ignored. `AffineTraces` uses it.
         """
         if shape not in self._kept:
             self._settle(shape)
@@ -175,15 +175,15 @@ class Tracer:
     def trace_resized(
         self, shape: StepShape, splits: Sequence[tuple[int, ...]], ways: Sequence[Way] = ("plain",)
     ) -> list[list[Trace]]:
-        """Trace a step of an odd split (Note [Odd splits]). Return its traces for other splits too, for each variant.
+        """Trace a step of an odd split (Note [Odd splits]). Return its traces for all splits, for each variant.
 
-        Traces that were not run have no peaks.
+        The derived traces have no peaks.
         """
         self._settle(shape)
         return self._followed(shape, splits, ways)
 
     def _settle(self, shape: StepShape) -> None:
-        """Run first steps until memory settles. Create optimizer state before them if possible."""
+        """Run first steps until memory settles. If possible, create the optimizer state before them."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
             return
         self._with_gradient = []
@@ -191,7 +191,7 @@ class Tracer:
         has_begun = False
         try:
             has_begun = self.fake and self.workload.step is None and self.trainee.begin_state()
-        except Exception as error:  # noqa: BLE001  # an optimizer may need a step to create state, so run one
+        except Exception as error:  # noqa: BLE001  # an optimizer may need a step to create state, so run a step
             _log.debug("the optimizer's state appears in a step: %s", error)
             self.trainee.end_state(())
         found = run_until_settled(self.trainee, lambda: self._run(first))
@@ -213,7 +213,6 @@ class Tracer:
     def _followed(
         self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), ways: Sequence[Way] = ("plain",)
     ) -> list[list[Trace]]:
-        """Trace a step. Return its trace and the traces of the same step with other splits, for each variant."""
         recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(ways) > 1)
         begun_at = 0
 
@@ -243,9 +242,9 @@ class Tracer:
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
-            # When a fake tensor fails, torch logs pages. They would hide the error, which takes two lines.
+            # When a fake tensor fails, torch logs pages, which would hide the error of two lines.
             _switched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
-            # oneDNN fuses ops that GPUs run separately, so an LSTM's memory would be several times too small.
+            # oneDNN fuses ops that GPUs run separately, which would make an LSTM's memory several times too small.
             _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             functions or nullcontext(),
             masks_of_real_tensors(self.workload.sample_batch) if self.fake else nullcontext(),
@@ -256,7 +255,7 @@ class Tracer:
             peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
         self.runs += 1
         if shape.arrangement != "eval" and functions is not None:
-            self._has_cuda_functions = functions.needed  # skip the mode if unused: it slows every torch function call
+            self._has_cuda_functions = functions.needed  # skip the mode if unused: it slows every torch call
             self.attention.update(functions.calls)
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
@@ -297,7 +296,7 @@ class Tracer:
         self._update = None if counted is None else _Update(count, counted, recorder.phase())
 
     def _note_gradients(self) -> None:
-        """Store the parameters that have a gradient. If layers are skipped at random, the largest set is kept."""
+        """Store the parameters with a gradient. If layers are skipped at random, keep the largest set."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
@@ -312,15 +311,18 @@ class Tracer:
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
-        """Return the cost of adding a micro-step's gradients to earlier ones, as one op per parameter."""
+        """Return the cost of adding a micro-step's gradients to earlier gradients, as one op per parameter."""
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return the cost of creating zero gradients to add replicas' gradients to, as one op per parameter."""
+        """Return the cost of creating zero gradients, as one op per parameter.
+
+        Replicas' gradients are added to them.
+        """
         return self._zeroing
 
     def leaves_unused(self) -> bool:
-        """Return whether some trainable parameter got no gradient in a step. A custom step always returns False."""
+        """Return whether a trainable parameter got no gradient in a step. Always False for a custom step."""
         return self._leaves_unused and self.workload.step is None
 
     def assumptions(self) -> tuple[Note, ...]:
@@ -341,12 +343,11 @@ class Tracer:
 def _trace_of(
     shape: StepShape, parts: Sequence[MemoryParts], entries: tuple[Entry, ...], phases: list[tuple[str, list[Event]]]
 ) -> Trace:
-    """Build the trace of an optimizer step from the phases of a traced step."""
     peaks = tuple(one.total_bytes for one in parts)
     micro, update = _events(phases, "micro"), _events(phases, "update")
     if not shape.accumulates:
         return Trace(peaks, tuple(parts), entries, (), micro, (), update)
-    # The traced step is one micro-step of many. Kept replicas get parameters before it and reduce gradients after it.
+    # The traced step is one of several micro-steps. Persistent replicas get parameters before it and reduce after it.
     broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
     home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
     return Trace(peaks, tuple(parts), entries, broadcast, micro[:home], micro[home:], update)
@@ -370,7 +371,7 @@ def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable garbage collection during a trace, because the peak would depend on when it runs."""
+    """Disable garbage collection during a trace, because the peak would depend on its timing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -382,7 +383,6 @@ def _without_collector() -> Iterator[None]:
 
 @contextmanager
 def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
-    """Set an attribute temporarily."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -392,13 +392,13 @@ def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
-    """Make a tracer for a model on an accelerator. There, real steps decide what fits. Traces give starting points.
+    """Make a tracer for a model on an accelerator, where real steps decide what fits and traces give starting points.
 
-    Fake tensors are on the accelerator, so that torch runs its operators. If that fails, they are on the CPU. If the
-    model can't be traced with fake tensors at all, nothing is traced.
+    Fake tensors are on the accelerator, so that torch runs its operators, or else on the CPU. If the model can't run
+    with fake tensors, nothing is traced.
 
     Returns:
-        The tracer, which is not fake if nothing can be traced, and a sentence about its shortcomings, or None.
+        The tracer, which is not fake if nothing can be traced, and a sentence about its limitations, or None.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
@@ -434,10 +434,13 @@ def _cause_text(error: Exception) -> str:
 
 
 def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | None = None) -> tuple[Tracer, str | None]:
-    """Make a tracer of fake tensors, or of real ones if the model can't run with fake ones, with the reason for that.
+    """Make a tracer of fake tensors, or of real tensors if the model can't run with fake tensors.
 
-    If steps for simulated GPUs depend on values, and the model has some, the tracer replays them. See Note [Replayed
-    values]. For CPUs real tensors are exact.
+    If steps for simulated GPUs depend on values, the tracer replays them. See Note [Replayed values]. For CPUs, real
+    tensors are exact.
+
+    Returns:
+        The tracer, and a sentence about why it uses real tensors, or None.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     kernels = (kernels or GpuKernels()) if like_gpu else None
@@ -492,7 +495,7 @@ def _traced_once(
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:
         tracer.trace(shape)
-        if "eval" in workload.fits:  # `generate` usually reads values, so find out now whether that works
+        if "eval" in workload.fits:  # `generate` usually reads values, so check now whether it works
             tracer.trace(replace(shape, arrangement="eval"))
     except BaseException:
         tracer.trainee.restore()

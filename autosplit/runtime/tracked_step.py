@@ -25,7 +25,7 @@ from autosplit.workload.workload import Workload
 T = TypeVar("T")
 
 MOST_TO_SETTLE = 4
-"""Most steps to run before memory must settle, so that a step leaves as many bytes as it found."""
+"""Maximum number of steps until memory must settle, so that a step leaves no more bytes than it found."""
 
 
 def wrapper_for(
@@ -48,7 +48,7 @@ def wrapper_for(
 
 
 def bucket_bytes(trainee: Trainee) -> int:
-    """Return the bytes of DDP's gradient buckets. They hold all gradients during the whole step."""
+    """Return the bytes of DDP's gradient buckets, which contain all gradients during the whole step."""
     return sum(parameter.numel() * parameter.element_size() for parameter in _trainable(trainee))
 
 
@@ -59,22 +59,18 @@ def _trainable(trainee: Trainee) -> list[nn.Parameter]:
 def views_buckets(shape: StepShape) -> bool:
     """Return whether a rank's gradients are views of DDP's buckets (`DdpOptions.gradient_as_bucket_view`).
 
-    DDP creates the views in the backward pass that synchronises. Gradients of earlier micro-steps are separate tensors
-    (torch 2.13), so an accumulating rank holds both.
+    DDP creates the views in the backward that synchronises. Gradients of earlier micro-steps are separate tensors
+    (torch 2.13), so an accumulating rank needs memory for both.
     """
     return shape.num_ranks > 1 and len(shape.splits) == 1 and not shape.accumulates
 
 
 @contextmanager
 def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
-    """Copy each gradient into DDP's buckets when it arrives, and make it a view of them.
-
-    Args:
-        buckets: A tensor of `bucket_bytes` bytes on the parameters' device.
-    """
+    """Copy each gradient into DDP's buckets when it arrives, and make it a view of them (`bucket_bytes` bytes)."""
     start = 0
     with ExitStack() as hooks:
-        # Sort by element size, so that each view starts at a multiple of its own element size.
+        # Sort by element size, so that the offset of each view is a multiple of its element size.
         for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):
             end = start + parameter.numel() * parameter.element_size()
             view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
@@ -99,12 +95,11 @@ def run_placed(
 ) -> tuple[int, ...]:
     """Run one optimizer step under a tracker, and return each device's peak, in bytes.
 
-    Args:
-        held: Parameters with a gradient from earlier micro-steps. Replicas of a balanced step have these gradients too.
+    `held` are parameters with a gradient from earlier micro-steps. Replicas of a balanced step have them, too.
     """
     sizes = [sum(split) for split in shape.splits]
     evaluates = shape.arrangement == "eval"
-    if evaluates and "eval" in trainee.workload.fits:  # evaluation has to fit next to the training state
+    if evaluates and "eval" in trainee.workload.fits:  # evaluation must fit in addition to the training state
         trainee.begin_state()
     with_state = shape.updates and (not evaluates or "eval" in trainee.workload.fits)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
@@ -122,8 +117,8 @@ def run_placed(
                     for wrapper in models.modules if any(shape.splits[0][1:]) else ():
                         assert isinstance(wrapper, BalancedDataParallel)
                         wrapper.hold_gradients(shape.splits[0], held)
-                # Perhaps only one micro-step of an accumulating step runs here. Double the total, so that its loss gets
-                # less than the whole weight.
+                # If only one micro-step of an accumulating step runs, double the total, so that its loss gets a partial
+                # weight.
                 total = 2 * sum(sizes) if shape.accumulates else None
                 with _buckets(shape, trainee, tracker):
                     if evaluates:
@@ -140,14 +135,14 @@ def run_placed(
             return peaks
     finally:
         for wrapper in models.modules:
-            wrapper.zero_grad(set_to_none=True)  # after an error, gradients would count in later steps
+            wrapper.zero_grad(set_to_none=True)  # otherwise later steps add to these gradients
 
 
 def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
-    """Run steps until one leaves as many bytes on the first device as it found. Optimizers create state in the first.
+    """Run steps until a step leaves no more bytes on the first device than it found. The first creates optimizer state.
 
-    If random numbers decide the model's path, run it with the highest and with the lowest numbers. Later steps use the
-    numbers that took more memory.
+    If random numbers decide which layers run, try the highest and the lowest numbers. Later steps use the numbers with
+    the higher peak.
 
     Raises:
         WorkloadError: No step settles, so no batch size fits permanently.
@@ -201,7 +196,6 @@ def _optimizer_bytes(trainee: Trainee) -> int:
 
 
 def _standing_bytes(trainee: Trainee) -> int:
-    """Return the bytes on the first device before a step."""
     with Tracker(["device 0"], [None]) as tracker:
         trainee.adopt_on(tracker)
         tracker.adopt_left(trainee.left, 0)
@@ -209,12 +203,12 @@ def _standing_bytes(trainee: Trainee) -> int:
 
 
 def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
-    """Return the storages that a step leaves on the first device, without parameters, gradients and optimizer state."""
+    """Return the storages that remain on the first device, without parameters, gradients and optimizer state."""
     for kind, tensors in trainee.held().items():
         for tensor in tensors:
             tracker.classify(tensor, kind)
     if tracker.left_on(0):
-        gc.collect()  # tensors that only a reference cycle keeps are not left behind
+        gc.collect()  # free tensors that only a reference cycle keeps alive
     return tracker.left_on(0)
 
 

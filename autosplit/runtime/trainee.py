@@ -1,4 +1,4 @@
-"""Hold a trainable copy of a workload: its models, its optimizers and its training step."""
+"""Provide a trainable copy of a workload: its models, its optimizers and its training step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 LOSS_SCALE = 1.0
 """Loss scale of fp16. A larger scale needs the same memory and kernels, but often overflows in the first steps.
 
-After an overflow the scaler skips the optimizer, so the optimizer's state could not be measured.
+After an overflow, the scaler skips the optimizer, whose state could then not be measured.
 """
 
 
@@ -40,11 +40,10 @@ class Trainee:
     """Models and optimizers that a training step may change.
 
     Attributes:
-        fake_mode: The fake mode of the tensors, or None for real tensors.
         device: The device that fake tensors report.
-        restore: Restores the live model if it could not be copied. Does nothing for a copy.
-        left: Storages that the last step left on the first device. The next step begins with them.
-        grown_bytes: How many bytes more the last step left than it had found.
+        restore: Restores the live model if it could not be copied.
+        left: Storages that remain on the first device between steps.
+        grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer
             state.
     """
@@ -88,12 +87,12 @@ class Trainee:
             return map_tensors(lambda tensor: fake_like(tensor, mode, self.device), made)
 
     def batches(self, sizes: Sequence[int]) -> list[Any]:
-        """Make a batch of each size, the same one for equal sizes."""
+        """Return a batch of each size. Equal sizes share one batch."""
         made = {size: self.batch(size) for size in dict.fromkeys(sizes)}
         return [made[size] for size in sizes]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the models' parameters, tied ones once."""
+        """Return the models' parameters, tied parameters once."""
         return list({id(p): p for module in self.models.modules for p in module.parameters()}.values())
 
     def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Models:
@@ -156,7 +155,7 @@ class Trainee:
         Args:
             sizes: Samples in each micro-batch. They weight a mean loss.
             mark: Called when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
-            update: Replaces the optimizers' `update`. A custom step does not use it.
+            update: Replaces `Trainee.update`. A custom step does not use it.
             num_samples: Samples of the whole step, if these micro-batches are only a part of it.
         """
         workload = self.workload
@@ -271,7 +270,7 @@ class Trainee:
 
 
 def ran_a_step(trace: TracebackType | None) -> bool:
-    """Return whether an exception was raised by the workload's own code during training."""
+    """Return whether the workload's own code raised an exception during training."""
     stepped, innermost = False, ""
     while trace is not None:
         code = trace.tb_frame.f_code

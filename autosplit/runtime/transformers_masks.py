@@ -12,11 +12,10 @@ from torch import Tensor
 
 @contextmanager
 def masks_of_real_tensors(sample_batch: Any) -> Iterator[None]:
-    """Report that no sequences are packed while a step of fake tensors runs, if the sample batch has none.
+    """Make transformers skip its search for packed sequences in fake tensors, unless the sample batch has some.
 
-    transformers looks for packed sequences in `position_ids` (`masking_utils.find_packed_sequence_indices`). Fake
-    tensors have no values to look at. So it always builds a mask of (batch, 1, length, length) for them, which rules
-    out flash attention. A transformers version without this function makes no such mask.
+    The search reads `position_ids` (`masking_utils.find_packed_sequence_indices`). Because fake tensors have no values,
+    it would always build a mask of (batch, 1, length, length), which rules out flash attention.
     """
     module = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)

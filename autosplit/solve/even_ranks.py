@@ -1,4 +1,4 @@
-"""Find the best DDP settings with the same batch size on all ranks, for tools without uneven splits. Pure.
+"""Find the best DDP settings with the same batch size on all ranks, for tools without uneven splits.
 
 Such a tool runs k forwards of n samples on each of W ranks. So an optimizer step has exactly k * n * W samples.
 """
@@ -14,10 +14,10 @@ from autosplit.solve.problem import Problem
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 
 MOST_FORWARDS = 20_000
-"""Most forwards of an optimizer step to try, in the search for exactly the requested samples per step."""
+"""Maximum number of forwards to try in the search for exactly the requested samples per step."""
 
 MOST_RANKS = 64
-"""Most ranks for which subsets of the ranks are tried. With more ranks, this would take seconds."""
+"""Maximum number of ranks whose subsets are tried. With more ranks, the search would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class EvenProblem:
     """The search for one batch size for all ranks.
 
     Attributes:
-        problem: The problem of the ranks.
         effective_batch_size: The requested samples per optimizer step.
     """
 
@@ -48,7 +47,7 @@ class EvenProblem:
     effective_batch_size: int
 
     def best(self) -> EvenRanks | None:
-        """Return the settings nearest to the requested step, or None if a rank can't hold its batch.
+        """Return the settings nearest to the requested step, or None if a rank fits no batch.
 
         Only settings with at least `WITHIN_REACH` of the best predicted throughput count. Among them, prefer a step of
         allowed size, then the smallest distance from the requested size, then the fastest, then the fewest forwards.
@@ -65,7 +64,7 @@ class EvenProblem:
     def without_slow(self) -> tuple[tuple[int, ...], EvenRanks] | None:
         """Return the fastest subset of the ranks with its settings, or None if no subset is faster than all ranks.
 
-        With one batch size for all, the slowest rank determines the speed of each rank.
+        With one batch size for all ranks, the slowest rank determines the speed.
         """
         problem, everyone = self.problem, self.best()
         ceilings, curves = problem.region.ceilings, problem.step_time.curves
@@ -100,10 +99,7 @@ class EvenProblem:
         return [EvenRanks(ranks, size, steps, self.rate(size, steps)) for size, steps in sizes]
 
     def _sizes(self, largest: int) -> Iterator[tuple[int, int]]:
-        """Yield ``(batch size, forwards)``.
-
-        For each number of forwards, try the two sizes nearest to the requested step.
-        """
+        """Yield ``(batch size, forwards)``: for each number of forwards, the two sizes nearest to the request."""
         ranks, least, wanted = len(self.problem.ceilings), self.problem.region.least_share, self.effective_batch_size
         accumulates = self.problem.accumulates
         fewest = -(-wanted // (ranks * largest)) if accumulates else 1

@@ -24,18 +24,15 @@ def fastest_split(
     caps: Sequence[int],
     floors: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Find the split whose slowest device finishes first, under an upper limit for each device.
+    """Find the split whose slowest device finishes first, with at most `caps` samples per device.
 
-    Give each next sample to the device that would finish it first. This is optimal if no time falls as the batch grows.
-    If several devices would finish at the same moment, the device with the fewest samples gets it, then the lowest
-    index. So a flat part of a curve does not pile samples on one device. For a large batch, the finish time is bisected
-    first, with the same result.
+    Give each next sample to the device that would finish it first. This is optimal if no time falls with the batch
+    size. On a tie, prefer the device with the fewest samples, then the lowest index. So a flat part of a curve does not
+    pile samples on one device. For a large batch, bisect the finish time first, with the same result.
 
     Args:
-        batch_size: Samples to split.
         times: For each device, the seconds of n samples: 0 for n = 0, finite, and never falling up to the cap.
-        caps: The most samples of each device.
-        floors: The fewest samples of each device. Default: 0.
+        floors: Minimum samples of each device. Default: 0.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, a floor is above its cap, the caps add up to
@@ -78,11 +75,10 @@ class _NotFiniteError(Exception):
 
 
 def _fastest_shares(batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]) -> Sequence[int]:
-    """Split over devices whose caps are above their floors."""
     if len(times) == 1:
         _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
         return [batch_size]
-    if len(set(map(id, times))) == 1:  # with one curve for all, the level split is the fastest
+    if len(set(map(id, times))) == 1:  # with one curve for all devices, the level split is the fastest
         shares = _level(batch_size, floors, caps)
         _seconds(times, 0, max(shares))
         return shares
@@ -96,8 +92,8 @@ def _bracket(
     """Bisect the finish time until few samples are left to assign.
 
     Returns:
-        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between the
-            two would finish at the same moment.
+        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between
+            the two would finish at the same moment.
     """
     few = _HEAP_SAMPLES_PER_DEVICE * len(times)
     low = list(floors)
@@ -112,7 +108,7 @@ def _bracket(
         open_samples = batch_size - sum(low)
         if open_samples <= few:
             break
-        # Times are almost linear, so interpolate between the ends. Every other step bisects, in case they are not.
+        # Times are almost linear, so interpolate between the bounds. Every other step bisects, in case they are not.
         share = (open_samples - few / 2) / max(1, sum(high) - sum(low)) if by_line and low_s >= 0 else 0.5
         middle_s = low_s + share * (high_s - low_s)
         if not low_s < middle_s < high_s:
@@ -131,7 +127,7 @@ def _bracket(
 
 
 def _last_s(times: Times, floors: Sequence[int], shares: Sequence[int]) -> float:
-    """Return when the last device that has more than its floor finishes."""
+    """Return when the last device with more samples than its floor finishes."""
     return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
 
 
@@ -143,7 +139,7 @@ def _next_s(times: Times, low: Sequence[int], high: Sequence[int]) -> float:
 
 def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[int]) -> list[int]:
     """Return the most samples of each device, from `low` to `high`, that finish by `finish_s`."""
-    known: dict[tuple[int, int, int], int] = {}  # identical devices share one answer
+    known: dict[tuple[int, int, int], int] = {}  # identical devices share one result
     counts = []
     for time, least, most in zip(times, low, high, strict=True):
         asked = (id(time), least, most)
@@ -155,16 +151,13 @@ def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[in
 
 def _count(time: Callable[[int], float], finish_s: float, least: int, most: int) -> int:
     within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
-    if within is not None:  # A `TimeCurve` inverts itself without a search.
+    if within is not None:  # a `TimeCurve` needs no search
         return within(finish_s, least, most)
     return least + largest_size(most - least, lambda more: time(least + more) <= finish_s)
 
 
 def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
-    """Raise `low` towards `high` until the sum is `batch_size`.
-
-    Raise the smallest numbers first, then the lowest index.
-    """
+    """Raise `low` towards `high` until the sum is `batch_size`: the smallest numbers first, then the lowest index."""
     even = even_split(batch_size, len(low))
     if max(low) <= even[-1] and even[0] <= min(high):  # no limit applies
         return list(even)
@@ -184,9 +177,9 @@ def _clamped(level: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
 
 
 def _hand_out(batch_size: int, times: Times, shares: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """Give each open sample to the device that would finish it first."""
+    """Give each remaining sample to the device that would finish it first."""
     shares = list(shares)
-    # (when the next sample would end, samples so far, device): a tuple sorts by the first entry first.
+    # (when the next sample would end, samples so far, device): a tuple sorts by its first entry first.
     queue = [(_seconds(times, i, n + 1), n, i) for i, n in enumerate(shares) if n < caps[i]]
     heapq.heapify(queue)
     for _ in range(batch_size - sum(shares)):

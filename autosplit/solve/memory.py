@@ -1,10 +1,10 @@
-"""Model the peak memory of a step as a linear function of the split, fitted to measurements. Pure arithmetic.
+"""Model the peak memory of a step as a linear function of the split, fitted to measurements.
 
-Peak bytes of device 0, which gathers the outputs of the whole batch::
+A device's *share* is its number of samples. Peak bytes of device 0, which gathers the outputs of the whole batch::
 
     fixed + per_share * gpu0_bsz + per_batch * batch_size
 
-Peak bytes of another device, whose number of samples is called its share::
+Peak bytes of another device::
 
     fixed + per_share * share
 """
@@ -26,10 +26,10 @@ Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
 - ``"replica"``: another device of BalancedDataParallel.
 - ``"rank"``: a DDP process.
 - ``"eval"``: a forward without gradients.
-- ``"resume"``: a DDP process whose device also holds a loaded checkpoint's copies of the parameters and buffers.
-  `load_state_dict` copies them, but uses the tensors of the optimizer state without a copy.
-- ``"save"``: a DDP process whose device also holds copies of parameters, buffers and optimizer state, which are being
-  saved while training continues.
+- ``"resume"``: a DDP process with a loaded checkpoint's copies of the parameters and buffers. `load_state_dict` copies
+  them, but uses the optimizer state without a copy.
+- ``"save"``: a DDP process with copies of parameters, buffers and optimizer state, which are saved while training
+  continues.
 """
 
 Limit = Literal["memory", "max_batch_size", "kernel", "time"]
@@ -43,19 +43,18 @@ class Ceiling:
     Attributes:
         device: The label of the device.
         role: The role of the device in the step.
-        batch_size: The ceiling in samples; 0 if not even one sample fits.
-        limited_by: ``"memory"``; ``"max_batch_size"`` if the search stopped at this bound; ``"kernel"`` if a kernel
-            accepts no larger tensors (2^31 elements); ``"time"`` if a larger batch would not raise throughput or would
-            take too long.
-        fixed_bytes: Bytes at any batch size, by a straight line through the points near the ceiling.
-        bytes_per_sample: Bytes that each sample adds, by the same line.
+        batch_size: The ceiling in samples. 0 if not even one sample fits.
+        limited_by: ``"memory"``, or another limit. ``"max_batch_size"``: the search stopped at this bound.
+            ``"kernel"``: a kernel accepts no larger tensors (2^31 elements). ``"time"``: a larger batch would not raise
+            throughput or would take too long.
+        fixed_bytes: Bytes at any batch size, by a line through the points near the ceiling.
+        bytes_per_sample: Bytes per sample, by the same line.
         peak_bytes: Peak memory of a step at the ceiling.
         capacity_bytes: Memory that training may use on this device.
         steps: Number of real training steps that were run to find the ceiling.
         ooms: Number of these steps that ran out of memory.
-        confirmed: Whether a real step ran at exactly this size; always false for a simulated GPU.
-        points: ``(samples, bytes, ran)`` for each size that was tried; ``ran`` is true for a real step and false for a
-            trace.
+        confirmed: Whether a real step ran at exactly this size. Always False for a simulated GPU.
+        points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is False for a trace.
         notes: Notes about processes that died while they ran steps, one for each cause.
     """
 
@@ -70,20 +69,17 @@ class Ceiling:
     steps: int = 0
     ooms: int = 0
     confirmed: bool = False
-    # Two equal ceilings may have been found differently.
+    # Ignored by `==`: two equal ceilings may have been found by different steps.
     points: tuple[tuple[int, int, bool], ...] = field(default=(), compare=False)
     notes: tuple[Note, ...] = field(default=(), compare=False)
 
     @property
     def headroom_bytes(self) -> int:
-        """Bytes of the capacity that are free at the ceiling."""
+        """Free bytes of the capacity at the ceiling."""
         return self.capacity_bytes - self.peak_bytes
 
     def bytes_at(self, samples: int) -> int:
-        """Predict the peak of this many samples by the line.
-
-        It is never below the peak of a smaller batch that was tried.
-        """
+        """Predict the peak bytes for this many samples: the line, but at least the peak of any smaller batch tried."""
         known = (nbytes for size, nbytes, _ in self.points if size <= samples)
         return max(0, self.fixed_bytes + self.bytes_per_sample * samples, *known)
 
@@ -92,7 +88,7 @@ class Ceiling:
         return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
 
     def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
-        """Return this ceiling for another capacity, at which `batch_size` samples fit."""
+        """Return this ceiling for another capacity, which has room for `batch_size` samples."""
         if batch_size == self.batch_size:
             return replace(self, capacity_bytes=capacity_bytes)
         return replace(
@@ -107,13 +103,13 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Fits:
-    """Memory that a plan leaves free for saving, loading or evaluating next to training.
+    """Memory that a plan leaves free for saving, loading or evaluating during training.
 
     Attributes:
         roles: The requested roles, from ``"resume"``, ``"save"`` and ``"eval"``.
         copies_bytes: Bytes of the copies for resuming and saving, on device 0 or on each rank, throughout a step.
-        evaluation: The largest forward without gradients on each device alone, next to the memory that a DDP rank keeps
-            between steps; empty if ``"eval"`` was not requested.
+        evaluation: Ceilings of a forward without gradients on each device, in addition to the memory that a DDP rank
+            keeps between steps. Empty if ``"eval"`` was not requested.
     """
 
     roles: tuple[str, ...]
@@ -122,16 +118,16 @@ class Fits:
 
     @property
     def eval_batch_size(self) -> int | None:
-        """The largest batch that each device can evaluate alone, or None if ``"eval"`` was not requested."""
+        """The largest batch that every device can evaluate, or None if ``"eval"`` was not requested."""
         return min((ceiling.batch_size for ceiling in self.evaluation), default=None)
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of a device's peak memory, at the moment of a step when it uses the most.
+    """The parts of a device's peak memory, at the moment of a step with the highest use.
 
     Attributes:
-        parameters_bytes: Parameters, buffers, a replica's copies of them, and everything else that outlives a step.
+        parameters_bytes: Parameters, buffers, a replica's copies of them, and all other memory that outlives a step.
         gradients_bytes: Gradients of the parameters, and the gradient buckets of a DDP rank.
         optimizer_bytes: Optimizer state.
         gathered_bytes: Outputs of all devices, gathered on device 0.
@@ -148,16 +144,15 @@ class MemoryParts:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts."""
+        """Sum of all parts."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.gathered_bytes
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the parts of another peak, or None if that peak is smaller than the parts other than activations.
+        """Return the parts of another peak, or None if even without activations the parts exceed that peak.
 
-        Args:
-            measured: Whether the peak is from a real step. Then the difference is memory that was not traced. Otherwise
-                the peak is from a line through traces, and the difference is activations.
+        The difference is untraced memory if a real step `measured` the peak. Otherwise, by a line through traces, it is
+        activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:
@@ -172,8 +167,8 @@ class MemoryFit:
 
     Attributes:
         fixed_bytes: Bytes at any batch size: parameters, gradients, optimizer state.
-        bytes_per_share: Bytes that each of the device's samples adds.
-        bytes_per_batch: Bytes that each sample of the whole batch adds: the outputs that device 0 gathers.
+        bytes_per_share: Bytes per sample on the device.
+        bytes_per_batch: Bytes per sample of the whole batch: the outputs that device 0 gathers.
     """
 
     fixed_bytes: float
@@ -181,14 +176,14 @@ class MemoryFit:
     bytes_per_batch: float = 0.0
 
     def peak_bytes(self, share: int, batch_size: int) -> float:
-        """Return the predicted peak: ``fixed + per_share * share + per_batch * batch_size``."""
+        """Predict the peak: ``fixed + per_share * share + per_batch * batch_size``."""
         return self.fixed_bytes + self.bytes_per_share * share + self.bytes_per_batch * batch_size
 
     @classmethod
     def through(
         cls, base: tuple[int, int, int], more_share: tuple[int, int, int], more_batch: tuple[int, int, int]
     ) -> MemoryFit:
-        """Fit three points ``(share, batch_size, peak_bytes)``."""
+        """Fit three points ``(share, batch_size, peak_bytes)``, with more samples on the device and in the batch."""
         (s0, n0, y0), (s1, n1, y1), (s2, n2, y2) = base, more_share, more_batch
         assert n1 - n0 == s1 - s0 > 0, (base, more_share)
         assert n2 - n0 > s2 - s0 == 0, (base, more_batch)
@@ -204,10 +199,10 @@ class Region:
     Attributes:
         primary: Memory model of device 0.
         primary_capacity_bytes: Bytes that training may use on device 0.
-        primary_ceiling: The ceiling of device 0 if the batch is on device 0 only.
-        replica_ceilings: Ceilings of the other devices; empty for a single device.
+        primary_ceiling: The ceiling of device 0 if it runs the whole batch.
+        replica_ceilings: Ceilings of the other devices. Empty for a single device.
         max_batch_size: The largest batch that is allowed.
-        least_share: The fewest samples of a device that has any. BatchNorm needs two samples to train.
+        least_share: Minimum samples of a device that has any. BatchNorm needs two samples to train.
     """
 
     primary: MemoryFit
@@ -219,32 +214,32 @@ class Region:
 
     @classmethod
     def apart(cls, ceilings: Sequence[int], max_batch_size: int, least_share: int = 1) -> Region:
-        """Return the region of devices whose memory is independent of each other, such as DDP ranks."""
+        """Return the region of devices with independent memory, such as DDP ranks."""
         return cls(MemoryFit(0.0, 0.0), 0, ceilings[0], tuple(ceilings[1:]), max_batch_size, least_share)
 
     @property
     def ceilings(self) -> tuple[int, ...]:
-        """The most samples that each device can run alone."""
+        """Ceilings of all devices, device 0 first."""
         return (self.primary_ceiling, *self.replica_ceilings)
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that has a split that fits."""
+        """The largest batch with a split that fits."""
         return _largest_batch(self)
 
     def gpu0_bounds(self, batch_size: int) -> tuple[int, int] | None:
-        """Return the fewest and the most samples of a batch on device 0, or None if no split fits."""
+        """Return the minimum and maximum samples of a batch on device 0, or None if no split fits."""
         if batch_size > self.max_batch_size:
             return None
         least = max(0, batch_size - sum(self.replica_ceilings))
         most = min(batch_size, self.primary_most(batch_size))
         if least <= most:
             return least, most
-        # The linear model does not apply to a batch that device 0 runs alone, without replicas.
+        # The linear model assumes replicas, so it does not apply if device 0 runs the whole batch.
         return (batch_size, batch_size) if batch_size <= self.primary_ceiling else None
 
     def primary_most(self, batch_size: int) -> int:
-        """Return the most samples on device 0 if other devices run the rest; -1 if it can't even gather the outputs."""
+        """Return the most samples that fit on device 0 in a batch of this size, or -1 if the outputs don't fit."""
         if not self.replica_ceilings:
             return self.primary_ceiling
         left = self.primary_capacity_bytes - self.primary.peak_bytes(0, batch_size)
@@ -255,17 +250,14 @@ class Region:
         return int(min(self.primary_ceiling, left / self.primary.bytes_per_share))
 
 
-@functools.lru_cache(maxsize=256)  # called thousands of times while a plan is solved
+@functools.lru_cache(maxsize=256)  # called thousands of times to solve a plan
 def _largest_batch(region: Region) -> int:
     most = min(region.max_batch_size, sum(region.ceilings))
     return largest_size(most, lambda batch_size: region.gpu0_bounds(batch_size) is not None)
 
 
 def largest_size(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size up to `most` that fits, or 0, by bisection.
-
-    It assumes that every smaller size fits, too.
-    """
+    """Return the largest size up to `most` that fits, or 0, by bisection. All smaller sizes must fit."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -285,9 +277,9 @@ def largest_fitting(
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits. The peak must grow with n, and `least` must fit.
 
-    Double from `start` until a size does not fit. Then draw a line from the largest size that fits to the smallest size
-    that does not fit, and try the size at which the line reaches the capacity. Every third try bisects instead, because
-    the peak may not be linear. No size is tried twice.
+    Double from `start` until a size does not fit. Then draw a line from the largest size that fits to the smallest that
+    does not, and try where it reaches the capacity. Because the peak may not be linear, every third try bisects. No
+    size is tried twice.
     """
     low, high = least, most + 1  # low fits, high does not
     known: dict[int, float] = {}

@@ -1,8 +1,7 @@
-"""Search for the fastest configuration that fits. Optuna keeps the trials.
+"""Search for the fastest configuration that fits, with the trials in an Optuna study.
 
-The caller evaluates a configuration and proposes the next one. This module runs no steps and has no cost model. A
-proposal is enqueued in the study. Without a proposal, Optuna's TPE sampler chooses the trial. The study keeps every
-trial with the reason for it, so a search that was killed continues from there.
+The caller's proposals are enqueued in the study. Without a proposal, Optuna's TPE sampler chooses the trial. The study
+stores every trial with its reason, so a killed search can resume.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ Evaluate = Callable[[int, Configuration], Trial]
 Propose = Callable[[Sequence[Trial]], Proposal]
 
 _ENDED = "ended_at"
-"""User attribute of a study: trials with a lower number belong to searches that ended."""
+"""User attribute of a study: trials with a lower number belong to finished searches."""
 
 _CEILINGS = "ceilings"
-"""User attribute of a study: the ceilings of a search that has not ended, by key."""
+"""User attribute of a study: the ceilings of an unfinished search, by key."""
 
 MOST_REPEATS = 3
-"""Most repeated suggestions per requested trial. A sampler may suggest the same configuration several times."""
+"""Maximum number of repeated suggestions per requested trial, because a sampler may repeat configurations."""
 
 STARTUP_TRIALS = 4
-"""Trials before TPE stops drawing at random. The trials of the cost model count, and the study begins with them."""
+"""Number of trials before TPE stops drawing at random, including the cost model's trials at the start."""
 
 _WHY = "why"
 """User attribute of a trial: the reason for it."""
@@ -66,17 +65,19 @@ def search(
     """Evaluate configurations until no gain is expected.
 
     Args:
-        evaluate: ``evaluate(number, configuration) -> Trial``. It returns a failed trial for a configuration that
-            fails.
-        propose: ``propose(trials) -> Proposal``: the next configuration, or the end. A proposal outside the space is
-            ignored, and the sampler draws the trial.
-        seed: Seed of TPE, which draws by it and by the finished trials alone.
-        sampler: An Optuna sampler that draws every trial. Then nothing is proposed, and all `n_trials` are made.
-        deadline_s: `time.monotonic()` after which no trial begins. One trial is made in any case.
-        storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed continues from
-            its trials in this study. Trials from before `CeilingStore.end` only guide the sampler, because their times
-            may be out of date. Trials that a user enqueued there are made first.
-        on_trouble: Called with the reason if the storage fails during the search, which continues without it.
+        evaluate: ``evaluate(number, configuration) -> Trial``. If a configuration fails, it returns a failed trial.
+        propose: ``propose(trials) -> Proposal``: the next configuration, or the end. If a proposal is outside the
+            space, the sampler draws the trial instead.
+        seed: Seed of TPE. Its draws depend only on the seed and the finished trials.
+        sampler: An Optuna sampler that draws all `n_trials` trials. Then `propose` is not used.
+        deadline_s: `time.monotonic()` after which no trial begins, except the first.
+        storage: An Optuna URL for the study, or None for memory. A killed search continues from its trials there.
+            Trials from before `CeilingStore.end` only guide the sampler, because their times may be out of date. Trials
+            that a user enqueued run first.
+        on_trouble: Called with a note if the storage fails. The search continues without the storage.
+
+    Returns:
+        The trials in order. Empty if nothing fits.
 
     Raises:
         InputError: Optuna can't open the storage.
@@ -103,7 +104,7 @@ def search(
 
 
 class _StorageError(Exception):
-    """An error of the study, and not of the caller's functions."""
+    """An error of the study, not of the caller's functions."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -135,7 +136,7 @@ class _Search:
     _proposed: tuple[int, Proposal] | None = None
 
     def resume(self, study: Any) -> None:
-        """Take over the trials of a search that was killed, and mark the trial that it left running as failed."""
+        """Load the trials of a killed search, and mark the trial that was running as failed."""
         for trial in study.get_trials(deepcopy=False, states=(_state("RUNNING"),)):
             study.tell(trial.number, state=_state("FAIL"), skip_if_finished=True)
         self.done, self.num_asked = _resumed(study, self.space)
@@ -144,7 +145,7 @@ class _Search:
             _log_trial(trial, "from the interrupted search")
 
     def is_over(self) -> bool:
-        """Return whether all trials were made, or the time limit has ended."""
+        """Return whether all trials ran, the time limit has ended or no gain is expected."""
         if len(self.done) >= self.n_trials or self.num_asked >= (1 + MOST_REPEATS) * self.n_trials:
             why = f"{len(self.done)} of {self.n_trials} trials ran"
         elif self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
@@ -157,13 +158,13 @@ class _Search:
         return True
 
     def _next(self) -> Proposal:
-        """Return the proposal after the trials so far. The cost model is solved once after each trial."""
+        """Return the proposal for the next trial. The cost model is solved only once per trial."""
         if self._proposed is None or self._proposed[0] != len(self.done):
             self._proposed = len(self.done), self.propose(tuple(self.done.values()))
         return self._proposed[1]
 
     def make_trial(self, study: Any) -> None:
-        """Ask for a configuration, evaluate it if it is new, and tell the study the result."""
+        """Request a configuration from the study, evaluate it if it is new, and store the result."""
         self.num_asked += 1
         drawn = self._prepare(study)
         with _talking_to_optuna():
@@ -190,7 +191,7 @@ class _Search:
         try:
             with _talking_to_optuna():
                 _tell(study, asked, trial)
-        finally:  # after the study has the trial, because the caller may raise KeyboardInterrupt
+        finally:  # store the trial in the study first, because the caller may raise KeyboardInterrupt
             if is_new:
                 _log_trial(trial, why)
                 self.on_trial(trial)
@@ -242,7 +243,7 @@ def _log_trial(trial: Trial, why: str) -> None:
 
 
 class CeilingStore:
-    """Keeps the ceilings of a search in its study, so that a search that was killed need not measure them again."""
+    """Store the ceilings of a search in its study, so that a resumed search need not measure them again."""
 
     def __init__(self, storage: str, study_name: str) -> None:
         _imported()
@@ -255,7 +256,7 @@ class CeilingStore:
             raise _unusable(storage, error) from error
 
     def get(self, key: str, largest_batch: int) -> Ceiling | None:
-        """Return a ceiling from a search that was killed, or None if there is none, or if it is not valid."""
+        """Return a ceiling of a killed search, or None if there is no valid ceiling for this key."""
         try:
             found = msgspec.convert(self._kept[key], Ceiling)
         except (KeyError, msgspec.ValidationError):
@@ -263,20 +264,20 @@ class CeilingStore:
         return found if 0 <= found.batch_size <= largest_batch else None
 
     def put(self, key: str, ceiling: Ceiling) -> None:
-        """Keep a ceiling. Ignore errors of the storage, because the search reports them."""
+        """Store a ceiling. Ignore errors of the storage, because the search reports them."""
         self._kept[key] = msgspec.to_builtins(ceiling)
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_CEILINGS, self._kept)
 
     def end(self) -> None:
-        """Mark the search as ended. A later search must not resume it, because its times may be out of date."""
+        """Mark the search as finished. Later searches do not resume it, because its times may be out of date."""
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_ENDED, len(self._study.get_trials(deepcopy=False)))
             self._study.set_user_attr(_CEILINGS, {})
 
 
 def _unusable(storage: str | None, error: Exception) -> InputError:
-    """Return the error for a storage that can't be used, with the driver's reason and without the URL's password."""
+    """Return the error for an unusable storage, with the driver's reason and without the URL's password."""
     told: BaseException = error
     while told.__cause__ is not None:
         told = told.__cause__
@@ -291,10 +292,10 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
 
 
 def _imported() -> None:
-    """Import Optuna in a new thread, to release the memory of its callers.
+    """Import Optuna in a new thread.
 
-    During the import, Optuna stores the error of a missing database driver. The error keeps the calling frames and all
-    their variables alive. These frames would hold the model copies of the process's first tuning.
+    During the import, Optuna stores the error of a missing database driver, which keeps the calling frames and their
+    variables alive. In the caller's thread, that would include the model copies of the process's first tuning.
     """
     if "optuna" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
@@ -331,7 +332,6 @@ def _quiet_optuna() -> Iterator[None]:
 
 
 def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
-    """Return the trials of a search that has not ended, and the number of trials it asked for."""
     import optuna
 
     states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
@@ -352,7 +352,6 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
 
 
 def _remembered(frozen: Any, number: int) -> Trial | None:
-    """Return a trial of an earlier process, or None if it is incomplete."""
     told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
         trial = replace(msgspec.convert(told, Trial))  # convert() leaves defaults unset, and JSON omits them
@@ -379,18 +378,18 @@ def _is_sound(trial: Trial) -> bool:
 def _set_fits(trial: Any, *, fits: bool) -> None:
     """Report to Optuna, as a constraint, whether a trial's configuration fits.
 
-    Optuna < 5 has no such constraints. There its samplers avoid the trial only because it is pruned.
+    Optuna < 5 has no such constraints, and its samplers avoid the trial only because it is pruned.
     """
     if hasattr(trial, "set_constraint"):
         trial.set_constraint("fits", 0.0 if fits else 1.0)
 
 
 LEAST_RATE = 1e-9
-"""Least samples/s of a valid trial. Its inverse is the greatest."""
+"""Minimum samples/s of a valid trial. Its inverse is the maximum."""
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Suggest the parameters one after another, each within the bounds that the others leave."""
+    """Suggest the parameters one after another, each within the bounds that the previous parameters leave."""
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)

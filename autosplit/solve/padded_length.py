@@ -1,9 +1,9 @@
 """Plan batches of samples with different lengths: the batch size for each length, and the batches of an epoch.
 
 All samples of a batch are padded to its longest sample. So a batch needs the memory of its longest sample, times its
-number of samples. The memory of a sample is measured at a few lengths, relative to the longest. Between two measured
-lengths, interpolate linearly. This never underestimates: memory grows between linearly (activations) and quadratically
-(attention scores) with length, so it is convex.
+number of samples. The memory of a sample is measured at a few lengths, relative to the longest length, and interpolated
+linearly. This never underestimates, because memory grows between linearly (activations) and quadratically (attention
+scores) with the length.
 
 A length's *times* is the number of samples of this length that need as much memory as one sample of the longest length.
 """
@@ -24,10 +24,10 @@ from autosplit.errors import InputError, shown
 from autosplit.solve.split import proportional_split
 
 MOST_POINTS = 6
-"""Most lengths to measure. Each is half of the previous one."""
+"""Maximum number of lengths to measure. Each is half of the previous length."""
 
 WINDOW_BATCHES = 512
-"""Full batches whose samples are sorted together if no effective batch size is set.
+"""Number of full batches whose samples are sorted together if there is no effective batch size.
 
 With 128, an epoch takes 7% to 11% longer. With 2,048, it takes up to 2% less time, but the order is less random
 (benchmarks/lengths.py).
@@ -41,24 +41,23 @@ In optimizer steps of one to four full batches this gains 20% to 130%, in steps 
 """
 
 MOST_TOKENS = 2**24
-"""Greatest length of a sample. A greater number is probably not a number of tokens."""
+"""Maximum length of a sample. A greater number is probably not a number of tokens."""
 
 MOST_FORETOLD = 100_000
-"""Most samples from which the throughput of an epoch is predicted."""
+"""Maximum number of samples for the prediction of an epoch."""
 
 Batches = list[list[int]]
 
 
 @dataclass(frozen=True)
 class LengthPoint:
-    """A length that was measured.
+    """A measured length.
 
     Attributes:
-        length: Length in tokens, or in the unit of the given lengths.
+        length: Length in tokens, or in the unit of the caller's lengths.
         times: Number of samples of this length that need as much memory as one sample of the greatest length.
-        samples_per_s: Throughput of the plan with as many samples of this length as fit (`times` times the plan's
-            batch).
-        own_samples_per_s: Throughput of the plan with the plan's batch size and samples of this length.
+        samples_per_s: Throughput with as many samples of this length as fit (`times` times the plan's batch size).
+        own_samples_per_s: Throughput with the plan's batch size.
     """
 
     length: Annotated[int, Meta(ge=1)]
@@ -69,16 +68,15 @@ class LengthPoint:
 
 @dataclass(frozen=True)
 class LengthPlan:
-    """A plan for samples that differ in length.
+    """A plan for samples of different lengths.
 
     Attributes:
-        points: The measured lengths, the greatest first. The plan's own batch has the greatest length.
-        samples_per_s: Predicted throughput of an epoch in batches of similar length, as `Plan.token_sampler` makes
-            them.
-        fixed_samples_per_s: Predicted throughput of an epoch in batches of the plan's size, in random order, each
-            padded to its longest sample.
-        padding_share: Fraction of padding among all tokens in batches of similar length, from 0 to 1.
-        fixed_padding_share: Fraction of padding among all tokens in batches of the plan's size.
+        points: The measured lengths, the greatest first. The plan's batch size is for the greatest length.
+        samples_per_s: Predicted throughput of an epoch in batches of similar length (`Plan.token_sampler`).
+        fixed_samples_per_s: Predicted throughput of an epoch in random batches of the plan's size, each padded to its
+            longest sample.
+        padding_share: Fraction of padding among all tokens in batches of similar length.
+        fixed_padding_share: Fraction of padding among all tokens in random batches of the plan's size.
     """
 
     points: Annotated[tuple[LengthPoint, ...], Meta(min_length=1, max_length=64)]
@@ -89,7 +87,7 @@ class LengthPlan:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the points have falling lengths, and shorter samples need no more memory than longer samples."""
+        """Whether the lengths decrease, and shorter samples need no more memory than longer samples."""
         return self.points[0].times == 1 and all(
             a.length > b.length and a.times <= b.times for a, b in itertools.pairwise(self.points)
         )
@@ -103,7 +101,7 @@ class LengthPlan:
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Predict the seconds of a batch by a line through the two batch sizes that were timed for its length."""
+        """Predict the seconds of a batch by a line through the two batch sizes timed at its length."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:
@@ -113,20 +111,19 @@ class LengthPlan:
         return max(line_s, least_s) if num_samples < batch_size else line_s
 
     def split_of(self, length: int, split: Sequence[int]) -> tuple[int, ...]:
-        """Return the most samples of this length for each device. `split` has the samples of the greatest length."""
+        """Return the most samples of this length for each device. `split` is for the greatest length."""
         return scaled(split, self.times_at(length))
 
     def tokens_of(self, share: int) -> int:
-        """Return the most tokens, with padding, on a device whose split has `share` samples of the greatest length.
+        """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
 
-        The result holds for samples that are at least as long as the shortest point. With attention scores in memory,
-        fewer tokens fit at a greater length. Without them, more do. In both cases one of the points has the fewest
-        tokens.
+        The result holds for samples at least as long as the shortest point. With attention scores in memory, fewer
+        tokens fit at a greater length. Without them, more tokens fit. In both cases, one of the points has the fewest.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
     def _at(self, length: int, value: Callable[[LengthPoint], float]) -> float:
-        """Interpolate a value between the points. Below the shortest length, return the value of the shortest."""
+        """Interpolate a value between the points. Below the shortest length, return its value."""
         if length > self.points[0].length:
             raise InputError(
                 f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "
@@ -143,21 +140,18 @@ class LengthPlan:
 
 
 def scaled(shares: Sequence[int], times: float) -> tuple[int, ...]:
-    """Return `shares` times a factor, rounded down.
-
-    The small term corrects quotients that would be whole without rounding errors.
-    """
+    """Return `shares` times a factor, rounded down. The small term corrects rounding errors of whole products."""
     return tuple(int(times * share + 1e-6) for share in shares)
 
 
 def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
-    """Return lengths from a list, an array or a tensor as a list.
+    """Convert lengths from a list, an array or a tensor to a list.
 
     Raises:
-        InputError: The lengths are empty, or one is not a whole number from 1 to 2^24.
+        InputError: The lengths are empty, or not all are whole numbers from 1 to 2^24.
     """
     try:
-        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # they have no length for each sample, or no order
+        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # not one length per sample, or without order
             raise TypeError
         listed = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         numbers = [operator.index(one) for one in listed if not isinstance(one, bool)]
@@ -184,7 +178,7 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
 
 
 def lengths_to_tune(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths to measure: the greatest one, halved repeatedly down to the shortest sample."""
+    """Return the lengths to measure: the greatest length, halved repeatedly down to the shortest sample."""
     longest, shortest = max(lengths), min(lengths)
     halves = (longest >> power for power in range(MOST_POINTS))
     return tuple(length for length in halves if length >= shortest)
@@ -200,12 +194,9 @@ def cut_epoch(
     """Cut an epoch into optimizer steps of batches with similar lengths.
 
     Args:
-        plan: The measured lengths.
-        lengths: Length of each sample of the dataset.
         order: Positions of the epoch's samples, in the order of the epoch.
-        split: Samples per device of the plan's own batch.
-        effective_batch_size: Samples per step. Each step takes this many samples from the order. If it is None, every
-            batch is a step with as many samples as fit, in the order in which the batches are made.
+        effective_batch_size: Number of consecutive samples of the order in each step. If None, every batch is a step
+            with as many samples as fit.
 
     Returns:
         The steps. Each is a list of batches of sample positions, the longest sample first.
@@ -249,11 +240,7 @@ def foretold(
 ) -> LengthPlan:
     """Predict the gain of batches with similar lengths over batches of one size, for an epoch in random order.
 
-    Args:
-        points: See `LengthPlan`.
-        lengths: Length of each sample. If there are more than 100,000 samples, 100,000 are drawn at random.
-        split: Samples per device of the plan's own batch.
-        effective_batch_size: Samples per optimizer step, or None.
+    If there are more than 100,000 lengths, draw 100,000 at random.
     """
     plan = LengthPlan(points, 1.0, 1.0, 0.0, 0.0)
     drawn = random.Random(0)  # noqa: S311  # not for a secret

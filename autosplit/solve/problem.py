@@ -1,4 +1,4 @@
-"""Solve the problem behind a plan again, with less memory or with a relaxed bound. Pure.
+"""Solve the problem of a plan again, with less memory or with a relaxed bound.
 
 The difference in throughput is the cost of the bound. Beyond the measured sizes, times are extrapolated along the last
 slope of each curve, and memory along the line near each ceiling.
@@ -29,10 +29,10 @@ MOST_COMBINED = 256
 """Limit for solving: how many values of `accumulation_steps` are tried, times the square of the number of devices."""
 
 MOST_FORWARDS = 1024
-"""Most forwards of an optimizer step. If memory is so short that a step needs more, measure again instead."""
+"""Maximum forwards of an optimizer step. If memory is so short that a step needs more, measure again instead."""
 
 MORE_FORWARDS = 3
-"""Numbers of forwards to try beyond the fewest. Each further forward costs a copy and only saves memory."""
+"""How many numbers of forwards to try beyond the fewest. Each further forward costs time and only saves memory."""
 
 Overhead = Literal["copies", "gather", "overhead", "update"]
 """A cost of a step in addition to the compute time. ``"overhead"`` is all of them except the optimizer."""
@@ -50,19 +50,15 @@ class Solution:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a plan solves.
+    """The problem that a plan solves. `tells_apart` and `most_samples_per_s` are those of `Solver`.
 
     Attributes:
-        fit: The time model.
         ceilings: The ceiling of each device, with its memory model.
-        region: The splits that fit into memory.
-        ranks: Whether the devices are DDP ranks, each with at least one sample. Otherwise they belong to
+        ranks: Whether the devices are DDP ranks, each with at least one sample. Otherwise they are devices of
             BalancedDataParallel.
-        effective_batch_sizes: The fewest and the most samples per optimizer step; None for one forward of any size.
+        effective_batch_sizes: Minimum and maximum samples per optimizer step. None for one forward of any size.
         accumulates: Whether an optimizer step may have several forwards.
         accumulating: The splits that fit in a step of several forwards, if they differ from `region`.
-        tells_apart: See `Solver`.
-        most_samples_per_s: See `Solver`.
     """
 
     fit: Fit
@@ -101,10 +97,10 @@ class Problem:
         """The time model of BalancedDataParallel."""
         return self.fit.step_time
 
-    # Answers
+    # Solutions
 
     def solve(self) -> Solution | None:
-        """Return the answer, or None if nothing fits, or if a step would need more than `MOST_FORWARDS` forwards."""
+        """Return the best settings, or None if nothing fits or a step would need more than `MOST_FORWARDS` forwards."""
         if self.ranks:
             return self._solved_ranks()
         most = self._steps_worth_a_look()
@@ -122,17 +118,17 @@ class Problem:
         if self.ranks and self._most_forwards() is not None:
             problem = self
             if self.effective_batch_sizes is None:
-                # Look for the fastest step of up to one forward per rank, not for the knee.
+                # Find the fastest step of up to one forward per rank, not the smallest batch that is fast enough.
                 sizes = 1, max(1, self._most_of_ranks)
                 problem = replace(self, effective_batch_sizes=sizes, accumulates=False)
             answer = problem.solve()
             return 0.0 if answer is None else answer.samples_per_s
         solver = self.solver()
-        # Without an effective batch size, the first answer is the knee, and the second is the fastest.
+        # Without an effective batch size, the first result is the smallest fast batch, and the second is the fastest.
         return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
 
     def solver(self) -> Solver | None:
-        """Return the solver of this problem, or None for ranks, and if solving would take too long."""
+        """Return the solver of this problem, or None for ranks or if solving would take too long."""
         most = self._most_forwards()
         if most is None or self.ranks:
             return None
@@ -151,11 +147,8 @@ class Problem:
     def even(self, effective_batch_size: int) -> Solution | None:
         """Return the fastest even split with the fewest forwards, or None if none fits.
 
-        Either all forwards except the last have the largest size that fits, or all have about the same size.
-
-        Args:
-            effective_batch_size: Samples of the step. If the problem has no effective batch size, one forward of any
-                size is solved instead.
+        Either all forwards except the last have the largest size that fits, or all have about the same size. Without an
+        effective batch size in the problem, the step is one forward of any size.
         """
         count = len(self.ceilings)
         most = largest_size(self.region.max_batch_size, lambda size: self._fits(even_split(size, count)))
@@ -185,13 +178,13 @@ class Problem:
     def with_capacities(
         self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
     ) -> Problem:
-        """Return the problem with lower memory limits. Take ceilings from memory models and the sizes that were tried.
+        """Return the problem with lower memory limits, using the memory models and the sizes that were tried.
 
         Args:
             capacities_bytes: Bytes that training may use on each device.
             waiting_bytes: Bytes of gradients that stay on each device during later forwards. 0 if the memory models
                 include them.
-            least_batch: The smallest batch of a device. A device may also have no samples.
+            least_batch: The smallest batch of a device that has samples.
         """
         if self.ranks:
             caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]
@@ -221,7 +214,7 @@ class Problem:
     def with_memory(self, index: int, more_bytes: int) -> Problem:
         """Return the problem with more memory on one device. Its ceiling grows by ``more_bytes / bytes_per_sample``.
 
-        A ceiling stays if it was limited by a kernel or by the time of a step.
+        A ceiling that a kernel or the time of a step limits does not grow.
         """
         if self.ceilings[index].limited_by in ("kernel", "time"):
             return self
@@ -243,10 +236,7 @@ class Problem:
         return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
 
     def with_caps(self, caps: Sequence[int]) -> Problem:
-        """Return the problem with other ceilings, one for each device.
-
-        Device 0's ceiling is for a batch on device 0 only.
-        """
+        """Return the problem with other ceilings. Device 0's ceiling is for a batch that runs only there."""
         first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
         return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
 
@@ -289,7 +279,7 @@ class Problem:
         return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
 
     def alone(self, index: int, ceiling: int) -> Problem:
-        """Return the problem of one device alone. The optimizer takes as long as on device 0."""
+        """Return the problem of a single device. The optimizer takes as long as on device 0."""
         most = self.region.max_batch_size
         region = Region.apart([min(ceiling, most)], most)
         ceilings = self.ceilings[index : index + 1]
@@ -320,7 +310,7 @@ class Problem:
         return replace(self, fit=replace(self.fit, step_time=step_time))
 
     def _line(self, index: int) -> tuple[float, float]:
-        """Return a device's bytes at any batch size, and the bytes that each of its samples adds."""
+        """Return a device's bytes at any batch size, and its bytes per sample."""
         if index > 0 or self.ranks:
             return float(self.ceilings[index].fixed_bytes), float(self.ceilings[index].bytes_per_sample)
         plane = self.region.primary
@@ -336,11 +326,10 @@ class Problem:
 
     @property
     def _most_of_ranks(self) -> int:
-        """Return the most samples per forward over all ranks."""
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
-        """Return the best answer for ranks, or None if a rank fits no sample or there are more ranks than samples."""
+        """Return the best settings for ranks, or None if a rank fits no sample or there are more ranks than samples."""
         found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
         if not found:
             return None
@@ -356,7 +345,6 @@ class Problem:
         return min((answer for answer in found if answer.samples_per_s >= enough), key=plainness)
 
     def _sizes_of_ranks(self) -> list[tuple[int, int]]:
-        """Return batch sizes to try, each with the samples of its optimizer step."""
         most, least = self._most_of_ranks, len(self.ceilings) * self.region.least_share
         if min(self.region.ceilings) < self.region.least_share or most < least:
             return []

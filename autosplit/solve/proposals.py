@@ -1,11 +1,9 @@
-"""Propose trials: the solver's answer and its neighbours, then the best untried predictions of the refitted model.
+"""Propose trials: the solver's best configuration, its neighbours, and the best predictions of the refitted model.
 
 The proposals come in three phases::
 
-    answer, neighbours, even split, torch's split | best untried prediction | next to the best trial, then a sampler
-                                                    ^ while it gains          ^ while the model is inaccurate
-
-Pure: nothing is run here, and nothing is random.
+    solver's best, neighbours, even split, torch's split | best untried prediction | neighbours of the best, sampler
+                                                           ^ while it gains          ^ while the model is inaccurate
 """
 
 from __future__ import annotations
@@ -19,25 +17,21 @@ from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.trial import KNEE_SHARE, Trial, best_trial, configuration_of
 
 PATIENCE = 8
-"""Trials in a row without a gain beyond noise, after which the search ends if the model is inaccurate."""
+"""If the model is inaccurate, the search ends after this many trials in a row without a gain beyond noise."""
 
 LEAST_GAIN = 0.001
-"""Least gain, as a fraction, for which a trial is worth its time."""
+"""Minimum gain, as a fraction, that justifies the time of a trial."""
 
 BESIDE_SHARE = 0.005
-"""Step, as a fraction of the samples on device 0, for trials next to the best one.
-
-With steps of one sample, the search would take far too many trials.
-"""
+"""Step, as a fraction of the samples on device 0, for neighbours of the best trial. Smaller steps need more trials."""
 
 KNEE_STEP = 0.1
-"""Precision of the search for the knee, as a fraction of the batch size."""
+"""Precision of the search for the smallest fast batch, as a fraction of the batch size."""
 
 LEAST_MODEL_ERROR = 0.01
-"""Least assumed error of the model, as a fraction. A smaller error of a few fitted trials is chance.
+"""Minimum assumed error of the model, as a fraction. A smaller error of a few fitted trials is chance.
 
-If the error of the model is at most this, no sampler is used. A sampler also draws batches of one or two samples, each
-of which needs a new trace.
+At this error or less, no sampler is used, because its batches of one or two samples would need new traces.
 """
 
 FITTED = 3
@@ -46,13 +40,7 @@ FITTED = 3
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next trial, or the end of the search.
-
-    Attributes:
-        configuration: The configuration to try. If it is None, a sampler chooses.
-        enough: Whether the search should end.
-        why: The reason for the proposal.
-    """
+    """The next trial, or the end of the search. If `configuration` is None, a sampler chooses."""
 
     configuration: Configuration | None = None
     enough: bool = False
@@ -60,7 +48,7 @@ class Proposal:
 
 
 class Proposer:
-    """Proposes one trial after another."""
+    """Propose one trial after another."""
 
     def __init__(self, solver: Solver, *, patience: int = PATIENCE) -> None:
         self.solver = solver
@@ -68,14 +56,14 @@ class Proposer:
         self.first = solver.first_trials()
 
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
-        """Propose the next trial after these, which are in the order in which they ran."""
+        """Propose the next trial after these trials, in the order of their runs."""
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
                 return Proposal(configuration, why="the solver's best configuration and its neighbours")
         solver = self.solver.refitted(trials)
         best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
-        if best is None:  # all failed, but a smaller one may run
+        if best is None:  # all trials failed, but a smaller batch may run
             enough = len(trials) > len(self.first) + self.patience
             return Proposal(self._smaller(trials, tried), enough, "no trial has run so far, but a smaller one may")
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
@@ -130,11 +118,11 @@ class Proposer:
     def _knee(
         solver: Solver, trials: Sequence[Trial], candidates: Sequence[Configuration], best: Trial
     ) -> Configuration | None:
-        """Return an untried batch size below the best one that may reach `KNEE_SHARE` of the top throughput.
+        """Return an untried batch size below the best that may reach `KNEE_SHARE` of the top throughput, or None.
 
-        Such a batch size would be the answer. Batch sizes that trials have shown to be too slow are skipped. Return the
-        smallest batch size whose prediction is high enough. If there is none, return the middle one of those with at
-        least `WITHIN_REACH` of the needed throughput. So the answer is found even if the model is inaccurate.
+        Skip batch sizes that trials have shown to be too slow. Return the smallest batch size whose prediction is high
+        enough. Otherwise, because the model may be inaccurate, return the middle of those with at least `WITHIN_REACH`
+        of the needed throughput.
         """
         rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
         enough = KNEE_SHARE * max(rates.values())
@@ -146,10 +134,9 @@ class Proposer:
         return next((c for c in near if promised[c] >= enough), near[len(near) // 2] if near else None)
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
-        """Return the best trial with slightly more or fewer samples on device 0, or None if both were tried.
+        """Return the best trial's configuration with slightly more or fewer samples on device 0, or None if both ran.
 
-        The model's error is about the same for the best trial and both neighbours. If device 0 has many samples, moving
-        only one of them would make no difference.
+        The model's error is about the same for all three. Moving one of many samples would make no difference.
         """
         least = best.gpu0_bsz * BESIDE_SHARE
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
@@ -171,7 +158,7 @@ def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials with less noisy throughputs, by averaging each measurement with the model's prediction.
+    """Return the trials with less noise: average each throughput with the model's prediction.
 
     The weights are 1 / variance. The variance of the model is its squared error beyond the noise of the trials. Failed
     and exact trials stay unchanged.
@@ -194,17 +181,17 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
-    """Return whether this configuration can't fit: a trial with no more samples on a device failed there.
+    """Return whether a failed trial shows that this configuration can't fit.
 
-    Device 0 gathers the whole batch, so for device 0 the batch sizes are compared, too. If the device that failed is
-    unknown, compare all devices.
+    The trial had no more samples on the device that failed, or on all devices if that device is unknown. For device 0,
+    which gathers the whole batch, the trial's batch was no larger either.
     """
     split: tuple[int, ...] | None = None
     for trial in trials:
         if trial.failure is None or (trial.accumulation_steps > 1) > (configuration.accumulation_steps > 1):
             continue
         if not solver.holds(configuration_of(trial)):
-            continue  # it failed with too few samples, which shows nothing about more
+            continue  # the trial failed with too few samples, which shows nothing about more samples
         split = split or solver.split_of(configuration)
         no_less = [asked >= failed for asked, failed in zip(split, trial.split, strict=True)]
         no_less[0] = no_less[0] and configuration.batch_size >= trial.batch_size

@@ -1,4 +1,4 @@
-"""Define the search space: the configurations that may be tried. Pure."""
+"""Define the search space: the configurations that may be tried."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Space:
 
     Attributes:
         region: The splits that fit into memory.
-        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number; None for a
-            single micro-step of any size.
-        max_steps: The most accumulation steps to try.
+        effective_batch_sizes: Minimum and maximum samples per optimizer step. None for one micro-step of any size.
+        max_steps: Maximum accumulation steps to try.
         accumulating: The splits that fit in a step of several micro-steps, if they differ from `region`.
     """
 
@@ -60,7 +59,7 @@ class Space:
         return (least, min(upper, most)) if least <= min(upper, most) else None
 
     def steps_bounds(self) -> tuple[int, int]:
-        """Return the fewest and the most accumulation steps."""
+        """Return the minimum and maximum accumulation steps."""
         if self.effective_batch_sizes is None:
             return 1, 1
         fewest_samples, most_samples = self.effective_batch_sizes

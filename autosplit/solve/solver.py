@@ -4,19 +4,18 @@ The solver tries a range of accumulation steps and batch sizes. It computes the 
 
 Note [Teams]
 ~~~~~~~~~~~~
-A *team* is the set of devices that get samples. A device that gets none saves its copies and its part of the gather, so
-a smaller team may be faster. A team is written as the ceilings of devices 1, 2, ..., with 0 for each device that it
-leaves out. Identical devices are interchangeable, so only their number matters. For example, devices 1 and 2 are L4s
-with a ceiling of 8, and device 3 is a T4 with a ceiling of 4:
+A *team* is the set of devices that get samples. A device without samples needs no copies and no gather, so a smaller
+team may be faster. A team is written as the ceilings of devices 1, 2, ..., with 0 for each device that it leaves out.
+Identical devices are interchangeable, so only their number matters. For example, devices 1 and 2 are L4s with a ceiling
+of 8, and device 3 is a T4 with a ceiling of 4:
 
     2 L4s, T4     (8, 8, 4)         2 L4s     (8, 8, 0)
     1 L4,  T4     (0, 8, 4)         1 L4      (0, 8, 0)
     T4            (0, 0, 4)         none      (0, 0, 0)
 
 These are 6 teams instead of 2 ** 3. Seven identical devices have 8 teams instead of 128. The fastest split of each team
-is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. If there are more than `MOST_TEAMS`
-teams, devices are left out only in the order of their cost per sample: none, the most expensive device, the two most
-expensive devices, and so on.
+is solved once. Among teams within `TEAMS_APART` of the fastest, the smallest wins. With more than `MOST_TEAMS` teams,
+devices are left out only in the order of their cost per sample, the most expensive first.
 """
 
 from __future__ import annotations
@@ -36,51 +35,48 @@ from autosplit.solve.step_time import StepTime
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE, Trial, configuration_of
 
 MOST_STEPS = 64
-"""Most values of `accumulation_steps` to try, from the fewest upwards.
-
-Each further step costs a copy and only saves memory.
-"""
+"""Maximum number of `accumulation_steps` values to try. Each further micro-step costs time and only saves memory."""
 
 
 SIZES_OF_STEPS = 17
-"""Most batch sizes to try for each number of micro-steps."""
+"""Maximum number of batch sizes to try for each number of micro-steps."""
 
 MOST_TEAMS = 9
-"""Most teams to compare at a time."""
+"""Maximum number of teams to compare in one round of the search."""
 
 TEAMS_APART = 0.015
-"""Least gain in samples/s that justifies one more device in the team, as a fraction.
+"""Minimum gain in samples/s, as a fraction, that justifies a larger team.
 
-With 0.01 the worst answer on the machines of ``benchmarks/search.py`` is 5.4% slower than the best answer. With 0.015
-it is 2.6% slower.
+With 0.01, the worst plan on the machines of ``benchmarks/search.py`` is 5.4% slower than the best plan. With 0.015, it
+is 2.6% slower.
 """
 
 _Answer = TypeVar("_Answer")
 
 WITHIN_REACH = 0.8
-"""Least predicted samples/s, as a fraction of the best prediction, for a trial of another kind of configuration.
+"""Minimum predicted samples/s, as a fraction of the best prediction, for a trial with other devices or batch sizes.
 
-The error of the model is seldom larger than 20%.
+The model's error is seldom larger than 20%.
 """
 
 FIRST_WITHIN_REACH = 0.9
-"""`WITHIN_REACH` for configurations without samples on device 0, which the model predicts better.
+"""`WITHIN_REACH` for configurations without samples on device 0, whose predictions are more accurate.
 
-Trials below this fraction would improve no answer on the machines of ``benchmarks/search.py`` by more than 1.2%.
+Trials below this fraction would improve no plan on the machines of ``benchmarks/search.py`` by more than 1.2%.
 """
 
 MOST_REFINED = 3
-"""Number of best answers whose samples on device 0 are searched again, with the cost of the gather included."""
+"""Number of best configurations whose samples on device 0 are searched again, including the cost of the gather."""
 
 
 class Solver:
-    """Finds the fastest configurations of a search space by the time model.
+    """Find the configurations of a search space that the time model predicts to be the fastest.
 
     Args:
-        tells_apart: Least difference of predicted samples/s that counts, as a fraction. Among answers that differ by
-            less, the solver chooses the simplest (`Space.plainness`).
-        most_samples_per_s: Throughput of the data loader. Without an effective batch size, the smallest batch that
-            keeps up with the loader is enough.
+        tells_apart: Minimum relevant difference of predicted samples/s, as a fraction. Among configurations that differ
+            by less, the solver chooses the simplest (`Space.plainness`).
+        most_samples_per_s: Throughput of the data loader. Without an effective batch size, the solver chooses the
+            smallest batch that keeps up with the loader.
     """
 
     def __init__(
@@ -95,14 +91,14 @@ class Solver:
         self.step_time = step_time
         self.tells_apart = tells_apart
         self.most_samples_per_s = most_samples_per_s
-        # The cached splits do not depend on the fit. So trials of one configuration are always trials of one split.
+        # Compute splits with the first fit only. Otherwise trials of one configuration could have different splits.
         self._unfitted = step_time
         self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._rests: dict[Configuration, tuple[int, ...]] = {}
         self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
-        """Return a solver whose time model is fitted to these trials, too."""
+        """Return a solver whose time model is also fitted to these trials."""
         measured = []
         for trial in trials:
             if trial.samples_per_s is not None:
@@ -113,7 +109,7 @@ class Solver:
             self._unfitted,
             self._splits,
             self._rests,
-        )  # accessing private attributes of the same class
+        )
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
@@ -123,14 +119,14 @@ class Solver:
         if not ceilings:
             return (configuration.batch_size,)
         if self.step_time.adds_up:
-            # All devices share one CPU, so no split is faster. Use the even split, as far as the ceilings allow it.
+            # All devices share one CPU, so every split takes equally long. Split evenly, within the ceilings.
             return (configuration.gpu0_bsz, *proportional_split(rest, tuple(max(1, c) for c in ceilings), ceilings))
         if configuration not in self._rests:
             self._rests[configuration] = self._fastest_rest(configuration)
         return (configuration.gpu0_bsz, *self._rests[configuration])
 
     def _fastest_rest(self, configuration: Configuration) -> tuple[int, ...]:
-        """Split the samples that device 0 does not take over the other devices. Some devices may get none."""
+        """Return the fastest split of the remaining samples over devices 1, 2, ... A device may get no samples."""
         share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
         rest = configuration.batch_size - share
         others = self._ceilings(steps)
@@ -144,11 +140,10 @@ class Solver:
         return self._in_order(found, others)
 
     def _ceilings(self, steps: int) -> tuple[int, ...]:
-        """Return the ceilings of devices 1, 2, ... in an optimizer step of this many micro-steps."""
         return self.space.region_of(steps).replica_ceilings
 
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the teams that may differ in speed, the largest first. See Note [Teams]."""
+        """Return the teams to compare, the largest first. See Note [Teams]."""
         if ceilings not in self._teams:
             self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
         return self._teams[ceilings]
@@ -166,7 +161,7 @@ class Solver:
         return teams
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
-        """Group devices 1, 2, ... that are identical in the model. The returned indices begin with 0 for device 1."""
+        """Group devices 1, 2, ... that are identical in the model. Index 0 is device 1."""
         time = self._unfitted
         alike: dict[object, list[int]] = {}
         for other, ceiling in enumerate(ceilings, 1):
@@ -175,15 +170,15 @@ class Solver:
         return list(alike.values())
 
     def _own_cost(self, other: int, ceiling: int) -> float:
-        """Return the seconds per sample of a device that runs alone at its ceiling."""
+        """Return the seconds per sample of a device at its ceiling if no other device runs."""
         time, most = self._unfitted, max(1, ceiling)
         own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
         return own_s / most + time.gather_s_per_sample[other + 1]
 
     def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
-        """Among identical devices, give the last device the most samples.
+        """Among identical devices, give the last the most samples.
 
-        It is gathered last, and computes while the others are gathered.
+        That device computes while the outputs of the others are gathered.
         """
         ordered = list(split)
         for places in self._alike(ceilings):
@@ -196,8 +191,7 @@ class Solver:
     ) -> tuple[tuple[int, ...], ...]:
         """Return the split of each micro-step. A shorter last micro-step is split in the same proportions.
 
-        Args:
-            split: Split of a full micro-step. Default: `split_of(configuration)`.
+        `split` is the split of a full micro-step, by default `split_of(configuration)`.
         """
         split = split or self.split_of(configuration)
         sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
@@ -215,13 +209,12 @@ class Solver:
         return {**counted, proportional_split(rest, split): 1} if rest else counted
 
     def holds(self, configuration: Configuration) -> bool:
-        """Return whether a configuration is in the space and gives each device enough samples to train on."""
+        """Return whether the space contains a configuration and no device has too few samples to train on."""
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
         if not self.step_time.leaves_out:
-            # In a short last micro-step, a device without samples runs one sample. That is enough if `least_share` is
-            # 1.
+            # A device without samples runs one sample in a short last micro-step. That is enough if `least_share` is 1.
             splits = [self.split_of(configuration)] if least == 1 else list(self._counted(configuration))
             return min(map(min, splits)) >= least
         return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
@@ -252,26 +245,23 @@ class Solver:
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "`best` requires it"
         if not with_first and (shares[0] or not self._unfitted.host_s):
-            return None  # without host time, device 0 takes part at no cost
+            return None  # without host time, device 0 slows nothing down
         split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
         found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
         return found if found is not None and self.holds(found) else None
 
     def _alone(self, batch_size: int, steps: int) -> Configuration | None:
-        """Return the configuration with all samples on device 0.
-
-        It needs no copies and no gather, so small batches may be faster.
-        """
+        """Return the configuration with all samples on device 0, which needs no copies and no gather."""
         found = Configuration(batch_size, batch_size, steps)
         return found if self._unfitted.leaves_out and self.holds(found) else None
 
     def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the split over devices with these ceilings that finishes first, or None if none fits."""
+        """Return the split with the shortest compute time under these ceilings, or None if no split fits."""
         key = (batch_size, ceilings)
         if key not in self._splits:
             self._splits[key] = None
             floors = None
-            if not self.step_time.leaves_out:  # each rank needs samples, if there are enough
+            if not self.step_time.leaves_out:  # each rank needs samples if the batch is large enough
                 least = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
                 floors = least if sum(least) <= batch_size else None
             with contextlib.suppress(InputError):
@@ -279,7 +269,7 @@ class Solver:
         return self._splits[key]
 
     def answers(self) -> list[Configuration]:
-        """Return the best configuration of each batch size to try. The first one is the answer of the solver."""
+        """Return the best configuration of each batch size that is tried. The first is the best overall."""
         found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.holds(c)]
         rates = {c: self.samples_per_s(c) for c in found}
         for best in sorted(rates, key=lambda c: -rates[c])[:MOST_REFINED]:
@@ -297,9 +287,9 @@ class Solver:
         return [first, *(c for c in ranked if c != first)]
 
     def _refined(self, configuration: Configuration) -> Configuration:
-        """Move samples to or from device 0 as long as the predicted samples/s grow.
+        """Move samples to or from device 0 while the predicted samples/s increase.
 
-        This search begins with the fastest split by compute times alone, which ignores the cost of the gather.
+        The first split ignores the cost of the gather.
         """
         if self.step_time.adds_up:
             return configuration
@@ -315,10 +305,10 @@ class Solver:
         return configuration
 
     def first_trials(self) -> list[Configuration]:
-        """Return the configurations to try first: the answer, its neighbours, the even split, torch's split, two more.
+        """Return the configurations to try first.
 
-        The last two have another team and another batch size. They show errors of the model that trials with one team
-        and one batch size can't show.
+        They are the best configuration, its neighbours, the even split, torch's split, another team and another batch
+        size. The last two show errors of the model that trials with one team and one batch size can't show.
         """
         answers = self.answers()
         if not answers:
@@ -329,7 +319,7 @@ class Solver:
         even = even_split(best.batch_size, count)[0]
         chunk = -(-best.batch_size // count)  # nn.DataParallel scatters with torch.chunk
         shares = [best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk]
-        if self.step_time.adds_up:  # on one CPU all splits are equally fast
+        if self.step_time.adds_up:  # on one CPU, all splits are equally fast
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
         tried += self._another_team(answers)
@@ -338,17 +328,14 @@ class Solver:
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
         if self.tells_apart > LEAST_DIFFERENCE and not any_steps:
-            # Predictions from measured times may be wrong by more than `tells_apart`, so also try the simplest answer.
+            # Predictions from measured times may be wrong by more than `tells_apart`. So also try the simplest.
             within_reach = WITHIN_REACH * max(map(self.samples_per_s, answers))
             reachable = (c for c in answers if self.samples_per_s(c) >= within_reach)
             tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
-        """Return a configuration with other devices: the fewest that reach `WITHIN_REACH` of the best prediction.
-
-        Its trial measures the cost of adding a device.
-        """
+        """Return the smallest other team that reaches `WITHIN_REACH` of the best, to measure the cost of a device."""
         if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
 
@@ -365,9 +352,9 @@ class Solver:
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
     def _without_first(self, best: Configuration) -> list[Configuration]:
-        """Return the fastest configuration in which device 0 has no samples and only gathers.
+        """Return the fastest configuration without samples on device 0, which then only gathers.
 
-        If device 0 computes and gathers at the same time, both take longer. Its own compute times do not show this.
+        If device 0 computes and gathers at the same time, both take longer. Its compute times do not show this.
         """
         if self.step_time.adds_up or not self._unfitted.host_s or not best.gpu0_bsz:
             return []
@@ -381,7 +368,7 @@ class Solver:
         return sorted(found, key=self.samples_per_s)[-1:]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
-        """Return the configurations next to this one: other samples on device 0, other batch sizes, and both."""
+        """Return configurations with slightly more or fewer samples per forward, on device 0, or both."""
         near = {1, max(1, configuration.gpu0_bsz // 16), max(1, configuration.batch_size // 16)}
         steps = configuration.accumulation_steps
         found = []
@@ -394,7 +381,7 @@ class Solver:
         return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.holds(c)]
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield pairs (batch size, micro-steps) to try. Without an effective batch size, yield a geometric grid."""
+        """Yield pairs (batch size, micro-steps) to try: a geometric grid if there is no effective batch size."""
         if self.space.effective_batch_sizes is None:
             for size in geometric(self.space.region.largest_batch):
                 yield size, 1
@@ -409,11 +396,11 @@ class Solver:
 def _best_of(
     teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
 ) -> _Answer | None:
-    """Return the answer of the smallest team that is within `TEAMS_APART` of the highest samples/s.
+    """Return the result for the smallest team within `TEAMS_APART` of the highest samples/s.
 
     Args:
-        teams: Teams in the order of their size. If there are many, the search narrows down to those around the best.
-        valued: Return the samples/s and the answer of a team, or None if no split fits.
+        teams: Teams in the order of their size. If there are many, the search narrows down to teams around the best.
+        valued: Function that returns the samples/s and the result for a team, or None if no split fits.
     """
     found: dict[int, tuple[float, _Answer]] = {}
     low, high = 0, len(teams) - 1
@@ -436,7 +423,7 @@ def _best_of(
 
 
 def geometric(largest: int) -> list[int]:
-    """Return batch sizes from 1 to `largest`, four for each doubling."""
+    """Return batch sizes from 1 to `largest`, four per doubling."""
     quarters = range(4 * largest.bit_length())  # multiplying by 2 ** 0.25 would round 65536 down
     return sorted({min(largest, int(2 ** (quarter / 4))) for quarter in quarters} | {largest})
 

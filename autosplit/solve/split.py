@@ -1,7 +1,6 @@
 """Compute splits: the number of samples of a batch for each device.
 
-Pure Python on whole numbers. Every function returns a tuple with one entry per device (or per micro-batch). The entries
-add up to exactly the batch that was passed.
+Every function returns whole numbers, one per device (or per micro-batch), that add up to exactly the given batch.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
 
 
 def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[int, ...]:
-    """Split a batch by device 0's number of samples: device 0 gets `gpu0_bsz`, the others split the rest evenly.
+    """Split a batch so that device 0 gets `gpu0_bsz` samples and the other devices get equal parts of the rest.
 
     If the rest doesn't divide evenly, devices 1, 2, ... get one more sample each. A batch of at most `gpu0_bsz` samples
-    is all on device 0. With one device, everything is on it.
+    is all on device 0, as any batch on one device.
 
     Raises:
-        InputError: A number is negative, `num_devices` is below 1, or one of them is not a whole number.
+        InputError: A number is negative or not whole, or `num_devices` is below 1.
     """
     batch_size = whole_number("batch_size", batch_size, minimum=0)
     gpu0_bsz = whole_number("gpu0_bsz", gpu0_bsz, minimum=0)
@@ -46,14 +45,13 @@ def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[i
 def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence[int] | None = None) -> tuple[int, ...]:
     """Split a batch of any size in the proportions of `split`, by largest remainder.
 
-    A batch of `sum(split)` samples gets `split` itself. Samples above a device's ceiling go to the devices with room,
-    in their proportions. A device whose entry is 0 gets samples only if all other devices are at their ceilings. Those
-    samples are split in proportion to the ceilings. Ties go to the lower index, so the result is deterministic.
+    A batch of `sum(split)` samples gets `split` itself. Samples above a device's ceiling go to devices below their
+    ceilings, in their proportions. A device whose entry is 0 gets samples only if all other devices are at their
+    ceilings, in proportion to the ceilings. Ties go to the lower index.
 
     Args:
-        batch_size: Samples to split.
-        split: The proportions, one whole number per device, not all 0 unless the batch is empty.
-        ceilings: The most samples that each device may get; None for no limit.
+        split: The proportions, one whole number per device. Not all 0 unless the batch is empty.
+        ceilings: Maximum samples of each device. None for no limit.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, `split` is empty or all 0 with samples to
@@ -82,14 +80,13 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
 def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
     """Split a batch that is shorter than `split` in its proportions, and avoid devices with a single sample.
 
-    BatchNorm can't train on one sample. So a device with a single sample gets another one from a device with more than
-    two. If there is none, it gives its sample to a device with room. If neither is possible, it keeps the single
-    sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved, because
-    that device trains on one sample anyway.
+    BatchNorm can't train on one sample. So a device with a single sample gets another from a device with more than two.
+    Otherwise it gives its sample to a device with fewer samples than in `split`. If neither is possible, it keeps the
+    single sample: a batch of 1, or 3 samples of a split of (2, 2). If `split` has an entry of 1, nothing is moved,
+    because that device trains on one sample anyway.
 
     Args:
-        batch_size: Samples to split.
-        split: Samples per device of a full batch, not all 0 unless the batch is empty.
+        split: Samples per device of a full batch. Not all 0 unless the batch is empty.
 
     Raises:
         InputError: As in `proportional_split`.
@@ -108,7 +105,7 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
 
 
 def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
-    """Move samples above a device's ceiling to the devices with room, in proportion to their sizes.
+    """Move samples above a device's ceiling to devices below their ceilings, in proportion to their sizes.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, or the ceilings add up to less than `sizes`.
@@ -118,7 +115,7 @@ def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, ...]:
-    """Cut an optimizer step into micro-batches: full ones, then the remaining samples, if any.
+    """Cut an optimizer step into full micro-batches, then the remaining samples, if any.
 
     Raises:
         InputError: Either number is below 1 or not a whole number.
@@ -129,7 +126,7 @@ def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, 
 
 
 def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
-    """Count the micro-batches of an optimizer step: the effective batch over the batch, rounded up.
+    """Return the number of micro-batches in an optimizer step.
 
     Raises:
         InputError: Either number is below 1 or not a whole number.
@@ -142,13 +139,8 @@ def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
 def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     """Check a number from the user and return it as an int. It may be an int of Python, numpy or torch.
 
-    Args:
-        name: Name of the argument, for the message.
-        value: The number. A bool and a float raise, even a whole float.
-        minimum: The least number that is allowed.
-
     Raises:
-        InputError: `value` is not a whole number, or is below `minimum`.
+        InputError: `value` is not a whole number (a bool or any float), or is below `minimum`.
     """
     expected = f"Expected a whole number of at least {minimum}."
     try:
@@ -180,7 +172,7 @@ def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
 def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
     """Split `total` by `weights` under limits. Fix each number above its limit, split the rest again, and repeat.
 
-    A quota at or below a limit never rounds up to above it. So a number that is fixed at its limit stays there.
+    A fixed number stays at its limit, because a quota at or below a limit never rounds up above it.
     """
     shares = [0] * len(weights)
     open_devices = [i for i, weight in enumerate(weights) if weight]
@@ -208,7 +200,7 @@ def _wholes(name: str, values: Sequence[int]) -> list[int]:
             code="whole-numbers-type",
         )
     numbers = list(values)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a fast path, because a search makes thousands of splits
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a fast path: a search computes thousands
         numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
         raise InputError(f"{name} is empty. Expected one whole number per device.", code="whole-numbers-empty")

@@ -1,11 +1,11 @@
-"""Model the time of a step: a curve for each device, the cost of transfers and waits, and a fit to measured steps.
+"""Model the time of a step: a curve per device, costs of transfers and waits, and a fit to measured steps.
 
-A BalancedDataParallel step has k micro-steps and keeps its replicas during all of them. Device i gets ``n_i`` samples
-per micro-step. The sums and maxima are over the devices that get samples::
+A BalancedDataParallel step has k micro-steps and creates its replicas once. Device i gets ``n_i`` samples per
+micro-step. The sums and maxima are over the devices that get samples::
 
     slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
 
-The host starts the forwards of the R replicas one after another. If that takes longer, the time of the step is::
+The host starts the forwards of the R replicas one after another. If this takes longer, the time of the step is::
 
     k * R * host + gather and backward of the last micro-step + copies of the gradients + update
 
@@ -29,7 +29,7 @@ from msgspec import Meta
 
 @dataclass(frozen=True)
 class TimeCurve:
-    """Seconds of a micro-step on one device by its number of samples: measured points with lines between them.
+    """Seconds of a micro-step on one device by number of samples: lines between measured points.
 
     Attributes:
         points: Measured ``(samples, seconds)``, at least one, in ascending order of samples.
@@ -39,10 +39,7 @@ class TimeCurve:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
-        """Make a curve from measured points.
-
-        Raise a point that is faster than a smaller batch to the smaller batch's time.
-        """
+        """Make a curve from measured points. A batch takes at least the time of any smaller batch."""
         points: list[tuple[int, float]] = []
         for samples, seconds in sorted(measured):
             points.append((samples, max(seconds, points[-1][1]) if points else seconds))
@@ -51,18 +48,18 @@ class TimeCurve:
 
     @property
     def seconds_per_sample(self) -> float:
-        """The slope of the last segment."""
+        """Slope of the last segment."""
         if len(self.points) < 2:
             return self.points[0][1] / self.points[0][0]
         (n0, t0), (n1, t1) = self.points[-2:]
         return (t1 - t0) / (n1 - n0)
 
     def __call__(self, samples: int) -> float:
-        """Return the seconds of a micro-step, which are 0 for 0 samples."""
+        """Predict the seconds of a micro-step: 0 for 0 samples, linear beyond the last point."""
         if samples == 0:
             return 0.0
         points = self.points
-        after = bisect.bisect_left(points, (samples,))  # a shorter tuple sorts first, so this finds the point itself
+        after = bisect.bisect_left(points, (samples,))  # (n,) sorts before (n, seconds)
         if after == len(points):
             return points[-1][1] + self.seconds_per_sample * (samples - points[-1][0])
         if points[after][0] == samples or after == 0:
@@ -72,7 +69,7 @@ class TimeCurve:
         return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
 
     def most_within(self, seconds: float, least: int, most: int) -> int:
-        """Return the most samples between `least` and `most` that take at most `seconds`, or `least` if none do."""
+        """Return the most samples in `least` ... `most` that take at most `seconds`, or `least` if all take longer."""
         after = bisect.bisect_right(self.points, seconds, key=operator.itemgetter(1))
         if after == len(self.points):
             slope = self.seconds_per_sample
@@ -95,25 +92,23 @@ class TimeCurve:
 class StepTime:
     """The time of a BalancedDataParallel step.
 
-    A device without samples costs nothing. The cost of each device is kept separately, because the fastest split may
-    not use a device behind a slow link.
+    Each device has its own costs, because the fastest split may leave out a device behind a slow link.
 
     Attributes:
-        curves: For each device, the time of its samples when it runs alone.
+        leaves_out: Whether a device without samples costs nothing.
+        curves: For each device, the compute time when no other device runs.
         copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
-            They are spent once per step, or in every micro-step if `keeps` is False. The copies use all links at once.
-            Device 0's entry is 0.
+            Spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's
+            entry is 0.
         gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
             scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
         update_s: Seconds of the optimizer, once per step.
         adds_up: Whether the devices share one CPU, so that their times add up.
-        contention: Factor on the slowest device's time when devices run at once. It is above 1 if they share a bus, a
+        contention: Factor on the slowest device's time when several devices run. It is above 1 if they share a bus, a
             CPU or a power supply, and below 1 if copies overlap with computation.
-        keeps: Whether replicas are kept from the first micro-step of a step to its last.
-        host_s: Seconds that the host takes to start one device's micro-step. It starts the devices one after another.
-        lead_s: Seconds of the host's turns that overlap with the backward of the last micro-step, because the host also
-            starts that backward.
-        leaves_out: Whether a device without samples costs nothing, so that it may be faster to leave a device out.
+        keeps: Whether replicas persist through all micro-steps of a step.
+        host_s: Seconds that the host takes to start one device's micro-step, one device after another.
+        lead_s: Seconds of host time that overlap with the last backward, because the host also starts that backward.
     """
 
     leaves_out: ClassVar[bool] = True
@@ -129,7 +124,7 @@ class StepTime:
     lead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Share one curve object between identical devices, so that results are cached once for all of them."""
+        """Share one curve object between identical devices, so that `fastest_split` caches results for all of them."""
         known: dict[TimeCurve, TimeCurve] = {}
         object.__setattr__(self, "curves", tuple(known.setdefault(curve, curve) for curve in self.curves))
 
@@ -153,9 +148,9 @@ class StepTime:
     def _longest(self, counted: Mapping[tuple[int, ...], int]) -> tuple[float, float, float, float]:
         """Return the critical path of a step in four parts: copies, gathers, time that contention scales, other time.
 
-        The host runs ahead of the devices. A micro-step ends at the later of two moments: one whole micro-step after
-        the previous one, or one backward after the host has started all forwards. Among equal micro-steps, either the
-        first or the last waits for the host.
+        The host runs ahead of the devices. A micro-step ends one micro-step after the previous one, or one backward
+        after the host has started all forwards, whichever is later. Among equal micro-steps, only the first or the last
+        can wait for the host.
         """
         copies_s, started_s = self._counted_copying_s(counted), 0.0
         path = copies_s / 2, 0.0, 0.0, 0.0
@@ -186,14 +181,13 @@ class StepTime:
         measured: Sequence[tuple[Sequence[int], float]],
         further: tuple[Sequence[int], float] | None = None,
     ) -> StepTime:
-        """Fit the copies and the gather of one device to steps that it runs together with device 0 only.
+        """Fit the copies and the gather of one device to steps that use only this device and device 0.
 
         Args:
             measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. The
                 second pair has more samples on the device.
-            further: A split, and the seconds that a second micro-step with this split adds. It is an upper bound for
-                the gather. In a small first micro-step, the host's work may hide the copies, so that the slope between
-                two first micro-steps is too large.
+            further: A split, and the seconds that a second micro-step with this split adds. They limit the gather. In
+                a small first micro-step, host time may hide the copies, so `measured` gives too large a slope.
         """
         bare, slope = self.with_costs_of(index, 0.0, 0.0), 0.0
         (few, few_s), (many, many_s) = measured[0], measured[-1]
@@ -221,19 +215,17 @@ class StepTime:
         return replace(self, copies_s=tuple(copies), gather_s_per_sample=tuple(gathers))
 
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
-        """Attribute the measured time beyond the slowest device to copies, with equal copies for devices 1, 2, ...
+        """Attribute measured time beyond the slowest device to copies, equally for devices 1, 2, ...
 
-        Args:
-            split: Split of a step of one micro-step.
-            seconds: Seconds of this step without the optimizer.
+        `seconds` is the time of a step of one micro-step without the optimizer.
         """
         count = len(self.curves)
         return replace(self, copies_s=(0.0, *(self.copies_of(split, seconds),) * (count - 1)))
 
     def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
-        """Scale copies, gather and contention by one factor each to fit optimizer steps: non-negative least squares.
+        """Fit one factor each for copies, gather and contention to measured steps, by non-negative least squares.
 
-        Errors are relative to the measured time. Factors that a few steps can't separate stay near 1.
+        Errors are relative to the measured time. Factors that a few steps can't distinguish stay near 1.
 
         Args:
             measured: Pairs ``(split of each micro-step, seconds)``.
@@ -259,7 +251,7 @@ class StepTime:
         if not any(split[1:]):
             return 0.0, 0.0, self.curves[0](split[0]), 0
         pairs = list(zip(self.curves, split, strict=True))
-        if not self.adds_up:  # skip identical devices: this runs thousands of times
+        if not self.adds_up:  # skip identical devices: this code runs thousands of times
             pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
         times = [curve(samples) for curve, samples in pairs]
         gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
@@ -269,11 +261,11 @@ class StepTime:
         return gather_s, sum(times) if self.adds_up else max(times), 0.0, replicas
 
     def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
-        """Fit the host's time to steps of one and of two micro-steps on several devices, both without the optimizer.
+        """Fit the host time to steps of one and of two micro-steps on several devices, both without the optimizer.
 
-        The host's turns are the time in which it starts the forwards of all devices, one after another. If the second
-        micro-step takes longer than the devices compute, the turns take as long as this micro-step. Otherwise the
-        devices hide the turns, which take at most as long as the first micro-step without its backward.
+        The host starts the forwards of all devices in `turns_s`. If the second micro-step takes longer than the devices
+        compute, it takes `turns_s`. Otherwise the devices hide the host time, which is at most the time of the first
+        micro-step without its backward.
         """
         _, busy_s, _, replicas = self._amounts(split)
         turns_s, first_s = twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s
@@ -286,9 +278,8 @@ class StepTime:
 class RankStepTime(StepTime):
     """The time of a DDP step, with the same attributes.
 
-    `copies_s` is the time that the all-reduce adds to a step, divided among ranks 1, 2, ... The all-reduce includes
-    ranks without samples. `contention` is the slowdown of ranks that run on one machine. Nothing is gathered. A rank
-    without samples runs one sample with weight 0.
+    `copies_s` is the time that the all-reduce adds to a step, divided among ranks 1, 2, ... It includes ranks without
+    samples, which run one sample with weight 0. `contention` is the slowdown of ranks on one machine.
     """
 
     leaves_out: ClassVar[bool] = False
@@ -301,23 +292,16 @@ class RankStepTime(StepTime):
 
 
 LEAST_CONTENTION = 0.1
-"""Least factor of contention in a fit.
-
-If copies or the host take nearly all the time, the fit would make the compute time 0.
-"""
+"""Minimum of the contention factor in a fit, because copies or host time may hide the compute time."""
 
 PRIOR_WEIGHT = 0.03
-"""Weight of a parameter's earlier value in a fit, as a number of measured steps."""
+"""Weight of a parameter's previous value in a fit, as a number of measured steps."""
 
 
 def _non_negative_fit(
     rows: Sequence[tuple[Sequence[float], float]], now: Sequence[float], weight: float
 ) -> list[float]:
-    """Minimise ``sum (row . x - y)^2`` over x >= 0 with a penalty on the distance from `now`, by coordinate descent.
-
-    Args:
-        weight: Weight of the penalty, as a number of rows.
-    """
+    """Minimise ``sum (row . x - y)^2`` over x >= 0, with a penalty of `weight` rows on the distance from `now`."""
     x = list(now)
     width = range(len(x))
     sizes = [sum(row[j] for row, _ in rows) / len(rows) for j in width]
@@ -343,7 +327,7 @@ class Residual:
 
     Attributes:
         split: Samples per device in a full forward.
-        accumulation_steps: Forwards of the optimizer step.
+        accumulation_steps: Forwards per optimizer step.
         measured_s: Measured seconds of the optimizer step.
         predicted_s: Predicted seconds of the optimizer step.
     """
@@ -356,12 +340,12 @@ class Residual:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted time model. A plan is solved with it, and can be solved again.
+    """A fitted time model. With it, a plan can be solved again.
 
     Attributes:
-        step_time: The time of a BalancedDataParallel step. A DDP step uses its curves, too.
+        step_time: The time of a BalancedDataParallel step. Predictions of DDP steps use the same curves.
         all_reduce_s: Seconds of DDP's all-reduce of the gradients when nothing else runs.
-        residuals: Every trial that ran, in order, with its prediction by the final fit.
+        residuals: All trials that ran, in order, with their predictions by the final fit.
     """
 
     step_time: StepTime
@@ -369,7 +353,7 @@ class Fit:
     residuals: tuple[Residual, ...] = ()
 
     def among(self, devices: Sequence[int]) -> Fit:
-        """Return the fit for DDP ranks on some of the devices. A single rank has nothing to reduce."""
+        """Return the fit for DDP ranks on the devices with these indices. A single rank needs no all-reduce."""
         curves = tuple(self.step_time.curves[device] for device in devices)
         bare = StepTime.bare(curves, self.step_time.update_s, adds_up=self.step_time.adds_up)
         return Fit(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
@@ -379,7 +363,7 @@ class Fit:
 
         Args:
             counted: Number of forwards with each split over the ranks. The last entry is the split of the last forward.
-            least_batch: Samples that a rank runs in a forward in which it has no samples.
+            least_batch: Number of samples that a rank without samples runs.
         """
         busy_s = [0.0] * len(self.step_time.curves)
         forward_s = busy_s
@@ -396,7 +380,7 @@ class Fit:
 
 
 BACKWARD_SHARE = 2 / 3
-"""Fraction of a micro-step's time that the backward takes. It does twice the arithmetic of the forward."""
+"""Fraction of a micro-step's time that the backward takes: twice the arithmetic of the forward."""
 
 
 def overlapped_seconds(
@@ -404,10 +388,7 @@ def overlapped_seconds(
 ) -> float:
     """Return the seconds of a DDP step: slowest rank, the part of the all-reduce that is not hidden, and update.
 
-    DDP reduces a bucket as soon as its gradients are ready. So the backward can hide the all-reduce of all but the last
-    buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
-
-    Args:
-        last_backward_s: Seconds of the last micro-step's backward, which overlaps with the all-reduce.
+    DDP reduces a bucket as soon as its gradients are ready. So the last micro-step's backward can hide the all-reduce
+    of all but the last buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

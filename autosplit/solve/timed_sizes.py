@@ -1,12 +1,10 @@
-"""Make a time curve from measured batch sizes, and average out the noise. Pure.
+"""Make a time curve from measured batch sizes, and average out the noise.
 
-Each size has a median and the standard error of this median. Three steps lead to the curve:
+Each size has a median and its standard error, which is 0 for exact times. Three steps lead to the curve:
 
 1. Average the times of identical devices.
 2. Move each noisy time towards the line through all sizes.
 3. Make a `TimeCurve` of the points.
-
-Times with an error of 0 are exact and stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from dataclasses import dataclass, replace
 from autosplit.solve.step_time import TimeCurve
 
 LEAST_LINE_ERROR = 0.01
-"""Least error of the line through the sizes, as a fraction of its time."""
+"""Minimum error of the line through the sizes, as a fraction of its time."""
 
 MOST_ERRORS_APART = 3.0
-"""Largest difference between the times of identical devices, in standard errors.
+"""Maximum difference between the times of identical devices, in standard errors.
 
-With a larger difference the times are not averaged. One device may be hot, or in a slower slot.
+Times that differ more are not averaged, because one device may be hot, or in a slower slot.
 """
 
 
@@ -38,7 +36,7 @@ class TimedSize:
 
 
 def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> list[list[TimedSize]]:
-    """Average the times of devices of the same kind if they differ only by noise. Each of them gets the averages."""
+    """Average the times of devices of the same kind if they differ only by noise. All of them get the averages."""
     found = [list(sizes) for sizes in timed]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
@@ -63,10 +61,10 @@ def _averages(timed: Sequence[Sequence[TimedSize]]) -> list[TimedSize] | None:
 
 
 def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
-    """Make a time curve. Average each time that has an error with the line through all times, weighted by 1 / variance.
+    """Make a time curve. Average each inexact time with the line through all times, weighted by 1 / variance.
 
-    The variance of the line is the scatter of the times around it, less their own errors. A curve that is not linear
-    has a large scatter, so the average keeps its shape.
+    The variance of the line is the scatter of the times around it, minus the variance of the times. A curve that is not
+    linear has a large scatter, so the average keeps its shape.
     """
     return TimeCurve.of([(size.samples, size.seconds) for size in _steadied(timed)])
 

@@ -1,4 +1,4 @@
-"""Choose the best trial of a search. Pure."""
+"""Choose the best trial of a search."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from msgspec import Meta
 from autosplit.solve.search_space import Configuration, Space
 
 KNEE_SHARE = 0.97
-"""Fraction of the best throughput that is enough if no effective batch size is set.
-
-The smallest such batch is chosen.
-"""
+"""Fraction of the best throughput that the chosen batch must reach if there is no effective batch size."""
 
 LEAST_DIFFERENCE = 0.001
-"""Least gain in samples/s that justifies a less simple configuration, as a fraction, even if times are exact."""
+"""Minimum gain in samples/s, as a fraction, that justifies a less simple configuration, even with exact times."""
 
 LEAST_MEASURED_DIFFERENCE = 0.03
 """`LEAST_DIFFERENCE` for predictions from measured times: three times the error of a time (`timing.TARGET_ERROR`)."""
 
 ERRORS_APART = 2.0
-"""Least difference of two trials, in standard errors. Noise alone exceeds it in one of twenty pairs."""
+"""Minimum relevant difference of two trials, in standard errors. Noise alone exceeds it in one of twenty pairs."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,11 @@ class Trial:
         batch_size: Samples per forward.
         accumulation_steps: Forwards per optimizer step.
         split: Samples per device in a full forward.
-        samples_per_s: Throughput of whole optimizer steps; None if the trial failed.
-        error_share: Standard error of the throughput, as a fraction of the throughput; 0 if it is exact.
-        peak_bytes: Peak memory of each device; empty if it was not measured.
-        failure: Sentence with the reason for the failure and the device; None if the trial ran.
-        failed_device: Position of the device that ran out of memory; None if none did, or if it is unknown.
+        samples_per_s: Throughput of whole optimizer steps. None if the trial failed.
+        error_share: Standard error of the throughput, as a fraction of it. 0 if it is exact.
+        peak_bytes: Peak memory of each device. Empty if it was not measured.
+        failure: Sentence with the reason for the failure and the device. None if the trial ran.
+        failed_device: Position of the device that ran out of memory. None if no device did, or if it is unknown.
     """
 
     number: int
@@ -64,17 +61,15 @@ def configuration_of(trial: Trial) -> Configuration:
 def best_trial(
     space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None
 ) -> Trial | None:
-    """Return the best of the trials that ran, or None if none ran.
+    """Return the best trial, or None if no trial ran.
 
-    This is the trial with the highest samples/s. If several are equally fast within their errors, choose the simplest
-    of them: the fewest micro-steps, then equal micro-steps (the smallest ones), then the highest prediction. If no
-    effective batch size is set, choose the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
+    Choose among the trials that are as fast as the fastest within their errors. Prefer the fewest micro-steps, then
+    equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch size, choose the
+    smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
-        space: The search space.
-        trials: All trials of the search.
-        rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the measured
-            samples/s.
+        rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the
+            measured samples/s.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
     if not rates:
@@ -94,5 +89,5 @@ def best_trial(
 
 
 def told_apart(one: Trial, other: Trial) -> float:
-    """Return the least relative difference in samples/s that is more than noise for these two trials."""
+    """Return the minimum relative difference in samples/s that is more than noise for these two trials."""
     return max(LEAST_DIFFERENCE, ERRORS_APART * math.hypot(one.error_share, other.error_share))
