@@ -38,7 +38,10 @@ class ExtremeDraws:
         self.number = LOWEST if self.number == HIGHEST else HIGHEST
 
     def draw(self) -> float | None:
-        """Return the extreme number. After `MOST_DRAWS` draws return None, and the caller draws a random number."""
+        """Return the largest or smallest number that `random.random` can return, or None after `MOST_DRAWS` draws.
+
+        After that, the caller draws a random number.
+        """
         self.count += 1
         return self.number if self.count <= MOST_DRAWS else None
 

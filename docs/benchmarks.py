@@ -15,8 +15,8 @@ INTRODUCTION = """# Benchmarks
 
 `python docs/benchmarks.py` makes this page from `benchmarks/results/*.json`. Each section names the command, the date,
 the machine and the versions. Only the section "On a GPU" was measured on a GPU. All other figures about GPUs are
-predictions, or comparisons with published measurements. The column "holds" marks claims that fail. The predictions
-of a section come from autosplit at its date.
+predictions, or comparisons with published measurements. The column "holds" shows whether the limit was met. The
+predictions of a section come from autosplit at its date.
 """
 
 
@@ -365,7 +365,7 @@ def _kernels() -> list[str]:
     coverage = f"This run traced {found['summary']['rows']} of the {len(column['rows'])} steps in the CUDA column."
     text = (
         "`sim:` traces a step on the CPU and replaces the operators that differ on CUDA. The same steps were traced "
-        "with fake `cuda` tensors in a CUDA build of torch, over a CUDA runtime that does nothing. The ratios are "
+        "with fake `cuda` tensors in a CUDA build of torch, with a stub of the CUDA runtime. The ratios are "
         '`sim:` / CUDA. "Peak of activations" is the largest memory of the activations in a step. "Saved for the '
         'backward" is the memory in use when the backward begins. Both are per sample. No GPU took part, so '
         "memory inside kernels is not compared. Attention is traced for six "

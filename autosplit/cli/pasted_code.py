@@ -143,7 +143,7 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 def _device_of_batches(plan: Plan, of: str) -> str:
     """Return the expression for the device to which `steps` moves batches. Empty if the wrapper moves the inputs.
 
-    With several devices, the first device would need memory for the inputs of all devices.
+    On several devices the wrapper moves them. On the first device, the whole batch would need more memory.
     """
     if of == "ctx":
         return "ctx.device"

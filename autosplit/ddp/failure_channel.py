@@ -132,7 +132,7 @@ class Line:
             self._mouth.sendall(_line_of(word))
 
     def words(self, wait_s: float) -> list[Word]:
-        """Wait for messages, including this rank's own. Return [] if no message arrives in this time."""
+        """Wait up to `wait_s` seconds for messages, including this rank's own. Return [] if none arrives."""
         until = time.monotonic() + wait_s
         found: list[Word] = []
         while not found and (left_s := until - time.monotonic()) >= 0:

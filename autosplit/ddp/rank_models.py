@@ -44,7 +44,9 @@ class Ranks(StepListener):
     """Synchronise the ranks in the last micro-batch of an optimizer step.
 
     Attributes:
-        apart: Whether to synchronise after the last backward instead, because each rank cuts its own micro-batches.
+        apart: Whether to average the gradients once, after the last backward. With ``on_oom="cut"``, ranks run
+        different
+            numbers of backwards.
     """
 
     models: Models

@@ -211,7 +211,10 @@ def _out_of_time(worker: Worker) -> bool:
 
 
 def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
-    """Return the largest batch for which no step needs more memory than `full`, or `least` without traces."""
+    """Return the largest batch of this length whose steps stay within `full`, the peaks of the longest length.
+
+    If there are no traces, return `least`.
+    """
     prober = worker.prober
     if not prober.has_traces:
         return least

@@ -219,10 +219,10 @@ class KeptReplicas:
             self.note()
 
     def bring_home(self) -> None:
-        """Add all waiting gradients to the module's.
+        """Add the gradients that are still on the replicas to the gradients of the module's parameters.
 
         Raises:
-            InputError: A waiting gradient has a graph (``create_graph=True``).
+            InputError: Such a gradient has a graph (``create_graph=True``).
         """
         self._has_graph = False
         if isinstance(self._copies, GpuCopies):

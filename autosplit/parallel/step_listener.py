@@ -73,7 +73,7 @@ class Consumption(StepListener):
     awaited: AwaitedUpdate
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
-        """Let the sampler wait for the update."""
+        """Count the step's samples in the sampler once the optimizer has updated the parameters."""
         self.sampler.consume(self.samples, self.awaited.has_come)
 
 

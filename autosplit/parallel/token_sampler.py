@@ -120,7 +120,10 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return {**super().common_facts(), "digest of the lengths": self._digest}
 
     def _order_facts(self) -> dict[str, Any]:
-        """Return the facts that determine the samples of each step. With an effective batch size, only the order."""
+        """Return the values that determine which samples each step has.
+
+        With an effective batch size, these are the values of the order. Otherwise add a digest of the batches.
+        """
         facts = super()._order_facts()
         if not self._keeps_effective:
             made_of = repr((self._plan.points, self._split, self._lengths)).encode()

@@ -66,7 +66,8 @@ def explanation_of(plan: PlanRecord) -> Explanation:
 def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> dict[str, Any]:
     """Return `bounds`, `alone` and `more_memory` of an `Explanation`.
 
-    Use the changed machines that were simulated with the plan. If there are none, predict the changes from the fit.
+    Use the changed machines, such as one with unlimited memory, that were simulated with the plan. If there are none,
+    predict the gains with the plan's cost model.
     """
     if plan.changes is not None:
         return _gains(plan.changes, base_of(plan), plan.samples_per_s, simulated=True)

@@ -98,13 +98,13 @@ class Bound:
     """A limit or cost, and the throughput without it.
 
     Attributes:
-        what: The kind of bound. ``"memory"``: memory of a device, compared with no limit. ``"max_batch_size"`` and
-            ``"effective_batch_size"``: compared with twice the size (`max_batch_size` with an effective batch size: no
-            limit). ``"device"``: time of one device, and ``"link"``: time of all transfers, compared with twice the
-            speed. The other kinds are compared with no cost. ``"copies"``: copies of parameters and gradients, or for
-            ranks the all-reduce. ``"gather"``: the gather of the outputs. ``"update"``: the optimizer. ``"host"``: the
-            cost of starting each operation (only in `MeasuredStep`). ``"overhead"``: all costs between real devices
-            except the optimizer, which can't be measured separately.
+        what: The kind of bound, which determines the change. ``"memory"``: a device with unlimited memory.
+            ``"max_batch_size"`` and ``"effective_batch_size"``: twice the size (`max_batch_size` with an effective
+            batch size: no limit). ``"device"``: one device that is twice as fast. ``"link"``: transfers at twice the
+            speed. ``"copies"``: free copies of parameters and gradients, or for ranks a free all-reduce. ``"gather"``:
+            a free gather of the outputs. ``"update"``: a free optimizer step. ``"host"``: operations that start
+            without a cost (only in `MeasuredStep`). ``"overhead"``: no cost between real devices, except the
+            optimizer. It can't be measured separately.
         device: Label of the device. None for all devices, or if the bound concerns no single device.
         samples_per_s: Throughput without the bound: simulated for simulated GPUs, otherwise predicted.
         gain: Throughput without the bound over throughput with it.

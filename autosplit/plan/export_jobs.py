@@ -209,7 +209,7 @@ def skypilot_task(machines: Sequence[Machines], plan_file: Path, script: str) ->
         counts = tuple(group.ranks for group in machines for _ in range(group.count))
         raise PlanError(
             f"the plan's machines differ ({tuple_text(counts)} ranks of {', '.join(_names(machines))}), but SkyPilot "
-            "starts equal ones. Export to slurm or trainjob, or tune for machines of one kind.",
+            "starts identical machines. Export to slurm or trainjob, or tune for machines of one kind.",
             code="export-skypilot-machines",
         )
     (group,) = machines

@@ -87,7 +87,7 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
     if not plan.ddp.ranks:
         raise PlanError(
             f"the plan has no DDP ranks ({printable(plan.ddp.reason or 'no reason is given')}). Tune for devices that "
-            "each fit a rank, or use plan.wrap.",
+            "each have enough memory for a rank, or use plan.wrap.",
             code="plan-without-ranks",
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})

@@ -38,7 +38,8 @@ Gradients = dict[str, Tensor]
 GRADIENT = "gradient"
 
 _SCALE = 0.7
-"""Scale of a loss. It is not a power of two, because such a scale would cause no rounding."""
+"""Scale of a loss that changes how its gradient is rounded, to measure rounding noise. A power of two would not round.
+"""
 
 
 class TooDearError(Exception):

@@ -20,8 +20,8 @@ def primary_fit(prober: Prober, alone: Ceiling, share: int, others: Sequence[int
 
     Args:
         alone: Device 0's ceiling without samples on the other devices.
-        share: About the most samples on device 0.
-        others: About the most samples on the other devices.
+        share: Estimated ceiling of device 0.
+        others: Estimated ceilings of the other devices.
     """
     traced = _fit_by_traces(prober, share, sum(others), accumulates=accumulates) if prober.has_traces else None
     if prober.decides_by_steps:

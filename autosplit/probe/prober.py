@@ -288,7 +288,7 @@ class Prober:
     def shapes(
         self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
     ) -> Callable[[int], StepShape]:
-        """Return a function that makes a step with n samples on a device in this role."""
+        """Return a function from n to the `StepShape` in which device `index` has n samples in this role."""
         count = len(self.runtime.devices)
         assert role != "primary" or index == 0, "the primary is device 0"
         others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count

@@ -17,7 +17,10 @@ _MOST_NAMES = 3
 
 
 def lost_names(whole: State, split: State, modules: Sequence[tuple[str, nn.Module]], tolerance: float) -> list[str]:
-    """Return the buffers that a split batch changes differently, except those of BatchNorm and InstanceNorm."""
+    """Return the names of buffers that differ after a forward of the whole batch and one of the split batch.
+
+    Buffers of BatchNorm and InstanceNorm are left out.
+    """
     norms = tuple(f"{path}." for path, module in modules if isinstance(module, NORMS))
     names = [name for name in whole if not name.startswith(norms)]
     return [name for name in names if _difference(whole[name], split.get(name)) > tolerance]

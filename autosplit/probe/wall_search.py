@@ -46,7 +46,8 @@ MOST_BLURRED_STEPS = 24
 MOST_FAILURES = 6
 
 UNUSED_BYTES = 40 * 2**20
-"""Memory that a larger step may reserve and not use: the rest of a segment of 20 MiB (torch's allocator), twice."""
+"""Memory that a larger step may reserve without using it: up to two partly used segments of 20 MiB (torch's allocator).
+"""
 
 
 @dataclass

@@ -262,7 +262,10 @@ class AffineTraces:
 
 
 def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
-    """Return the kind of a step: 2 for any batch on a device, or 1 for a batch of 1 if `ones_apart`."""
+    """Return the step with every batch size replaced by 2. A batch of 1 stays 1 if `ones_apart`.
+
+    Steps with equal results share a trace model.
+    """
     least = 1 if ones_apart else 2
     return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
 

@@ -181,7 +181,10 @@ def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels)
 
 
 def _efficient_forward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """See `output_accum` in attention.cu, and `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h."""
+    """Return the float32 accumulator of the output, for half precision and value heads wider than 128.
+
+    See `output_accum` in attention.cu, and `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h.
+    """
     query, _, value = args[:3]
     if query.dtype is torch.float32 or value.shape[3] <= 128:
         return ()

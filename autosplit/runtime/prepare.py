@@ -214,7 +214,10 @@ def isolated_runtime(
     *,
     deadline_s: float | None = None,
 ) -> IsolatedRuntime | None:
-    """Start a process that builds the picklable source for real steps, while this process traces it."""
+    """Start a process that builds the workload and runs the real steps. This process traces only.
+
+    Return None on simulated GPUs.
+    """
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime  # few users isolate steps
 
     if devices[0].kind == "sim":

@@ -1,7 +1,7 @@
 """Detect ops that a GPU runs inside one cuDNN call: the ops of a recurrent layer, which the CPU runs separately.
 
-An LSTM over 100 positions is thousands of ops on the CPU. cuDNN starts the products of each position, and one more
-kernel for each product, which does all work on the gates.
+An LSTM over 100 positions is thousands of ops on the CPU. For each position, cuDNN launches its matrix
+products. One more kernel after each product computes the gates.
 """
 
 from __future__ import annotations

@@ -203,7 +203,10 @@ def _standing_bytes(trainee: Trainee) -> int:
 
 
 def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
-    """Return the storages that remain on the first device, without parameters, gradients and optimizer state."""
+    """Return the storages that are still allocated on device 0 after the step.
+
+    Parameters, gradients and optimizer state are left out.
+    """
     for kind, tensors in trainee.held().items():
         for tensor in tensors:
             tracker.classify(tensor, kind)

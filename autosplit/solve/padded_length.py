@@ -117,8 +117,9 @@ class LengthPlan:
     def tokens_of(self, share: int) -> int:
         """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
 
-        The result holds for samples at least as long as the shortest point. With attention scores in memory, fewer
-        tokens fit at a greater length. Without them, more tokens fit. In both cases, one of the points has the fewest.
+        The result holds for samples at least as long as the shortest measured length. With attention scores in memory,
+        fewer
+        tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured lengths.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 

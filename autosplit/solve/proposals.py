@@ -158,10 +158,11 @@ def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials with less noise: average each throughput with the model's prediction.
+    """Average each trial's throughput with the cost model's prediction, to reduce noise.
 
-    The weights are 1 / variance. The variance of the model is its squared error beyond the noise of the trials. Failed
-    and exact trials stay unchanged.
+    The weights are 1 / variance. The variance of the model is its squared error minus the noise of the trials. Trials
+    that
+    failed or have no noise stay unchanged.
     """
     ran = [trial for trial in trials if trial.samples_per_s is not None]
     if len(ran) < 2:

@@ -53,7 +53,7 @@ class Measured:
 
 
 class JointSession(Session):
-    """Tune on all ranks of a job. Only rank 0 has a session."""
+    """Tune on all ranks of a job. It runs on rank 0, which sends orders that the other ranks execute."""
 
     ranks: tuple[Measured, ...] = ()
 

@@ -42,7 +42,7 @@ INTERRUPTED_NOTE = Note(
 )
 
 LENGTHS_INTERRUPTED_NOTE = Note(
-    "interrupted", "Tuning was interrupted before shorter samples were measured. Tune again to measure them."
+    "interrupted", "Tuning was interrupted before the shorter sequence lengths were measured. Tune again."
 )
 
 NO_GPU_NOTE = Note(

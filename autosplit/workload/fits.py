@@ -19,6 +19,6 @@ def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
     wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
     if wrong:
         near = difflib.get_close_matches(str(wrong[0])[:80], FITS, 1, 0.5)
-        hint = f"Did you mean {near[0]!r}?" if near else "Leave the rest out."
-        raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected some of {', '.join(FITS)}. {hint}", code="fits-value")
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave other names out."
+        raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected any of {', '.join(FITS)}. {hint}", code="fits-value")
     return tuple(name for name in FITS if name in names)

@@ -102,7 +102,7 @@ class Layout:
             yield from self.parts(item, name + place, level + 1)
 
     def fits(self, tree: Any) -> bool:
-        """Return whether no tensor outside the lists of samples contradicts the number of samples."""
+        """Return whether every tensor outside of the lists of samples agrees with the number of samples."""
         leaves = (part for _, part, is_list in self.parts(tree, "") if not is_list)
         return _agree([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > self.dim], self)
 

@@ -30,8 +30,8 @@ def at_length(workload: Workload, length: int) -> Workload:
     now = _length_of(workload.sample_batch, size, dim)
     if now is None or now < 2:
         raise WorkloadError(
-            "lengths are given, but the sample batch has no tensor of sequences (samples by length, 2 or more). "
-            "Pass a padded batch, or make_batch(n, length=...).",
+            "lengths are given, but the sample batch has no tensor of shape (samples, length) with a length of 2 or "
+            "more. Pass a padded batch, or make_batch(n, length=...).",
             code="lengths-without-sequences",
         )
 
