@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -151,6 +150,8 @@ def _add_lora(model: Any, rank: int) -> None:
 
 def _adapted_by_peft(model: Any, row: Row) -> nn.Module:
     """Add peft's adapters to a model whose layers are checkpointed and, for QLoRA, quantised."""
+    import peft
+
     recipe = RECIPES[row.recipe]
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})

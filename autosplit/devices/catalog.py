@@ -293,10 +293,10 @@ def find_card(name: str) -> GpuSpec:
             code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
+    row = f"the row [cards.{row_name(name)}]" if len(name) <= 60 else "its row"
     raise DeviceError(
         f"GPU {shown(name)} is not among the {len(gpu_catalog())} GPUs of the catalogue. Expected a name such as "
-        f"{', '.join(near)}. Correct the name, or write a row [cards.{row_name(name)}] like those of "
-        f"autosplit/devices/gpus.toml into a file, and name the file in {GPUS_VARIABLE}. On a machine with this GPU, "
-        "`python -m autosplit doctor --save gpus.toml` measures it and writes the file.",
+        f"{', '.join(near)}. On a machine with it, `python -m autosplit doctor --save gpus.toml` writes {row}. Then "
+        f"set {GPUS_VARIABLE}=gpus.toml.",
         code="gpu-name-unknown",
     )

@@ -119,17 +119,7 @@ def measure_loader(
             "the free memory is read that slowly in every epoch."
         )
         notes.append(Note("cold-cache", text))
-    if present.num_workers > most:
-        text = (
-            f"The loader's {present.num_workers} workers are more than the {most} cores of this process, so they "
-            "were not measured."
-        )
-        notes.append(Note("more-workers-than-cores", text))
-    if processes > 1:
-        text = (
-            f"Only this process loaded, on {most} of {cores} cores. In training, the other processes use the same disk."
-        )
-        notes.append(Note("loader-of-one-process", text))
+    notes += _notes_on_cores(present.num_workers, most, cores, processes)
     return MeasuredLoader(
         settings,
         best.samples_per_s,
@@ -141,6 +131,25 @@ def measure_loader(
         tuple(tried),
         (*notes, *stopped),
     )
+
+
+def _notes_on_cores(num_workers: int, most: int, cores: int, processes: int) -> list[Note]:
+    """Return notes on workers that were not measured, and on processes that did not load.
+
+    Args:
+        num_workers: The loader's present workers.
+        most: Cores of this process.
+        cores: Cores of the machine.
+        processes: Processes that load in training.
+    """
+    notes = []
+    if num_workers > most:
+        text = f"The loader's {num_workers} workers are more than the {most} cores of this process, so they were not "
+        notes.append(Note("more-workers-than-cores", f"{text}measured."))
+    if processes > 1:
+        text = f"Only this process loaded, on {most} of {cores} cores. In training, the other processes use the same "
+        notes.append(Note("loader-of-one-process", f"{text}disk."))
+    return notes
 
 
 # ----------------------------------------------------------------------------------------------------------- search

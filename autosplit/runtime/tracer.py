@@ -315,10 +315,7 @@ class Tracer:
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return the cost of creating zero gradients, as one op per parameter.
-
-        Replicas' gradients are added to them.
-        """
+        """Return the cost of zero gradients, to which replicas' gradients are added, as one op per parameter."""
         return self._zeroing
 
     def leaves_unused(self) -> bool:

@@ -67,7 +67,7 @@ def test_several_gpus_are_predicted(bench, monkeypatch):
 
 
 def test_each_step_of_a_language_model_is_compared_or_says_what_it_needs(monkeypatch):
-    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
     bench = loaded("published_language", monkeypatch)
     rows = bench.rows()
     compared = [row for row in rows if not row.needs]

@@ -126,6 +126,7 @@ class TestCards:
         assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
         assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
         assert find_card("Intel(R) Graphics [0x64a0]").memory_bytes == 140 * GIB
+        assert find_card("Intel-Graphics--0x64a0").memory_bytes == 140 * GIB
 
     def test_the_command_of_the_error_makes_sim_know_the_gpu(self, tmp_path, monkeypatch):
         new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)

@@ -142,6 +142,7 @@ def test_the_kind_of_a_model_is_that_of_most_parameters():
     patches = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 256), nn.Linear(256, 64))
     compiled = torch.compile(convolutions, backend="eager")
     assert "not simulated for CNNs" in compiled_times_note([compiled])
+    assert "compiled CNNs" in compiled_times_note([compiled])
     assert "compiled transformers" in compiled_times_note([patches])
     assert [fused_share_of([model]) for model in (compiled, patches, torch.compile(patches, backend="eager"))] == [
         1,
