@@ -15,7 +15,7 @@ from autosplit.errors import InputError, WorkloadError, one_line, shown
 from autosplit.extras.nf4_linear import quantize_linear
 
 QUANTIZED = ("nf4", "nf4-single")
-"""Ways to store frozen weights: NF4 with double quantisation, and NF4 with scales in float32."""
+"""Formats of frozen weights: NF4 with double quantisation, and NF4 with scales in float32."""
 
 _TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
