@@ -66,7 +66,7 @@ STAGES = (
     Stage("tests", "gpu_stages", 105),
     Stage("doctor", "gpu_stages", 30),
     Stage("ceilings", "gpu_stages", 85),
-    Stage("steps", "gpu_stages", 75),
+    Stage("steps", "gpu_stages", 110),
     Stage("tune", "gpu_stages", 60),
     Stage("ranks", "gpu_stages", 35),
     Stage("behaviour", "gpu_checks", 60),

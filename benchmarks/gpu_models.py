@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import autosplit
 from autosplit import Workload
 
-PREDICTED_FOR = "sim:H100-80GB"
+PREDICTED_FOR = ("H100-80GB", "H200")
+"""The GPUs of the catalogue that `--predict` predicts."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,50 @@ def lstm(small: bool) -> Workload:
     return Workload(Recurrent(width), batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
 
 
+def compiled(workload: Workload) -> Workload:
+    """Return a workload with its model compiled by `torch.compile`."""
+    return _with_model(workload, torch.compile(workload.model))
+
+
+def _with_model(workload: Workload, model: Any) -> Workload:
+    return Workload(
+        model,
+        workload.sample_batch,
+        loss_fn=workload.loss_fn,
+        optimizer=workload.optimizer,
+        precision=workload.precision,
+    )
+
+
+def lora(small: bool) -> Workload:
+    """Return a Llama in bf16 with LoRA adapters on all linear layers.
+
+    Raises:
+        ImportError: transformers or peft is not installed.
+    """
+    import peft
+
+    workload = of_transformers(small, family="llama", own_dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return _with_model(workload, peft.get_peft_model(workload.model, config))
+
+
+def resnet(small: bool) -> Workload:
+    """Return a ResNet-50 in bf16 with the layout channels_last.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    import transformers
+
+    size = 64 if small else 224
+    options = {"depths": [1, 1, 1, 1]} if small else {}
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=100, **options))
+    images = torch.randn(4, 3, size, size).to(memory_format=torch.channels_last)
+    batch = {"pixel_values": images, "labels": torch.randint(100, (4,))}
+    return Workload(model.to(memory_format=torch.channels_last), batch, optimizer=_momentum, precision="bf16")
+
+
 def of_transformers(small: bool, *, family: str, precision: str = "none", own_dtype: Any = None) -> Workload:
     """Return a model of transformers, built from its configuration.
 
@@ -235,8 +280,11 @@ SETTINGS = (
     Setting(
         "llama in bf16, grouped queries", partial(of_transformers, family="llama", own_dtype=torch.bfloat16), (4, 16)
     ),
+    Setting("resnet50 bf16, channels_last", resnet, (32, 128)),
+    Setting("llama in bf16, LoRA", lora, (4, 16)),
+    Setting("gpt bf16, compiled", lambda small: compiled(gpt(small, precision="bf16")), (8, 32)),
 )
-"""Sixteen steps: three precisions, attention with dropout and without, checkpointing, channels_last, optimizers."""
+"""Nineteen steps: three precisions, attention, dropout, checkpointing, channels_last, optimizers, LoRA, torch.compile."""
 
 CEILINGS = (
     ("cnn with BatchNorm", cnn),
@@ -250,18 +298,19 @@ CEILINGS = (
 
 
 def predictions() -> dict[str, Any]:
-    """Return what `sim:` predicts for every setting, with the date and the versions."""
-    return {**of_this_run(), "devices": PREDICTED_FOR, "settings": {s.name: predicted(s) for s in SETTINGS}}
+    """Return what `sim:` predicts for every setting on each GPU, with the date and the versions."""
+    gpus = {name: {setting.name: predicted(setting, name) for setting in SETTINGS} for name in PREDICTED_FOR}
+    return {**of_this_run(), "gpus": gpus}
 
 
-def predicted(setting: Setting) -> dict[str, Any]:
+def predicted(setting: Setting, gpu: str) -> dict[str, Any]:
     """Return the predicted step time and peak memory of a setting at its two batch sizes."""
     small, large = setting.samples
     torch.manual_seed(0)
-    workload = setting.build(False)
     try:
-        steps = [autosplit.measure(workload, devices=PREDICTED_FOR, split=size) for size in (small, large)]
-    except autosplit.AutosplitError as error:
+        workload = setting.build(False)
+        steps = [autosplit.measure(workload, devices=f"sim:{gpu}", split=size) for size in (small, large)]
+    except (ImportError, autosplit.AutosplitError) as error:
         return {"error": str(error)}
     return {
         "samples": [small, large],

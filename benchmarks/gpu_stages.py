@@ -23,6 +23,7 @@ from gpu_models import CEILINGS, SETTINGS, Setting, cnn, gpt
 import autosplit
 from autosplit import Workload
 from autosplit.accelerators import backend, bounded
+from autosplit.devices.catalog import find_card
 from autosplit.oom import is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
@@ -233,13 +234,22 @@ def _built(build: Callable[[bool], Workload], small: bool) -> Workload:
 
 
 def steps_stage(*, small: bool) -> None:
-    """Compare the predicted memory and time of sixteen steps with measured ones and with a plain loop."""
-    from gpu import PREDICTIONS
-
-    known = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["settings"] if PREDICTIONS.exists() else {}
+    """Compare the predicted memory and time of steps with measured ones and with a plain loop."""
+    known = _predictions()
     for setting in SETTINGS[3:6] if small else SETTINGS:
         predicted = None if small else known.get(setting.name)
         checked(f"step of {setting.name}", lambda one=setting, told=predicted: _step(one, told, small))
+
+
+def _predictions() -> dict[str, Any]:
+    """Return the predictions for this kind of GPU, by setting. They are empty if there are none."""
+    from gpu import PREDICTIONS
+
+    gpus = json.loads(PREDICTIONS.read_text(encoding="utf-8"))["gpus"] if PREDICTIONS.exists() else {}
+    try:
+        return gpus.get(find_card(CUDA.get_device_properties(DEVICE).name).name, {})
+    except autosplit.AutosplitError:
+        return {}
 
 
 def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tuple[bool | None, dict[str, Any]]:

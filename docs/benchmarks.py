@@ -93,7 +93,7 @@ def _gpu() -> list[str]:
         "before the run, on a machine without a GPU. The limit of each ceiling was 8 GiB."
     )
     stages = {stage["name"]: stage["findings"] for stage in found["stages"]}
-    later = _read("gpu/predictions")["settings"]
+    later = _read("gpu/predictions")["gpus"]["H100-80GB"]
     ceilings = [
         (
             one["name"].removeprefix("ceiling of "),
