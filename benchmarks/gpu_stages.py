@@ -63,9 +63,9 @@ def tests_stage(*, small: bool) -> None:
     if small:
         files = [path for path in files if path.name == "test_peer_copy_check.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu and not slow", "--tb=short", "--timeout=60"]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=", *map(str, files)]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=", "--continue-on-collection-errors", *map(str, files)]
     has_xdist = importlib.util.find_spec("xdist") is not None
-    command += ["-n", "4"] if has_xdist and not small else []
+    command += ["-n", "8"] if has_xdist and not small else []
     counts: dict[str, int] = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
     began_s = time.perf_counter()
     lines: list[str] = []
