@@ -284,7 +284,7 @@ SETTINGS = (
     Setting("llama in bf16, LoRA", lora, (4, 16)),
     Setting("gpt bf16, compiled", lambda small: compiled(gpt(small, precision="bf16")), (8, 32)),
 )
-"""Nineteen steps: three precisions, attention, dropout, checkpointing, channels_last, optimizers, LoRA, torch.compile."""
+"""Nineteen steps: precisions, attention, dropout, checkpointing, channels_last, optimizers, LoRA, torch.compile."""
 
 CEILINGS = (
     ("cnn with BatchNorm", cnn),
