@@ -14,7 +14,7 @@ these operations raise InputError: an optimizer step (`refuse_update`), clipping
 with create_graph=True, because b1 cannot keep a graph. Clearing p.grad also drops b1. Buffers are copied at each
 forward, as in nn.DataParallel.
 
-A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of the leaf:
+A replica computes with the output of `_Copy`, which has the values of the leaf:
 
     parameter (device 0) ──┐
                          _Copy ── replica's forward ── loss
@@ -23,12 +23,16 @@ A replica computes with `_Copy.apply(parameter, leaf)`, which has the values of 
 A backward gives the gradient to the leaf and copies nothing. `torch.autograd.grad(loss, parameter)` requests the
 gradient of the parameter instead. No leaf accumulates then, and `_Copy` copies the gradient to device 0. So VQGAN's
 adaptive weight, GradNorm and PCGrad get the gradient of the whole batch.
+
+Small parameters share one `_Copy`, because a call from autograd to Python takes as long as several kernels. A node runs
+when all its gradients are there, so groups are small: `torch.autograd.grad` of one parameter also computes the
+gradients of its group.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -43,6 +47,13 @@ from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.torch_versions import run_early, storage_key, will_run
+
+
+GROUP_BYTES = 2**17
+"""Maximum bytes of the parameters that share one `_Copy`. Their gradients wait for each other during a backward."""
+
+GROUP_TENSORS = 16
+"""Maximum number of such parameters. See Note [Kept replicas]."""
 
 
 @dataclass
@@ -119,19 +130,47 @@ def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
 
 
 class _Copy(torch.autograd.Function):
-    """Connect a parameter to its leaf on another device. See Note [Kept replicas]."""
+    """Connect parameters to their leaves on another device. See Note [Kept replicas]."""
 
     @staticmethod
-    def forward(ctx: Any, copies: Copies, device: int, parameter: Tensor, leaf: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.copies, ctx.device = copies, device
-        return leaf.view_as(leaf)
+    def forward(ctx: Any, begin: Callable[[], None], copies: Copies, device: int, *tensors: Tensor) -> Any:
+        """Return views of the leaves.
+
+        Args:
+            begin: Called when the backward reaches this node.
+            tensors: The parameters, then their leaves.
+        """
+        ctx.begin, ctx.copies, ctx.device = begin, copies, device
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in tensors[len(tensors) // 2 :])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
-        _, (leaf_node, _) = ctx.next_functions
-        if will_run(leaf_node):
-            return None, None, None, grad
-        return None, None, ctx.copies.bring(grad, ctx.device), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.begin()
+        leaf_nodes = [node for node, _ in ctx.next_functions[len(grads) :]]
+        kept = [grad if grad is None or will_run(node) else None for grad, node in zip(grads, leaf_nodes, strict=True)]
+        brought = [
+            ctx.copies.bring(grad, ctx.device) if own is None and grad is not None else None
+            for grad, own in zip(grads, kept, strict=True)
+        ]
+        return (None, None, None, *brought, *kept)
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors that share one `_Copy`."""
+    small: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes > GROUP_BYTES:
+            yield [tensor]
+            continue
+        if len(small) == GROUP_TENSORS or size + tensor.nbytes > GROUP_BYTES:
+            yield small
+            small, size = [], 0
+        small.append(tensor)
+        size += tensor.nbytes
+    if small:
+        yield small
 
 
 class KeptReplicas:
@@ -173,6 +212,9 @@ class KeptReplicas:
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
             for device, table in tables.items():
                 table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device)
+        for device, table in tables.items():
+            if device != 0:
+                self._connect([tensor for tensor in kept if tensor.requires_grad], device, table)
         return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
@@ -317,18 +359,23 @@ class KeptReplicas:
             leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
             if may_have_gradient(tensor):
                 # Do this even if the tensor is frozen, because the backward of an earlier forward may still run.
-                leaf.requires_grad_().register_hook(_weakly(self.begin_backward))
+                leaf.requires_grad_()
         elif master.stamps[device] != stamp:  # only inside a placement. Between GPUs, `_renew` has copied it already
             with torch.no_grad():
                 transfer_into(leaf.detach(), tensor.detach(), 0, device, "parameter")
         master.stamps[device] = stamp
-        if not tensor.requires_grad:
-            return leaf.detach()
-        copied: Tensor = _Copy.apply(self._copies, device, tensor, leaf)  # type: ignore[no-untyped-call]
-        # Autograd runs old nodes last, and this node is older than the forward's nodes. Without `run_early`, all
-        # gradients would stay in memory until the end of the backward.
-        run_early(copied.grad_fn)
-        return copied
+        return leaf.detach()
+
+    def _connect(self, tensors: Iterable[Tensor], device: int, table: dict[int, Tensor]) -> None:
+        """Replace the copies of trained parameters in a table by tensors with gradients. See Note [Kept replicas]."""
+        for group in _groups(tensors):
+            leaves = [self._masters[id(tensor)].leaves[device] for tensor in group]
+            begin = _weakly(self.begin_backward)
+            copied = _Copy.apply(begin, self._copies, device, *group, *leaves)  # type: ignore[no-untyped-call]
+            # Autograd runs old nodes last, and this node is older than the forward's nodes. Without `run_early`, all
+            # gradients would stay in memory until the end of the backward.
+            run_early(copied[0].grad_fn)
+            table.update(zip(map(id, group), copied, strict=True))
 
     def _bring_from(self, copies: GpuCopies, device: int) -> None:
         waiting, grads = [], []

@@ -44,7 +44,8 @@ def recurrent_costs(op: RecurrentOp, costs: Iterable[OpCost]) -> Iterator[OpCost
         if cost.kind not in ("matmul", "batched"):
             continue
         size = {"float64": 8, "float32": 4}.get(cost.rate, 2)
-        cost = replace(cost, part="none")
+        # cuDNN's recurrent layers use TF32 by default, like its convolutions (torch.backends.cudnn.allow_tf32).
+        cost = replace(cost, part="none", rate="tf32" if cost.rate == "float32" else cost.rate)
         # The weight gradient multiplies transposed operands. Detect it by stride: its sizes change with the batch.
         of_weights = op.call.part == "backward" and op.call.func is aten.mm.default and op.call.args[0].stride[0] == 1
         if of_weights:

@@ -110,17 +110,28 @@ def bare_runtime() -> AcceleratorRuntime:
 
 class TestWallsThatDoNotRaise:
     @pytest.mark.parametrize(
-        ("retries", "full"), [((3, 0, 0), False), ((3, 1, 0), False), ((0, 0, 1), False), ((0, 1, 2), True)]
+        ("retries", "steps"),
+        [
+            ((3, 0, 0), 3),
+            ((3, 1, 0), 3),
+            ((0, 0, 1), 4),
+            ((0, 1, 2, 0), 4),
+            ((0, 1, 2, 1), None),
+            ((0, 0, 1, 1, 1), None),
+        ],
     )
-    def test_the_allocator_has_to_give_back_in_two_steps(self, retries, full, monkeypatch):
-        """The first step may also free memory, because kernels are chosen in it."""
+    def test_the_allocator_has_to_give_back_in_three_steps(self, retries, steps, monkeypatch):
+        """The first step may also free memory, because kernels are chosen in it.
+
+        On an H200, the second step of a CNN freed memory again, and the third step did not. Its ceiling was 8% too low.
+        """
         back_end, runtime = FakeBackEnd(monkeypatch, retries), None
         runtime = bare_runtime()
-        if full:
-            with pytest.raises(OutOfMemoryError, match="in two consecutive steps"):
+        if steps is None:
+            with pytest.raises(OutOfMemoryError, match="in 3 consecutive steps"):
                 runtime._confirm(back_end.step, StepShape(((4,),)))
         else:
-            assert runtime._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,), 3)
+            assert runtime._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,), steps)
 
     def test_trials_are_watched_as_well(self, monkeypatch):
         """A configuration that freed memory in each step was timed, and could become the answer."""
@@ -128,7 +139,7 @@ class TestWallsThatDoNotRaise:
         runtime = bare_runtime()
         monkeypatch.setattr(runtime, "_within_bounds", lambda _shape, use: use(back_end.step))
         monkeypatch.setattr(runtime, "wait", lambda: None)
-        with pytest.raises(OutOfMemoryError, match="in two consecutive steps"):
+        with pytest.raises(OutOfMemoryError, match="in 3 consecutive steps"):
             runtime.measure(StepShape(((4,),)), budget_s=0.1)
 
     @pytest.mark.parametrize("free_bytes", [0, 2**29])
