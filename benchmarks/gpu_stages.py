@@ -53,26 +53,49 @@ _RESULT = re.compile(
 
 
 def tests_stage(*, small: bool) -> None:
-    """Run the tests marked `gpu`; record each failure with its message, and each reason to skip."""
+    """Run the tests marked `gpu`; record each failure with its message, and each reason to skip.
+
+    Eight processes share the GPU. A test that fails may need the memory of the others, so it runs again alone.
+    """
     marked = re.compile(r"\bpytest\.mark\.gpu\b")
     files = sorted(
-        path
+        str(path)
         for path in (ROOT / "tests").rglob("test_*.py")
         if marked.search(path.read_text(encoding="utf-8")) and not path.name.startswith("test_emulated")
     )
     if small:
-        files = [path for path in files if path.name == "test_peer_copy_check.py"]
+        files = [path for path in files if path.endswith("test_peer_copy_check.py")]
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    began_s = time.perf_counter()
+    lines, counts, failed = _tested(files, ["-p", "xdist.plugin", "-n", "8"] if has_xdist and not small else [])
+    if failed:
+        record("these tests failed next to others, and ran again alone", "number", tests=failed)
+        lines, alone, failed = _tested(failed, [])
+        counts |= {"PASSED": counts["PASSED"] + alone["PASSED"], "FAILED": alone["FAILED"], "ERROR": alone["ERROR"]}
+    for name in failed:
+        record(f"test {name}", "fails")
+    seconds = round(time.perf_counter() - began_s, 1)
+    holds = bool(counts["PASSED"]) and not counts["FAILED"] + counts["ERROR"]
+    record("the tests marked gpu pass", "holds" if holds else "fails", **counts, seconds=seconds)
+    if not holds:
+        causes = [line for line in lines if line.startswith("E  ") or re.match(r"tests/\S+:\d+: ", line)]
+        record(
+            "what pytest printed of failures",
+            "number",
+            lines=[line[:240] for line in (*causes[-120:], *lines[-8:])],
+        )
+
+
+def _tested(tests: list[str], options: list[str]) -> tuple[list[str], dict[str, int], list[str]]:
+    """Run tests. Return pytest's lines, the number of tests by result, and the names of those that failed."""
     # Warnings and plugins of the packages on the GPU's machine must not stop pytest.
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu and not slow", "--tb=short", "--timeout=60"]
     command += ["-o", "addopts=", "-o", "filterwarnings=default", "--continue-on-collection-errors"]
-    command += ["-p", "pytest_timeout", "-p", "no:cacheprovider"]
-    has_xdist = importlib.util.find_spec("xdist") is not None
-    command += ["-p", "xdist.plugin", "-n", "8"] if has_xdist and not small else []
+    command += ["-p", "pytest_timeout", "-p", "no:cacheprovider", *options, *tests]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command += map(str, files)
     counts: dict[str, int] = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
-    began_s = time.perf_counter()
     lines: list[str] = []
+    failed: list[str] = []
     with subprocess.Popen(  # noqa: S603
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
@@ -83,23 +106,10 @@ def tests_stage(*, small: bool) -> None:
                 result, name = found["result"], found["before"] or found["after"]
                 counts[result] += 1
                 if result in {"FAILED", "ERROR"}:
-                    record(f"test {name.strip()}", "fails")
+                    failed.append(name.strip())
             elif line.startswith(("SKIPPED [", "FAILED ", "ERROR ")):
                 record("a line of pytest's summary", "number", line=line.strip()[:400])
-    seconds = round(time.perf_counter() - began_s, 1)
-    causes = [line for line in lines if line.startswith("E  ") or re.match(r"tests/\S+:\d+: ", line)]
-    record(
-        "the tests marked gpu pass",
-        "holds" if child.returncode == 0 and counts["PASSED"] else "fails",
-        **counts,
-        seconds=seconds,
-    )
-    if child.returncode:
-        record(
-            "what pytest printed of failures",
-            "number",
-            lines=[line[:240] for line in (*causes[-120:], *lines[-8:])],
-        )
+    return lines, counts, failed
 
 
 # ------------------------------------------------------------------------------------------------------------- doctor

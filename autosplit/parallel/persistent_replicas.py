@@ -48,7 +48,6 @@ from autosplit.parallel.replicate import here, may_have_gradient, replica_of, un
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.torch_versions import run_early, storage_key, will_run
 
-
 GROUP_BYTES = 2**17
 """Maximum bytes of the parameters that share one `_Copy`. Their gradients wait for each other during a backward."""
 
