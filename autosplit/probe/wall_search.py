@@ -30,6 +30,12 @@ LEAST_GAIN = 0.01
 LEAST_BLURRED_GAIN = 0.03
 """`LEAST_GAIN` if the wall is blurred. Then no step can show the exact size at which memory runs out."""
 
+CAREFUL_GAIN = 0.1
+"""Smallest growth, as a fraction, for a step that expects the allocator to waste as many bytes as at the last size.
+
+Near the limit it wastes fewer. Steps of 3% ran a search for a CNN on an H200 out of steps at 92% of its ceiling.
+"""
+
 STEP_DOWN = 0.02
 """Smallest reduction of the batch after an out-of-memory step, as a fraction. After a second failure it is 4x."""
 
@@ -148,7 +154,7 @@ class WallSearch:
         careful = self._fitting(lambda n: self.corrected(n) * blur, low, high)
         if careful == self.most and self.failed is None:
             return careful  # The wall is above the largest size to try.
-        return careful if low * (1 + LEAST_BLURRED_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
+        return careful if low * (1 + CAREFUL_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
 
     def _below(self, high: int) -> int:
         """Return a size well below a size that ran out of memory.

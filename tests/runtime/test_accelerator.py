@@ -240,7 +240,8 @@ def fits(workload, n: int, capacity_bytes: int) -> bool:
 
 
 def room(spec: str, nbytes: int) -> int:
-    """Return the reserve that leaves so much of a device."""
+    """Return the reserve that leaves so much of a device. A context that is created later would need some of it."""
+    torch.empty(1, device=spec)
     return parse_devices(spec)[0].capacity_bytes - nbytes
 
 
