@@ -1,0 +1,171 @@
+"""Assign a plan's batch sizes to the ranks of a job by their devices. Solve the plan again if other devices are there.
+
+plan    RTX 3090: 24 samples, RTX 3060: 8 samples, effective batch 64
+job     rank 0 RTX 3060, rank 1 RTX 3090   ->   8 and 24 samples
+job     rank 0 RTX 3060                    ->   solved again: 16 samples, 4 micro-steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autosplit.ddp.context import Context
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import PlanDevice
+from autosplit.plan.torchrun import refuse_unfit
+from autosplit.solve.problem import Problem, Solution
+from autosplit.text import printable, size_text
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device of a rank.
+
+    Attributes:
+        label: torch's name of the device in the rank's process, such as ``"cuda:1"``.
+        name: Model name of the device.
+        budget_bytes: Memory budget of a CPU. None if the device has no budget.
+    """
+
+    label: str
+    name: str
+    uuid: str | None = None
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return _kind_text(self.name, self.budget_bytes)
+
+
+def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
+    """Return the plan for a job whose rank `r` has `devices[r]`. It is a plan for DDP only.
+
+    A device is found in the plan by its UUID, or by its name and budget. If each of the plan's devices has exactly one
+    rank, the batch sizes stay the same. Otherwise the batch sizes are solved again from the plan's measured times and
+    ceilings, without a change of the effective batch size. The throughput is then predicted.
+
+    Raises:
+        DeviceError: The plan has no device of this kind, or is for simulated GPUs.
+        PlanError: The plan has no ranks or no time model. Or its optimizer step does not fit on the devices.
+    """
+    refuse_unfit(plan)
+    entries = _entries(plan, devices)
+    effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
+    if sorted(entries) != [*range(len(plan.devices))]:
+        return _of_ranks(replace(plan, lengths=None), entries, devices, _solved(plan, entries, devices, effective))
+    sizes, steps = [rank.batch_size for rank in plan.ddp.ranks], plan.ddp.ranks[0].accumulation_steps
+    planned = Solution(tuple(sizes[entry] for entry in entries), steps, effective, plan.ddp.samples_per_s)
+    return _of_ranks(plan, entries, devices, planned)
+
+
+def _entries(plan: Plan, devices: Sequence[RankDevice]) -> list[int]:
+    """Return the index of each rank's device in the plan. Several ranks get the same index if the plan has too few."""
+    by_uuid = {device.uuid: entry for entry, device in enumerate(plan.devices) if device.uuid is not None}
+    found = [by_uuid.get(device.uuid) for device in devices]
+    free = [entry for entry in range(len(plan.devices)) if entry not in found]
+    for rank, device in enumerate(devices):
+        if found[rank] is None:
+            kind = [entry for entry, planned in enumerate(plan.devices) if _is_kind(planned, device)]
+            if not kind:
+                _refuse(plan, rank, device)
+            entry = next((entry for entry in kind if entry in free), kind[0])
+            found[rank] = entry
+            free = [other for other in free if other != entry]
+    return [entry for entry in found if entry is not None]
+
+
+def _is_kind(planned: PlanDevice, device: RankDevice) -> bool:
+    return (planned.name, _budget_of(planned)) == (device.name, device.budget_bytes)
+
+
+def _budget_of(planned: PlanDevice) -> int | None:
+    return planned.memory_bytes if planned.budgeted else None
+
+
+def _kind_text(name: str, budget_bytes: int | None) -> str:
+    return printable(name) if budget_bytes is None else f"{printable(name)} with {size_text(budget_bytes)}"
+
+
+def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
+    kinds = dict.fromkeys(_kind_text(planned.name, _budget_of(planned)) for planned in plan.devices)
+    raise DeviceError(
+        f"Rank {rank} has the device {device}, but the plan has measured only: {', '.join(kinds)}. Start the rank on "
+        "such a device, or tune again with this device.",
+        code="device-not-measured",
+    )
+
+
+def _solved(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice], effective: int) -> Solution:
+    here = ", ".join(map(str, devices))
+    if plan.fit is None:
+        raise PlanError(
+            f"The job's devices ({here}) are not the plan's {len(plan.devices)}, and the plan has no time model to "
+            "solve it again. Start the job on the plan's devices, or tune again.",
+            code="plan-without-fits",
+        )
+    problem = Problem.of(
+        plan.fit.among(entries),
+        tuple(plan.ddp.ranks[entry].ceiling for entry in entries),
+        None,
+        effective_batch_sizes=(effective, effective),
+        max_batch_size=plan.max_batch_size,
+        accumulates=plan.accumulates,
+        least_batch=plan.ddp.least_batch,
+    )
+    solution = problem.solve()
+    if solution is None:
+        raise PlanError(
+            f"An optimizer step of {effective} samples, as in the plan, is not possible on the job's devices ({here}). "
+            f"Start the job on the plan's {len(plan.devices)} devices, or tune again for the job's devices.",
+            code="plan-devices-too-small",
+        )
+    return solution
+
+
+def _of_ranks(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice], solution: Solution) -> Plan:
+    sizes, steps = solution.split, solution.accumulation_steps
+    before = [plan.ddp.ranks[entry] for entry in entries]
+    peaks = [
+        rank.peak_bytes if rank.batch_size == size else rank.ceiling.bytes_at(size)
+        for rank, size in zip(before, sizes, strict=True)
+    ]
+    numbered = enumerate(zip(before, devices, sizes, peaks, strict=True))
+    ranks = tuple(
+        replace(rank, rank=number, device=device.label, batch_size=size, accumulation_steps=steps, peak_bytes=peak)
+        for number, (rank, device, size, peak) in numbered
+    )
+    planned = tuple(
+        replace(plan.devices[entry], label=device.label, uuid=device.uuid, share=size, peak_bytes=peak)
+        for entry, device, size, peak in zip(entries, devices, sizes, peaks, strict=True)
+    )
+    ddp = replace(
+        plan.ddp,
+        ranks=ranks,
+        samples_per_s=solution.samples_per_s,
+        effective_batch_size=solution.effective_batch_size,
+        measured=plan.ddp.measured and solution.samples_per_s == plan.ddp.samples_per_s,
+        even_samples_per_s=None,
+    )
+    return replace(
+        plan,
+        split=sizes,
+        gpu0_bsz=sizes[0],
+        batch_size=sum(sizes),
+        accumulation_steps=steps,
+        effective_batch_size=solution.effective_batch_size,
+        samples_per_s=solution.samples_per_s,
+        even_samples_per_s=None,
+        ceilings=tuple(max(rank.ceiling.batch_size, size) for rank, size in zip(before, sizes, strict=True)),
+        devices=planned,
+        ddp=ddp,
+        region=None,
+        fit=None if plan.fit is None else plan.fit.among(entries),
+        trials=(),
+        changes=None,
+        fits=None,
+        ways=(),
+        explained=None,
+    )
