@@ -35,8 +35,12 @@ EPOCHS, STOPS_AT = 2, 6
 """Epochs, and the number of the optimizer step in which a node is killed. It is in the second epoch."""
 
 LARGE, SMALL = "1MiB", "512KiB"
-SAMPLE_LIMIT_S = 300
-"""Longest wait for an event, in seconds. A busy machine takes long to start a Ray worker."""
+OPTIONS: dict[str, Any] = {
+    "effective_batch_size": EFFECTIVE,
+    "max_batch_size": sum(SIZES),
+    "n_trials": 1,
+    "profile": "off",
+}
 
 
 def make_model() -> nn.Module:
@@ -90,7 +94,7 @@ def stops(marker: Path) -> None:
     """Tell the driver that the step has begun, and wait to be killed. Only the first run does this."""
     if not marker.exists():
         marker.touch()
-        time.sleep(SAMPLE_LIMIT_S)
+        time.sleep(600)
 
 
 def in_one_process() -> dict[str, torch.Tensor]:
@@ -107,6 +111,12 @@ def in_one_process() -> dict[str, torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     return model.state_dict()
+
+
+def compared(folder: Path) -> None:
+    """Print the largest difference between the weights of a job and those of one process."""
+    own = torch.load(folder / "weights.pt")
+    print(max(float((own[name] - value).abs().max()) for name, value in in_one_process().items()))  # noqa: T201
 
 
 def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
@@ -130,11 +140,11 @@ def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
     )
 
 
-def tuned() -> Plan:
+def tuned(folder: Path) -> Plan:
+    """Tune over both nodes, with one trial."""
     selectors = [{MEMORY_LABEL: LARGE}, {MEMORY_LABEL: SMALL}]
-    scaling = ScalingConfig(num_workers=2, label_selector=selectors)
-    options = {"effective_batch_size": EFFECTIVE, "max_batch_size": sum(SIZES), "n_trials": 1, "profile": "off"}
-    return autosplit_ray.tune(workload, scaling_config=scaling, **options)
+    options = {"scaling_config": ScalingConfig(num_workers=2, label_selector=selectors), **OPTIONS}
+    return autosplit_ray.tune(workload, run_config=RunConfig(storage_path=str(folder / "runs")), **options)
 
 
 def trained(plan: Plan, folder: Path, scaling: ScalingConfig) -> None:
@@ -160,33 +170,45 @@ def trained_while_killed(
 
 def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
     """Tune over both nodes, and train with unequal batches while a node is killed and replaced."""
-    plan = tuned()
+    plan = tuned(folder)
     unequal = planned(SIZES, plan)
     trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), replaced=True)
-    return {"plan": plan.to_json()}
+    return {"plan": plan.to_json(), "error": error_of_tuning(folder)}
+
+
+def error_of_tuning(folder: Path) -> str:
+    """Return the error that the driver gets if a worker can't tune the workload."""
+    scaling, run = ScalingConfig(label_selector={MEMORY_LABEL: SMALL}), RunConfig(storage_path=str(folder / "runs"))
+    try:
+        autosplit_ray.tune(lambda: 3, scaling_config=scaling, run_config=run, profile="off")
+    except autosplit.AutosplitError as error:
+        return f"{type(error).__name__} {error.code}"
+    return ""
 
 
 def fewer_nodes(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
-    """Train an elastic job with two workers, and with one after a node was killed."""
-    plan = planned(SIZES, tuned())
+    """Train an elastic job with two workers, and with one worker after a node was killed."""
+    devices = f"cpu:{LARGE},cpu:{SMALL}"
+    plan = planned(SIZES, autosplit.tune(workload(), devices=devices, strategy="ddp", **OPTIONS))
     trained_while_killed(cluster, node, folder, plan, autosplit_ray.scaling_config(plan, (1, 2)), replaced=False)
-    return {}
+    return {"selectors": selectors_of_gpus(plan)}
 
 
-def failing_tuning(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
-    """Tune a batch that cannot fit. The driver gets the workers' own error."""
-    scaling = ScalingConfig(num_workers=1, label_selector={MEMORY_LABEL: SMALL})
-    try:
-        autosplit_ray.tune(lambda: 3, scaling_config=scaling, profile="off")
-    except autosplit.AutosplitError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
+def selectors_of_gpus(plan: Plan) -> list[Any]:
+    """Return the label selectors of a plan for two GPUs: the default ones, with labels of one's own, and elastic."""
+    names = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB")
+    gpus = tuple(replace(one, kind="cuda", name=name) for one, name in zip(plan.devices, names, strict=True))
+    plan, config = replace(plan, devices=gpus), autosplit_ray.scaling_config
+    found = [config(plan), config(plan, labels={names[0]: {"gpu": "a100-40"}}), config(plan, (1, 2))]
+    assert all(one.use_gpu for one in found)
+    return [one.label_selector for one in found]
 
 
-JOBS = {job.__name__: job for job in (replaced_node, fewer_nodes, failing_tuning)}
+JOBS = {job.__name__: job for job in (replaced_node, fewer_nodes)}
 
 
 def main(name: str, folder: Path) -> None:
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long Ray waits for a node that has gone
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: LARGE})
@@ -200,4 +222,5 @@ def main(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    job, folder = sys.argv[1], Path(sys.argv[2])
+    compared(folder) if job == "compared" else main(job, folder)

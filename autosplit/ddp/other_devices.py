@@ -63,7 +63,8 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
 
 def _entries(plan: Plan, devices: Sequence[RankDevice]) -> list[int]:
     """Return the index of each rank's device in the plan. Several ranks get the same index if the plan has too few."""
-    by_uuid = {device.uuid: entry for entry, device in enumerate(plan.devices) if device.uuid is not None}
+    by_uuid: dict[str | None, int] = {device.uuid: entry for entry, device in enumerate(plan.devices)}
+    by_uuid.pop(None, None)
     found = [by_uuid.get(device.uuid) for device in devices]
     free = [entry for entry in range(len(plan.devices)) if entry not in found]
     for rank, device in enumerate(devices):

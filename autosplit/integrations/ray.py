@@ -10,8 +10,8 @@
     plan = autosplit_ray.tune(workload, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
     TorchTrainer(train, train_loop_config={"plan": plan}, scaling_config=autosplit_ray.scaling_config(plan)).fit()
 
-Ray starts the workers, creates the process group and chooses each worker's device. Ray also numbers the workers, and the
-numbers may change after a failure. So a worker's batch size follows from its device.
+Ray starts the workers, creates the process group and chooses each worker's device. Ray may number the workers in another
+order after a failure. So autosplit finds a worker's batch size by its device, not by its rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import ray.train.torch
 from ray.train import Checkpoint, ScalingConfig, TrainingFailedError
 from torch import distributed as dist
 
-from autosplit import ddp
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.other_devices import RankDevice, plan_for_devices
+from autosplit.ddp.setup import setup as join
 from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError
 from autosplit.plan.plan import Plan
@@ -53,9 +53,9 @@ _FILE = "autosplit.pt"
 def setup(plan: Plan | str | os.PathLike[str]) -> Iterator[Context]:
     """Give a Ray Train worker the batch size of its device. Call it in `train_loop_per_worker`.
 
-    The context is that of `autosplit.ddp.setup`, in Ray's process group and on Ray's device. If the workers' devices
-    differ from the plan's (`num_workers` is a range, or a node has not been replaced), the plan is solved again from its
-    measured times and ceilings. `ctx.plan` is the plan of this job. Its effective batch size stays the same.
+    The context is that of `autosplit.ddp.setup`, in Ray's process group and on Ray's device. If an elastic job has more
+    or fewer devices than the plan, the plan is solved again from its measured times and ceilings. The effective batch
+    size stays the same. `ctx.plan` is the plan of this job.
 
     Args:
         plan: A plan with DDP ranks, or its file, which every node must have.
@@ -71,7 +71,7 @@ def setup(plan: Plan | str | os.PathLike[str]) -> Iterator[Context]:
     """
     _require_worker("setup")
     found = plan_for_devices(plan_for_job(plan)[0], told_by_all(_device_here()))
-    with ddp.setup(found) as ctx:
+    with join(found) as ctx:
         yield ctx
 
 
