@@ -1,6 +1,6 @@
 """Jobs on a local Ray cluster, for tests/integrations/test_integrations_ray.py: python ray_jobs.py JOB FOLDER.
 
-They run in a process of their own, because Ray leaves threads and sockets open. Each job saves what it found to
+Each job runs in a separate process, because Ray leaves threads and sockets open. Each job saves what it found to
 FOLDER/found.pt. Every worker appends a line to FOLDER/log for each optimizer step that it has reported.
 """
 
@@ -195,7 +195,7 @@ def fewer_nodes(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
 
 
 def selectors_of_gpus(plan: Plan) -> list[Any]:
-    """Return the label selectors of a plan for two GPUs: the default ones, with labels of one's own, and elastic."""
+    """Return the label selectors of a plan for two GPUs: by default, with other labels, and elastic."""
     names = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB")
     gpus = tuple(replace(one, kind="cuda", name=name) for one, name in zip(plan.devices, names, strict=True))
     plan, config = replace(plan, devices=gpus), autosplit_ray.scaling_config

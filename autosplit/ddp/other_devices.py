@@ -17,7 +17,8 @@ from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
 from autosplit.plan.torchrun import refuse_unfit
-from autosplit.solve.problem import Problem, Solution
+from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.solve.split import accumulation_steps
 from autosplit.text import printable, size_text
 
 
@@ -44,21 +45,32 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
     """Return the plan for a job whose rank `r` has `devices[r]`. It is a plan for DDP only.
 
     A device is found in the plan by its UUID, or by its name and budget. If each of the plan's devices has exactly one
-    rank, the batch sizes stay the same. Otherwise the batch sizes are solved again from the plan's measured times and
-    ceilings, without a change of the effective batch size. The throughput is then predicted.
+    rank, the batch sizes stay the same. Otherwise they are solved again from the plan's measured times and ceilings,
+    and the throughput is predicted. The effective batch size stays the same in both cases.
 
     Raises:
         DeviceError: The plan has no device of this kind, or is for simulated GPUs.
-        PlanError: The plan has no ranks or no time model. Or its optimizer step does not fit on the devices.
+        PlanError: The plan has no ranks. Or the devices differ, and the plan has no time model or its optimizer step
+            does not fit.
     """
     refuse_unfit(plan)
     entries = _entries(plan, devices)
-    effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
-    if sorted(entries) != [*range(len(plan.devices))]:
-        return _of_ranks(replace(plan, lengths=None), entries, devices, _solved(plan, entries, devices, effective))
-    sizes, steps = [rank.batch_size for rank in plan.ddp.ranks], plan.ddp.ranks[0].accumulation_steps
-    planned = Solution(tuple(sizes[entry] for entry in entries), steps, effective, plan.ddp.samples_per_s)
-    return _of_ranks(plan, entries, devices, planned)
+    found = _of_entries(plan, entries, devices)
+    if sorted(entries) == [*range(len(plan.devices))]:
+        return found
+    effective = found.effective_batch_size
+    capacities = tuple(rank.ceiling.capacity_bytes for rank in found.ddp.ranks)
+    lack = Lack(capacities, waiting_bytes=0, least_batch=plan.ddp.least_batch)
+    again = solved_again(replace(found, effective_batch_sizes=(effective, effective)), lack)
+    if again is None:
+        why = "has no time model" if plan.fit is None else f"has {effective} samples per optimizer step"
+        raise PlanError(
+            f"The plan for {len(plan.devices)} devices {why}, so it can't be solved again for the job's devices "
+            f"({', '.join(map(str, devices))}). Start the job on the plan's devices, or tune again for the job's "
+            "devices.",
+            code="plan-for-other-devices",
+        )
+    return again
 
 
 def _entries(plan: Plan, devices: Sequence[RankDevice]) -> list[int]:
@@ -99,56 +111,19 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
     )
 
 
-def _solved(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice], effective: int) -> Solution:
-    here = ", ".join(map(str, devices))
-    if plan.fit is None:
-        raise PlanError(
-            f"The job's devices ({here}) are not the plan's {len(plan.devices)}, and the plan has no time model to "
-            "solve it again. Start the job on the plan's devices, or tune again.",
-            code="plan-without-fits",
-        )
-    problem = Problem.of(
-        plan.fit.among(entries),
-        tuple(plan.ddp.ranks[entry].ceiling for entry in entries),
-        None,
-        effective_batch_sizes=(effective, effective),
-        max_batch_size=plan.max_batch_size,
-        accumulates=plan.accumulates,
-        least_batch=plan.ddp.least_batch,
-    )
-    solution = problem.solve()
-    if solution is None:
-        raise PlanError(
-            f"An optimizer step of {effective} samples, as in the plan, is not possible on the job's devices ({here}). "
-            f"Start the job on the plan's {len(plan.devices)} devices, or tune again for the job's devices.",
-            code="plan-devices-too-small",
-        )
-    return solution
-
-
-def _of_ranks(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice], solution: Solution) -> Plan:
-    sizes, steps = solution.split, solution.accumulation_steps
+def _of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
+    """Return a DDP plan with one rank for each entry, and the batch size of that entry."""
+    effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
     before = [plan.ddp.ranks[entry] for entry in entries]
-    peaks = [
-        rank.peak_bytes if rank.batch_size == size else rank.ceiling.bytes_at(size)
-        for rank, size in zip(before, sizes, strict=True)
-    ]
-    numbered = enumerate(zip(before, devices, sizes, peaks, strict=True))
+    sizes = tuple(rank.batch_size for rank in before)
+    steps = accumulation_steps(effective, sum(sizes))
     ranks = tuple(
-        replace(rank, rank=number, device=device.label, batch_size=size, accumulation_steps=steps, peak_bytes=peak)
-        for number, (rank, device, size, peak) in numbered
+        replace(rank, rank=number, device=device.label, accumulation_steps=steps)
+        for number, (rank, device) in enumerate(zip(before, devices, strict=True))
     )
     planned = tuple(
-        replace(plan.devices[entry], label=device.label, uuid=device.uuid, share=size, peak_bytes=peak)
-        for entry, device, size, peak in zip(entries, devices, sizes, peaks, strict=True)
-    )
-    ddp = replace(
-        plan.ddp,
-        ranks=ranks,
-        samples_per_s=solution.samples_per_s,
-        effective_batch_size=solution.effective_batch_size,
-        measured=plan.ddp.measured and solution.samples_per_s == plan.ddp.samples_per_s,
-        even_samples_per_s=None,
+        replace(plan.devices[entry], label=device.label, uuid=device.uuid, share=size)
+        for entry, device, size in zip(entries, devices, sizes, strict=True)
     )
     return replace(
         plan,
@@ -156,12 +131,12 @@ def _of_ranks(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice],
         gpu0_bsz=sizes[0],
         batch_size=sum(sizes),
         accumulation_steps=steps,
-        effective_batch_size=solution.effective_batch_size,
-        samples_per_s=solution.samples_per_s,
+        effective_batch_size=effective,
+        samples_per_s=plan.ddp.samples_per_s,
         even_samples_per_s=None,
-        ceilings=tuple(max(rank.ceiling.batch_size, size) for rank, size in zip(before, sizes, strict=True)),
+        ceilings=tuple(max(rank.ceiling.batch_size, rank.batch_size) for rank in before),
         devices=planned,
-        ddp=ddp,
+        ddp=replace(plan.ddp, ranks=ranks, effective_batch_size=effective, even_samples_per_s=None),
         region=None,
         fit=None if plan.fit is None else plan.fit.among(entries),
         trials=(),

@@ -10,8 +10,8 @@
     plan = autosplit_ray.tune(workload, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
     TorchTrainer(train, train_loop_config={"plan": plan}, scaling_config=autosplit_ray.scaling_config(plan)).fit()
 
-Ray starts the workers, creates the process group and chooses each worker's device. Ray may number the workers in another
-order after a failure. So autosplit finds a worker's batch size by its device, not by its rank.
+Ray starts the workers, creates the process group and chooses each worker's device. Ray may renumber the workers after
+a failure. So autosplit finds a worker's batch size by its device, not by its rank.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from handmade import made_ceiling
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import MIB
 from raised import raises
 from shared_training import shares_plan
 
@@ -26,9 +28,11 @@ def gpu_plan(**changes: object) -> Plan:
         replace(device, kind="cuda", name=name, uuid=f"GPU-{index}", label=f"cuda:{index}", budgeted=False)
         for index, (device, name) in enumerate(zip(plan.devices, NAMES, strict=True))
     )
+    held = made_ceiling("cuda:0", 50, 60 * MIB, fixed_bytes=MIB, bytes_per_sample=MIB, peak_bytes=51 * MIB)
+    ranks = tuple(replace(rank, ceiling=held) for rank in plan.ddp.ranks)
     curves = tuple(TimeCurve(((1, speed), (64, 64 * speed))) for speed in (0.001, 0.004, 0.004))
     fit = Fit(StepTime.bare(curves, 0.002, adds_up=False), all_reduce_s=0.003)
-    return replace(plan, devices=devices, fit=fit, **changes)
+    return replace(plan, devices=devices, ddp=replace(plan.ddp, ranks=ranks), fit=fit, **changes)
 
 
 @given(st.permutations(range(3)))
@@ -44,7 +48,7 @@ def test_each_rank_finds_its_own_gpu(order: list[int]) -> None:
 
 
 def test_gpus_of_other_machines_are_found_by_name() -> None:
-    """The UUID of a planned GPU has priority: the second planned GPU is not given to the first rank."""
+    """The UUID of a planned GPU has priority: the second planned GPU is not assigned to the first rank."""
     devices = [RankDevice("cuda:0", "Slow", "GPU-new"), RankDevice("cuda:1", "Slow", "GPU-1"), FAST]
     found = plan_for_devices(gpu_plan(), devices)
     assert [rank.batch_size for rank in found.ddp.ranks] == [3, 3, 12]
@@ -79,7 +83,7 @@ def test_a_cpu_is_found_by_its_budget() -> None:
 
 
 def test_a_step_that_can_not_be_kept_is_refused() -> None:
-    with raises(PlanError, "plan-devices-too-small", "72 samples"):
+    with raises(PlanError, "plan-for-other-devices", "72 samples", "(Fast)"):
         plan_for_devices(gpu_plan(accumulates=False, max_batch_size=18), [FAST])
-    with raises(PlanError, "plan-without-fits", "(Fast) are not the plan's 3"):
+    with raises(PlanError, "plan-for-other-devices", "no time model"):
         plan_for_devices(replace(gpu_plan(), fit=None), [FAST])

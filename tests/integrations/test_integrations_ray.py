@@ -27,7 +27,7 @@ LARGE, SMALL = 2**20, 2**19
 
 
 def run(script: Path, *arguments: str) -> str:
-    """Run a script in a process of its own, because Ray leaves threads and sockets open."""
+    """Run a script in a separate process, because Ray leaves threads and sockets open."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "RAY_DEDUP_LOGS": "0"}
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=580)
