@@ -173,17 +173,20 @@ def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
     plan = tuned(folder)
     unequal = planned(SIZES, plan)
     trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), replaced=True)
-    return {"plan": plan.to_json(), "error": error_of_tuning(folder)}
+    return {"plan": plan.to_json(), "errors": errors_of_tuning(cluster, folder)}
 
 
-def error_of_tuning(folder: Path) -> str:
-    """Return the error that the driver gets if a worker can't tune the workload."""
-    scaling, run = ScalingConfig(label_selector={MEMORY_LABEL: SMALL}), RunConfig(storage_path=str(folder / "runs"))
-    try:
-        autosplit_ray.tune(lambda: 3, scaling_config=scaling, run_config=run, profile="off")
-    except autosplit.AutosplitError as error:
-        return f"{type(error).__name__} {error.code}"
-    return ""
+def errors_of_tuning(cluster: Cluster, folder: Path) -> list[str]:
+    """Return the codes of the driver's errors for a wrong workload, a wrong label of a node, and a wrong option."""
+    cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: "2048MiB"})
+    found, run = [], RunConfig(storage_path=str(folder / "runs"))
+    for make, memory, options in ((lambda: 3, SMALL, {}), (workload, "2048MiB", {}), (workload, SMALL, {"devices": 2})):
+        scaling = ScalingConfig(label_selector={MEMORY_LABEL: memory})
+        try:
+            autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
+        except autosplit.AutosplitError as error:
+            found.append(error.code)
+    return found
 
 
 def fewer_nodes(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:

@@ -218,10 +218,22 @@ def _require_worker(what: str) -> None:
 def _device_here() -> RankDevice:
     device = ray.train.torch.get_device()
     if device.type == "cpu":
-        budget = ray.get_runtime_context().get_node_labels().get(MEMORY_LABEL)
-        return RankDevice("cpu", "cpu", budget_bytes=None if budget is None else parse_bytes(str(budget)))
+        memory = ray.get_runtime_context().get_node_labels().get(MEMORY_LABEL)
+        return RankDevice("cpu", "cpu", budget_bytes=None if memory is None else _budget(str(memory)))
     own = visible_devices(device.type)[device.index]
     return RankDevice(str(device), own.name, own.uuid)
+
+
+def _budget(memory: str) -> int:
+    """Return the bytes of a node's label. Refuse a label that differs from the selector of `scaling_config`."""
+    nbytes = parse_bytes(memory)
+    if memory != _size(nbytes):
+        raise InputError(
+            f"The node's label {MEMORY_LABEL} is {memory}. Expected {_size(nbytes)}, because Ray compares text. "
+            f"Start the node with --labels={MEMORY_LABEL}={_size(nbytes)}.",
+            code="ray-memory-label",
+        )
+    return nbytes
 
 
 def _selector(device: PlanDevice, labels: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

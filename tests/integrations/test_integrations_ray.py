@@ -19,6 +19,7 @@ from autosplit import Plan
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # Ray starts workers slowly on a busy machine
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray (the extra `ray`)"),
 ]
 
@@ -30,7 +31,7 @@ def run(script: Path, *arguments: str) -> str:
     """Run a script in a separate process, because Ray leaves threads and sockets open."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "RAY_DEDUP_LOGS": "0"}
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=580)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=840)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -62,7 +63,7 @@ def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
     assert sorted(device.memory_bytes for device in plan.devices) == [SMALL, LARGE]
     assert plan.ddp.measured
     assert plan.effective_batch_size == 48
-    assert found["error"].startswith("WorkloadError ") or found["error"].startswith("InputError ")
+    assert found["errors"] == ["batch-missing", "ray-memory-label", "ray-tune-option"]
     # Each worker has the batch size of its device, before and after the failure.
     assert {(line["memory"], line["size"]) for line in log} == {(LARGE, 9), (SMALL, 3)}
     steps = samples_of(log)
