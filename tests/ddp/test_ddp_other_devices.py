@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from handmade import made_ceiling
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,10 @@ from plans import MIB
 from raised import raises
 from shared_training import shares_plan
 
+from autosplit.ddp.device import device_for
 from autosplit.ddp.other_devices import RankDevice, plan_for_devices
+from autosplit.ddp.rendezvous import Place
+from autosplit.devices.accelerator import Visible
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
@@ -53,6 +57,15 @@ def test_gpus_of_other_machines_are_found_by_name() -> None:
     found = plan_for_devices(gpu_plan(), devices)
     assert [rank.batch_size for rank in found.ddp.ranks] == [3, 3, 12]
     assert [rank.device for rank in found.ddp.ranks] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_setup_uses_the_gpu_that_the_engine_chose() -> None:
+    """The first node has a slow and a fast GPU, in another order than in the plan."""
+    devices = [RankDevice("cuda:0", "Slow", "GPU-2"), RankDevice("cuda:1", "Fast", "GPU-0"), SLOW]
+    found, here = plan_for_devices(gpu_plan(), devices), [Visible("Slow", "GPU-2"), Visible("Fast", "GPU-0")]
+    chosen = [device_for(found, Place(rank, 3, rank, 2), here) for rank in (0, 1)]
+    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert device_for(found, Place(2, 3, 0, 1), [Visible("Slow", "GPU-new")]) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("devices", [(FAST,), (SLOW, FAST), (SLOW, SLOW), (FAST, FAST, SLOW, SLOW, SLOW)])
