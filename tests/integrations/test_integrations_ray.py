@@ -63,7 +63,7 @@ def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
     assert sorted(device.memory_bytes for device in plan.devices) == [SMALL, LARGE]
     assert plan.ddp.measured
     assert plan.effective_batch_size == 48
-    assert found["errors"] == ["batch-missing", "ray-memory-label", "ray-tune-option"]
+    assert found["errors"] == ["workload-function", "ray-memory-label", "ray-tune-option"]
     # Each worker has the batch size of its device, before and after the failure.
     assert {(line["memory"], line["size"]) for line in log} == {(LARGE, 9), (SMALL, 3)}
     steps = samples_of(log)
