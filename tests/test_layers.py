@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ddp": ("devices", "solve", "parallel", "plan", "profiles"),
     "tuning": ("devices", "solve", "workload", "runtime", "probe", "plan", "profiles", "ddp"),
     "extras": ("devices", "solve", "workload", "parallel", "runtime", "probe", "plan", "profiles", "ddp", "tuning"),
-    "integrations": ("solve", "workload", "parallel", "probe", "plan", "profiles", "ddp"),
+    "integrations": ("devices", "solve", "workload", "parallel", "probe", "plan", "profiles", "ddp", "tuning"),
     "cli": ("devices", "solve", "workload", "probe", "plan", "profiles", "ddp", "tuning", "extras"),
 }
 CORE = tuple(package for package in MAY_IMPORT if package not in ("extras", "integrations", "cli"))
@@ -100,7 +100,7 @@ MOST_MODULES = 144
 MOST_LINES = 27_600
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
-TOOLS = ("accelerate", "lightning", "peft", "transformers")
+TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers")
 """Only its own integration, and code that builds a model by its name, import each tool. All tools are optional."""
 
 HEAVY = ("torch", "optuna", "pynvml", "rich")
@@ -251,6 +251,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
         "integrations.lightning_workload": {"lightning"},
+        "integrations.ray": {"ray"},
         "integrations.transformers": {"accelerate", "transformers"},  # its tools
         "integrations.transformers_workload": {"transformers"},
         "extras.from_name": {"transformers"},

@@ -1,0 +1,229 @@
+"""Jobs on a local Ray cluster, for tests/integrations/test_integrations_ray.py: python ray_jobs.py JOB FOLDER.
+
+Each job runs in a separate process, because Ray leaves threads and sockets open. Each job saves what it found to
+FOLDER/found.pt. Every worker appends a line to FOLDER/log for each optimizer step that it has reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch import nn
+from torch.nn import functional as F
+
+import autosplit
+from autosplit.integrations import ray as autosplit_ray
+from autosplit.integrations.ray import MEMORY_LABEL
+from autosplit.plan.plan import Plan
+
+NUM_SAMPLES, EFFECTIVE, SIZES = 200, 48, (9, 3)
+"""Samples of an epoch (four steps of 48 and one of 8), samples per optimizer step, and per forward on each device."""
+
+EPOCHS, STOPS_AT = 2, 6
+"""Epochs, and the number of the optimizer step in which a node is killed. It is in the second epoch."""
+
+LARGE, SMALL = "1MiB", "512KiB"
+OPTIONS: dict[str, Any] = {
+    "effective_batch_size": EFFECTIVE,
+    "max_batch_size": sum(SIZES),
+    "n_trials": 1,
+    "profile": "off",
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).double()
+
+
+def made_data() -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=generator, dtype=torch.float64)
+    return [(row, row.sum().gt(0).long(), number) for number, row in enumerate(inputs)]
+
+
+def workload() -> autosplit.Workload:
+    inputs, targets, _ = zip(*made_data()[:8], strict=True)
+    batch = torch.stack(inputs), torch.stack(targets)
+    return autosplit.Workload(make_model(), batch, F.cross_entropy, optimizer=torch.optim.AdamW)
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train as in docs/ray.md. In the first run, the worker with less memory waits in a step until it is killed."""
+    folder = Path(config["folder"])
+    with autosplit_ray.setup(config["plan"]) as ctx:
+        model = ctx.wrap(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = ctx.loader(made_data(), shuffle=True, seed=3)
+        parts = {"model": model, "optimizer": optimizer, "sampler": loader.batch_sampler}
+        done = autosplit_ray.resume(ctx, **parts).get("done", 0)
+        for epoch in range(loader.batch_sampler.epoch, EPOCHS):
+            loader.batch_sampler.set_epoch(epoch)
+            for step in ctx.steps(loader):
+                ids = []
+                for inputs, targets, numbers in step:
+                    step.backward(F.cross_entropy(model(inputs), targets))
+                    ids += numbers.tolist()
+                    if done == STOPS_AT and ctx.plan.devices[ctx.rank].memory_bytes < 2**20:
+                        stops(folder / "at_step")
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                autosplit_ray.report(ctx, {"done": done}, done=done, **parts)
+                size = ctx.settings.batch_size
+                line = {"done": done, "size": size, "ids": ids, "memory": ctx.plan.devices[ctx.rank].memory_bytes}
+                with (folder / "log").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(line) + "\n")
+        if ctx.rank == 0:
+            torch.save(model.module.state_dict(), folder / "weights.pt")
+
+
+def stops(marker: Path) -> None:
+    """Tell the driver that the step has begun, and wait to be killed. Only the first run does this."""
+    if not marker.exists():
+        marker.touch()
+        time.sleep(600)
+
+
+def in_one_process() -> dict[str, torch.Tensor]:
+    """Return the weights that one process gets from whole optimizer steps in the same order."""
+    model, data = make_model(), made_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = planned((EFFECTIVE,))
+    sampler = plan.batch_sampler(NUM_SAMPLES, shuffle=True, seed=3)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            inputs, targets, _ = zip(*(data[number] for number in batch), strict=True)
+            F.cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def compared(folder: Path) -> None:
+    """Print the largest difference between the weights of a job and those of one process."""
+    own = torch.load(folder / "weights.pt")
+    print(max(float((own[name] - value).abs().max()) for name, value in in_one_process().items()))  # noqa: T201
+
+
+def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
+    """Return a plan with these batch sizes, so that a test does not depend on measured times."""
+    from shared_training import shares_plan
+
+    if plan is None:
+        return shares_plan(sizes, EFFECTIVE)
+    steps = -(-EFFECTIVE // sum(sizes))
+    ranks = tuple(
+        replace(rank, batch_size=size, accumulation_steps=steps)
+        for rank, size in zip(plan.ddp.ranks, sizes, strict=True)
+    )
+    return replace(
+        plan,
+        split=sizes,
+        gpu0_bsz=sizes[0],
+        batch_size=sum(sizes),
+        accumulation_steps=steps,
+        ddp=replace(plan.ddp, ranks=ranks),
+    )
+
+
+def tuned(folder: Path) -> Plan:
+    """Tune over both nodes, with one trial."""
+    selectors = [{MEMORY_LABEL: LARGE}, {MEMORY_LABEL: SMALL}]
+    options = {"scaling_config": ScalingConfig(num_workers=2, label_selector=selectors), **OPTIONS}
+    return autosplit_ray.tune(workload, run_config=RunConfig(storage_path=str(folder / "runs")), **options)
+
+
+def trained(plan: Plan, folder: Path, scaling: ScalingConfig) -> None:
+    config = {"plan": plan, "folder": str(folder)}
+    run = RunConfig(storage_path=str(folder / "runs"), failure_config=FailureConfig(max_failures=3))
+    TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
+
+
+def trained_while_killed(
+    cluster: Cluster, node: Any, folder: Path, plan: Plan, scaling: ScalingConfig, *, replaced: bool
+) -> None:
+    """Train, and kill a node as soon as its worker waits in a step. If `replaced`, start another with its label."""
+    with ThreadPoolExecutor(1) as pool:  # Ray starts nodes only in the main thread
+        run = pool.submit(trained, plan, folder, scaling)
+        while not (folder / "at_step").exists():
+            assert not run.done(), run.result()
+            time.sleep(0.1)
+        cluster.remove_node(node, allow_graceful=False)
+        if replaced:
+            cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: SMALL})
+        run.result()
+
+
+def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
+    """Tune over both nodes, and train with unequal batches while a node is killed and replaced."""
+    plan = tuned(folder)
+    unequal = planned(SIZES, plan)
+    trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), replaced=True)
+    return {"plan": plan.to_json(), "errors": errors_of_tuning(cluster, folder)}
+
+
+def errors_of_tuning(cluster: Cluster, folder: Path) -> list[str]:
+    """Return the codes of the driver's errors for a wrong workload, a wrong label of a node, and a wrong option."""
+    cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: "2048MiB"})
+    found, run = [], RunConfig(storage_path=str(folder / "runs"))
+    for make, memory, options in ((lambda: 3, SMALL, {}), (workload, "2048MiB", {}), (workload, SMALL, {"devices": 2})):
+        scaling = ScalingConfig(label_selector={MEMORY_LABEL: memory})
+        try:
+            autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
+        except autosplit.AutosplitError as error:
+            found.append(error.code)
+    return found
+
+
+def fewer_nodes(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
+    """Train an elastic job with two workers, and with one worker after a node was killed."""
+    devices = f"cpu:{LARGE},cpu:{SMALL}"
+    plan = planned(SIZES, autosplit.tune(workload(), devices=devices, strategy="ddp", **OPTIONS))
+    trained_while_killed(cluster, node, folder, plan, autosplit_ray.scaling_config(plan, (1, 2)), replaced=False)
+    return {"selectors": selectors_of_gpus(plan)}
+
+
+def selectors_of_gpus(plan: Plan) -> list[Any]:
+    """Return the label selectors of a plan for two GPUs: by default, with other labels, and elastic."""
+    names = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB")
+    gpus = tuple(replace(one, kind="cuda", name=name) for one, name in zip(plan.devices, names, strict=True))
+    plan, config = replace(plan, devices=gpus), autosplit_ray.scaling_config
+    found = [config(plan), config(plan, labels={names[0]: {"gpu": "a100-40"}}), config(plan, (1, 2))]
+    assert all(one.use_gpu for one in found)
+    return [one.label_selector for one in found]
+
+
+JOBS = {job.__name__: job for job in (replaced_node, fewer_nodes)}
+
+
+def main(name: str, folder: Path) -> None:
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long Ray waits for a node that has gone
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: LARGE})
+        node = cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: SMALL})
+        ray.init(address=cluster.address, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+        found = JOBS[name](cluster, node, folder)
+        torch.save(found, folder / "found.pt")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    job, folder = sys.argv[1], Path(sys.argv[2])
+    compared(folder) if job == "compared" else main(job, folder)
