@@ -7,12 +7,17 @@ job     rank 0 RTX 3060                    ->   solved again: 16 samples, 4 micr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from autosplit.ddp.context import Context
+from autosplit.ddp.device import told_by_all
+from autosplit.ddp.rendezvous import Place
+from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
@@ -39,6 +44,31 @@ class RankDevice:
 
     def __str__(self) -> str:
         return _kind_text(self.name, self.budget_bytes)
+
+
+def own_device(plan: Plan, place: Place) -> RankDevice:
+    """Return the device that this process uses if the job's devices differ from the plan's: its local rank's."""
+    kind = plan.devices[0].kind
+    if kind == "cpu":  # memory budgets exist only in the plan
+        planned = plan.devices[min(place.rank, len(plan.devices) - 1)]
+        return RankDevice(f"cpu:{place.rank}", planned.name, budget_bytes=_budget_of(planned))
+    gpus = visible_devices(kind)
+    index = 0 if len(gpus) == 1 else place.rank if place.local_rank is None else place.local_rank
+    if index >= len(gpus):
+        raise DeviceError(
+            f"The process has local rank {index}, and {len(gpus)} {kind} devices are visible. Expected a device for "
+            "each process. Start one process per device (torchrun --nproc-per-node gpu).",
+            code="rank-device-absent",
+        )
+    return RankDevice(f"{kind}:{index}", gpus[index].name, gpus[index].uuid)
+
+
+def devices_of_job(own: RankDevice, place: Place, store: Any) -> list[RankDevice]:
+    """Return every rank's device. Exchange them through the store, or through an existing process group."""
+    if store is None:
+        return told_by_all(own)
+    store.set(f"device/{place.rank}", json.dumps(asdict(own)))
+    return [RankDevice(**json.loads(store.get(f"device/{rank}"))) for rank in range(place.world_size)]
 
 
 def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:

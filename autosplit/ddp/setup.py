@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch import distributed as dist
 
@@ -14,6 +15,7 @@ from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
 from autosplit.ddp.find_plan import plan_for_job
+from autosplit.ddp.other_devices import devices_of_job, own_device, plan_for_devices
 from autosplit.ddp.rendezvous import (
     Place,
     explain_loopback,
@@ -28,7 +30,7 @@ from autosplit.plan.torchrun import PLAN_VARIABLE
 
 
 @contextmanager
-def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Context]:
+def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool = False) -> Iterator[Context]:
     """Join the DDP job as the rank that torchrun or Slurm gave this process, with the plan's settings.
 
         with autosplit.ddp.setup("plan.json") as ctx:  # torchrun --nproc-per-node 2 train.py
@@ -49,13 +51,17 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     Args:
         profile: A plan, or a file that `Plan.save` wrote. Default: the file in the environment variable
             AUTOSPLIT_PROFILE, or else the newest saved plan that fits this machine and this job.
+        elastic: Whether the job may have other devices than the plan. If it has, the plan is solved again from its
+            measured times for the devices that are there, with the same samples per optimizer step. Every kind of
+            device must be in the plan. `ctx.plan` is the plan in use. See `torchrun --nnodes 1:4`.
 
     Yields:
         The rank's `Context`.
 
     Raises:
         PlanError: There is no plan, the plan cannot be read, its number of ranks is not the number of processes, or
-            the ranks have different plans.
+            the ranks have different plans. With `elastic`: the plan did not measure a rank's kind of device, or the
+            optimizer step does not fit the devices.
         DeviceError: The plan is for simulated GPUs, or this rank's device does not exist.
         InputError: A variable of torchrun or Slurm is missing or wrong. Or a machine resolves its own name to an
             address that the other machines cannot reach.
@@ -65,13 +71,17 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         UnwatchedWarning: The separate connection to rank 0 failed, so failures of ranks are not detected.
     """
     place = place_here()
-    plan, _ = plan_for_job(profile, place.world_size)
+    plan, _ = plan_for_job(profile, None if elastic else place.world_size)
+    store = None
+    if elastic:
+        store = None if dist.is_initialized() else _joined_store(place)
+        plan = plan_for_devices(plan, devices_of_job(own_device(plan, place), place, store))
     if place.world_size != len(plan.ddp.ranks):
         count = len(plan.ddp.ranks)
         raise PlanError(
             f"The plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}. Expected one "
             f"process per rank. Start the job with autosplit launch SCRIPT or torchrun --nproc-per-node {count} "
-            "SCRIPT, or tune for the devices of this job.",
+            "SCRIPT, or tune for the devices of this job. If machines come and go, pass elastic=True to setup.",
             code="world-size",
         )
     device = device_for(plan, place)
@@ -80,7 +90,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     watch = Watch(place.rank, place.world_size)
     ctx = Context(plan, place.rank, device)
     try:
-        with _process_group(place, watch, ctx) as sockets:
+        with _process_group(place, watch, ctx, store) as sockets:
             watch.begin(sockets)
             with watch.telling(), unequal_gathers_refused():
                 agree_on(plan, place.rank)
@@ -90,24 +100,16 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
 
 @contextmanager
-def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
+def _process_group(place: Place, watch: Watch, ctx: Context, store: Any) -> Iterator[Mapping[int, str]]:
     """Create the process group, yield its `group_sockets`, and destroy the group. Keep an existing group."""
     if dist.is_initialized():
         yield {}
         return
-    try:
-        with told_if_long(
-            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and "
-            "not all ranks have joined. Look for the error of the missing rank: it may have ended before setup."
-        ):
-            store = meeting_place(place)
-            chosen = agreed_backend(store, place, ctx.device, ctx.plan)
-            before = open_sockets()
-            dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size)
-    except RuntimeError as error:
-        explain_loopback(error, place)
-        explain_taken_port(error, place)
-        raise
+    store = store or _joined_store(place)
+    with _joining(place):
+        chosen = agreed_backend(store, place, ctx.device, ctx.plan)
+        before = open_sockets()
+        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size)
     try:
         yield group_sockets(before)
     finally:
@@ -118,6 +120,26 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _joining(place: Place) -> Iterator[None]:
+    """Print a message if the ranks need long to join, and explain torch's errors."""
+    try:
+        with told_if_long(
+            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and "
+            "not all ranks have joined. Look for the error of the missing rank: it may have ended before setup."
+        ):
+            yield
+    except RuntimeError as error:
+        explain_loopback(error, place)
+        explain_taken_port(error, place)
+        raise
+
+
+def _joined_store(place: Place) -> Any:
+    with _joining(place):
+        return meeting_place(place)
 
 
 def agree_on(plan: Plan, rank: int) -> None:
