@@ -57,9 +57,11 @@ SCALING_ERRORS = (
 )
 """The measured errors of predictions for clusters, from benchmarks/results/published_scaling.json."""
 
-_OF_WORKLOAD = ("loss_fn", "compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch", "precision")
 _OF_SEARCH = ("n_trials", "storage", "sampler", "isolate", "profile", "name", "seed", "progress", "strategy")
 """Options of `tune` that change no prediction, because no trial runs."""
+
+_REFUSED = ("checkpointing", "fits", "lengths", "loader")
+"""Options of `tune` that predictions for clusters can't use."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ def measured_kinds(
 def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind], int, tuple[Note, ...]]:
     from autosplit.profiles.key import ProfileKey
     from autosplit.runtime.gpu_kernels import GpuKernels
+    from autosplit.runtime.simulated import SimulatedRuntime
     from autosplit.runtime.tracked_step import bucket_bytes
     from autosplit.tuning.lone_session import LoneSession
     from autosplit.tuning.session import POINT_BUDGET_S
@@ -256,14 +259,15 @@ def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind]
     session = LoneSession(workers, request, key, tell, notes)
     plan = session.plan()
     assert plan.fit is not None, "a plan for simulated ranks has a fit"
-    prober, nbytes, kinds = session.prober, bucket_bytes(session.prober.tracer.trainee), []
+    prober, runtime, kinds = session.prober, session.runtime, []
+    assert isinstance(runtime, SimulatedRuntime), "a cluster has simulated GPUs"
     for index, rank in enumerate(plan.ddp.ranks):
         spec = request.devices[index].spec
         assert spec is not None, "a cluster has simulated GPUs"
         step = prober.measured(prober.shapes(index, "rank", (), False)(rank.batch_size), budget_s=POINT_BUDGET_S)
-        traces = session.runtime.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
+        traces = runtime.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
         arrived = _arrivals(traces, spec, rank.batch_size) if prober.tracer.fake else ()
-        buckets = buckets_of(arrived or _even_arrivals(nbytes))
+        buckets = buckets_of(arrived or even_arrivals(bucket_bytes(prober.tracer.trainee)))
         curve = plan.fit.step_time.curves[index]
         kinds.append(RankKind(request.devices[index].name, rank.ceiling.batch_size, curve, step.update_s, buckets))
     return kinds, plan.ddp.least_batch, plan.notes
@@ -296,15 +300,16 @@ def _arrivals(traces: Any, spec: GpuSpec, samples: int) -> list[tuple[float, int
     return arrived
 
 
-def _even_arrivals(nbytes: int) -> list[tuple[float, int]]:
+def even_arrivals(nbytes: int) -> list[tuple[float, int]]:
     """Return arrivals that are spread evenly over the backward, for a model that only real tensors can trace."""
     count = -(-nbytes // BUCKET_BYTES)
     return [(1 - BACKWARD_SHARE * (1 - (at + 1) / count), -(-nbytes // count)) for at in range(count)]
 
 
 def buckets_of(arrived: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """Collect gradients in DDP's buckets. A bucket is full when it has at least `BUCKET_BYTES`, the first one earlier."""
-    buckets, held = [], 0
+    """Collect gradients in DDP's buckets. A bucket is full when it has at least `BUCKET_BYTES`."""
+    buckets: list[tuple[float, int]] = []
+    held = 0
     for at, nbytes in arrived:
         held += nbytes
         if held >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
@@ -468,11 +473,10 @@ def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
     """Raise InputError for options of `tune` that predictions for clusters can't use."""
     for name, value in options.items():
         several = isinstance(value, (tuple, list)) or (isinstance(value, str) and ("," in value or ":" in value))
-        known = name in (*_OF_WORKLOAD, *_OF_SEARCH, "effective_batch_size", "max_batch_size", "time_limit_s", "reserve")
-        refused = several and name in ("precision", "effective_batch_size")
-        if value is not None and (not known or refused or (name, value) == ("strategy", "balanced")):
+        refused = name in _REFUSED or (several and name in ("precision", "effective_batch_size"))
+        if value is not None and (refused or (name, value) == ("strategy", "balanced")):
             raise InputError(
-                f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision and "
-                "one effective batch size. Leave it out, or compare without clusters.",
+                f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
+                "and one effective batch size. Leave it out, or compare without clusters.",
                 code="cluster-option",
             )
