@@ -5,9 +5,10 @@
 The tables are `published_scaling.csv` and `published_all_reduce.csv`. Each row names its source. Nothing is fitted to
 the steps. Efficiency is samples/s per node, divided by samples/s per node at the fewest published nodes.
 
-"buckets" are steps of torch's DistributedDataParallel. "one message" are steps whose script reduces all gradients
-after the backward: apex's DistributedDataParallel with messages of 250 million elements, more than BERT has
-(run_pretraining.py of github.com/NVIDIA/DeepLearningExamples). "fsdp" are steps of FSDP, which autosplit does not
+"buckets" are steps of DistributedDataParallel: torch's in pytorch/examples, and apex's with buckets of 40 MB in
+NVIDIA's script. "one message" are steps whose script reduces all gradients after the backward: apex with messages of
+250 million elements, more than BERT has. Its fp16 gradients have two bytes (opt_level "O2" in run_pretraining.py of
+github.com/NVIDIA/DeepLearningExamples). "fsdp" are steps of FSDP, which autosplit does not
 predict. They check the model of the network: the compute time is the published step at the fewest nodes without its
 exposed traffic. FSDP moves 3 x 2 bytes per parameter in bfloat16 (two all-gathers and a reduce-scatter), as much as an
 all-reduce of 3 bytes per parameter.
@@ -49,6 +50,13 @@ from autosplit.workload.workload import Workload
 TABLE = Path(__file__).with_name("published_scaling.csv")
 ALL_REDUCES = Path(__file__).with_name("published_all_reduce.csv")
 RESULTS = Path(__file__).parent / "results" / "published_scaling.json"
+
+STABLE_DIFFUSION = {2: 0.99, 4: 0.947, 8: 0.89, 16: 0.789, 32: 0.63}
+"""Published efficiency of Stable Diffusion 2 by nodes, each with 8 A100-40GB (github:mosaicml/diffusion-benchmark).
+
+The effective batch size is always 2,048, in micro-batches of 4 per GPU. One node has 128.2 images/s. The U-Net has 866
+million parameters. The network is not stated, so no row counts in the summary.
+"""
 
 NOT_COMPARED = (
     "Stable Diffusion 2 on 16 to 256 A100 (github:mosaicml/diffusion-benchmark): the network is not stated",
@@ -132,7 +140,8 @@ def kind_of(first: Row) -> RankKind:
         return replace(kind, curve=TimeCurve(((first.batch, published_s - exposed_s),)))
     kind = measured_kinds(workload(first), None, [device])[0][device]
     if first.reduced == "one message":
-        kind = replace(kind, buckets=((1.0, sum(nbytes for _, nbytes in kind.buckets)),))
+        nbytes = sum(nbytes for _, nbytes in kind.buckets) // (2 if first.precision == "fp16" else 1)
+        kind = replace(kind, buckets=((1.0, nbytes),))
     return kind
 
 
@@ -176,6 +185,25 @@ def all_reduces() -> list[dict[str, Any]]:
     return found
 
 
+def stable_diffusion() -> list[dict[str, Any]]:
+    """Predict the efficiency of Stable Diffusion 2 for several networks, because the network is not stated."""
+    found = []
+    for rate in (50, 100, 200, 400, 1600):
+        whole = parse_cluster(f"sim:32x(8xA100-40GB)@{rate}Gbps")
+        curve = TimeCurve(((4, 4 * 8 / 128.2),))
+        kinds = dict.fromkeys(
+            whole.kinds, RankKind("A100-40GB", 4, curve, 0.0, buckets_of(even_arrivals(866_000_000 * 4)))
+        )
+
+        def rate_of(nodes: int, whole: Cluster = whole, kinds: Any = kinds) -> float:
+            return 2048 / step_of(whole.first(nodes), kinds, [4], 2048 // (4 * 8 * nodes))[0]
+
+        predicted = {nodes: round(rate_of(nodes) / rate_of(1) / nodes, 3) for nodes in STABLE_DIFFUSION}
+        off = max(100 * abs(predicted[nodes] - published) for nodes, published in STABLE_DIFFUSION.items())
+        found.append({"network": f"{rate}Gbps", "predicted": predicted, "largest points off": round(off, 1)})
+    return found
+
+
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the errors, also of the prediction that every added node brings as much as the first."""
     off = [abs(row["points off"]) for row in found]
@@ -215,12 +243,14 @@ def main() -> None:
     groups = itertools.groupby(rows(), key=lambda row: row.group)
     found = [one for _, group in groups for one in compared(list(group))]
     ways = {way: [row for row in found if row["reduced"] == way] for way in ("buckets", "one message", "fsdp")}
+    ways["ddp"] = ways["buckets"] + ways["one message"]
     report = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
         "summary": {"all": summary(found), **{way: summary(some) for way, some in ways.items()}},
         "compared": found,
         "all-reduces": all_reduces(),
+        "stable diffusion 2": {"published": STABLE_DIFFUSION, "by network": stable_diffusion()},
         "4,096 ranks": large(),
         "not compared": list(NOT_COMPARED),
     }
