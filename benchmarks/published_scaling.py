@@ -2,8 +2,9 @@
 
     python benchmarks/published_scaling.py [--output FILE]
 
-The tables are `published_scaling.csv` and `published_all_reduce.csv`. Each row names its source. Nothing is fitted to
-the steps. Efficiency is samples/s per node, divided by samples/s per node at the fewest published nodes.
+The tables are `published_scaling.csv` and `published_all_reduce.csv`. Each row names its source. Efficiency is
+samples/s per node, divided by samples/s per node at the fewest published nodes. One number is fitted, to the rows of
+FSDP: `cluster_prediction.WAITS`, the median of their losses per doubling of the nodes. The rows of DDP are held out.
 
 "buckets" are steps of DistributedDataParallel: torch's in pytorch/examples, and apex's with buckets of 40 MB in
 NVIDIA's script. "one message" are steps whose script reduces all gradients after the backward: apex with messages of
@@ -20,6 +21,7 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -136,8 +138,9 @@ def kind_of(first: Row) -> RankKind:
         published_s = first.batch * first.gpus_per_node * first.nodes / first.samples_per_s
         curve = TimeCurve(((first.batch, published_s),))
         kind = RankKind(device.name, first.batch, curve, 0.0, buckets)
-        exposed_s = step_of(first.cluster(), {device: kind}, [first.batch])[2]
-        return replace(kind, curve=TimeCurve(((first.batch, published_s - exposed_s),)))
+        _, _, exposed_s, waits_s = step_of(first.cluster(), {device: kind}, [first.batch])
+        own_s = (published_s - exposed_s) / (1 + waits_s / published_s)
+        return replace(kind, curve=TimeCurve(((first.batch, own_s),)))
     kind = measured_kinds(workload(first), None, [device])[0][device]
     if first.reduced == "one message":
         nbytes = sum(nbytes for _, nbytes in kind.buckets) // (2 if first.precision == "fp16" else 1)
@@ -166,6 +169,7 @@ def compared(group: list[Row]) -> Iterator[dict[str, Any]]:
             "nodes": f"{first.nodes} to {row.nodes}",
             "published": round(published, 3),
             "predicted": round(predicted, 3),
+            "loss per doubling": round((1 - published) / math.log2(times), 4),
             "points off": round(100 * (predicted - published), 1),
             "samples/s, predicted / published": round(predicted_rate(row) / row.samples_per_s, 3),
             "source": row.source,
@@ -248,6 +252,7 @@ def main() -> None:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
         "summary": {"all": summary(found), **{way: summary(some) for way, some in ways.items()}},
+        "median loss per doubling, fsdp": round(statistics.median(row["loss per doubling"] for row in ways["fsdp"]), 4),
         "compared": found,
         "all-reduces": all_reduces(),
         "stable diffusion 2": {"published": STABLE_DIFFUSION, "by network": stable_diffusion()},

@@ -319,17 +319,16 @@ def _language() -> list[str]:
 
 def _scaling() -> list[str]:
     found = _read("published_scaling")
-    ddp, network = found["summary"]["ddp"], found["summary"]["fsdp"]
+    ddp = found["summary"]["ddp"]
     text = (
-        "Predicted scaling over nodes compared with published steps. Nothing is fitted to them. Efficiency is "
-        "samples/s per node, relative to the fewest nodes. Buckets: DDP overlaps the all-reduce with the backward. One "
-        "message: the script reduces all gradients after the backward. FSDP rows only check the model of the network, "
-        f"see the script. Of the {ddp['rows']} DDP rows, {ddp['within 10 points']} are within 10 points, the median "
-        f"error is {ddp['median points off']} points, and the largest {ddp['largest points off']} points. For "
-        f"comparison, perfect scaling is within 10 points in {ddp['within 10 points of perfect scaling']} rows, and at "
-        f"most {ddp['largest points off of perfect scaling']} points off. The FSDP rows lose so little that perfect "
-        f"scaling fits them, too ({network['largest points off of perfect scaling']} points). Predictions leave out "
-        "waits for the slowest of many ranks, so most of them are too high where the backward hides the all-reduce. "
+        "Predicted scaling over nodes compared with published steps. Efficiency is samples/s per node, relative to the "
+        "fewest nodes. Buckets: DDP overlaps the all-reduce with the backward. One message: the script reduces all "
+        "gradients after the backward. One number is fitted, to the FSDP rows: the waits for the slowest rank, "
+        f"{found['median loss per doubling, fsdp']:.1%} for each doubling of the nodes. The {ddp['rows']} DDP rows are "
+        f"held out: {ddp['within 10 points']} are within 10 points, the median error is {ddp['median points off']} "
+        f"points, and the largest {ddp['largest points off']} points. Perfect scaling is within 10 points in "
+        f"{ddp['within 10 points of perfect scaling']} of them, and up to "
+        f"{ddp['largest points off of perfect scaling']} points off. "
         f"BERT on 4,096 GPUs of three kinds: {found['4,096 ranks']['s to trace and time three GPUs']} s to trace and "
         f"time three GPUs, and {found['4,096 ranks']['s to solve all numbers of nodes']} s to solve all numbers of "
         "nodes."
@@ -343,15 +342,21 @@ def _scaling() -> list[str]:
     diffusion = found["stable diffusion 2"]
     nodes = [*diffusion["published"]]
     steps = [("published, network not stated", *diffusion["published"].values(), "")]
-    steps += [(one["network"], *one["predicted"].values(), one["largest points off"]) for one in diffusion["by network"]]
+    steps += [
+        (one["network"], *one["predicted"].values(), one["largest points off"]) for one in diffusion["by network"]
+    ]
     return [
         *_opened("Scaling over nodes", text, "published_scaling", found),
         *_table(("model", "nodes with", "reduced", "nodes", "published", "predicted", "samples/s ratio"), rows),
-        "Predicted / measured time of one all-reduce, by MiB. The network of the four nodes is EFA, whose latency is "
-        "above that of InfiniBand.\n",
+        (
+            "Predicted / measured time of one all-reduce, by MiB. The network of the four nodes is EFA, whose latency is "
+            "above that of InfiniBand.\n"
+        ),
         *_table(("MiB", *clusters), [(f"{size:.0f}", *ratios.values()) for size, ratios in own.items()]),
-        "Efficiency of Stable Diffusion 2 with 2,048 samples per step, by the number of nodes. A network between 100 "
-        "and 200 Gbit/s per node would explain the published values.\n",
+        (
+            "Efficiency of Stable Diffusion 2 with 2,048 samples per step, by the number of nodes. A network of 200 Gbit/s "
+            "per node would explain the published values, but the network is not stated.\n"
+        ),
         *_table(("network", *nodes, "largest points off"), steps),
         f"Not compared: {'; '.join(found['not compared'])}.\n",
     ]

@@ -181,8 +181,9 @@ class PredictedNodes:
         step_s: Seconds of an optimizer step.
         all_reduce_s: Seconds of all all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
+        waits_s: Seconds that ranks wait for the slowest rank.
         efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
-        limited_by: `"compute"`, `"batch size"`, `"network"`, or the GPU with slow links in its node.
+        limited_by: `"compute"`, `"batch size"`, `"slowest rank"`, `"network"`, or the GPU with slow links in its node.
         samples_per_s: Throughput.
     """
 
@@ -194,6 +195,7 @@ class PredictedNodes:
     step_s: float
     all_reduce_s: float
     exposed_s: float
+    waits_s: float
     efficiency: float
     limited_by: str
     samples_per_s: float

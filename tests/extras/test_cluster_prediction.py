@@ -22,6 +22,7 @@ from autosplit.extras.cluster import parse_cluster
 from autosplit.extras.cluster_prediction import (
     BUCKET_BYTES,
     SCALING_ERRORS,
+    WAITS,
     ClusterScaling,
     RankKind,
     _Ranks,
@@ -96,7 +97,7 @@ def test_without_an_effective_batch_the_batch_grows_with_the_ranks():
     found = scaled(cluster, kinds_of(cluster, 0.001, ceiling=4096)).predictions
     assert [one.nodes for one in found] == [1, 2, 4, 8, 16, 32, 64]
     assert found[-1].effective_batch_size > 32 * found[0].effective_batch_size
-    assert all(one.efficiency > 0.9 for one in found)
+    assert all(one.efficiency > 0.85 for one in found)
 
 
 def test_max_batch_size_limits_a_forward():
@@ -129,22 +130,24 @@ def test_the_backward_hides_all_buckets_but_the_last():
     cluster = parse_cluster("sim:2x(8xA100-80GB)@EDR")
     curve = TimeCurve(((8, 1.0),))
     two = RankKind("A100-80GB", 8, curve, 0.25, ((0.5, 2**28), (1.0, 2**26)))
-    first_s, last_s = cluster.all_reduce_s(2**28), cluster.all_reduce_s(2**26)
+    first_s, last_s, waits_s = cluster.all_reduce_s(2**28), cluster.all_reduce_s(2**26), WAITS
     assert first_s < 0.5
     assert step_of(cluster, dict.fromkeys(cluster.kinds, two), [8]) == pytest.approx(
-        (1.25 + last_s, first_s + last_s, last_s)
+        (1.25 + waits_s + last_s, first_s + last_s, last_s, waits_s)
     )
     late = replace(two, buckets=((0.99, 2**28), (1.0, 2**26)))
-    assert step_of(cluster, dict.fromkeys(cluster.kinds, late), [8])[2] == pytest.approx(first_s + last_s - 0.01)
+    assert step_of(cluster, dict.fromkeys(cluster.kinds, late), [8])[2] == pytest.approx(
+        first_s + last_s - 0.01 * (1 + waits_s)
+    )
     # With three forwards, only the last backward reduces.
-    assert step_of(cluster, dict.fromkeys(cluster.kinds, two), [8], 3)[0] == pytest.approx(3.25 + last_s)
+    assert step_of(cluster, dict.fromkeys(cluster.kinds, two), [8], 3)[0] == pytest.approx(3.25 + 3 * waits_s + last_s)
 
 
 def test_a_bucket_waits_for_the_slowest_rank():
     cluster = parse_cluster("sim:1x(A100-80GB)+1x(L4)@EDR")
     fast, slow = (RankKind("any", 8, TimeCurve(((8, s),)), 0.0, ((0.5, 2**20), (1.0, 2**20))) for s in (1.0, 2.0))
     kinds = dict(zip(cluster.kinds, (fast, slow), strict=True))
-    assert step_of(cluster, kinds, [8, 8])[0] == pytest.approx(2.0 + cluster.all_reduce_s(2**20))
+    assert step_of(cluster, kinds, [8, 8])[0] == pytest.approx(2 * (1 + WAITS) + cluster.all_reduce_s(2**20))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +156,11 @@ def test_a_bucket_waits_for_the_slowest_rank():
         ("8xNDR", 0.01, 64 * 32, "compute"),
         ("1Gbps", 0.001, 64 * 32, "network"),
         ("8xNDR", 0.001, 32, "batch size"),
+        ("8xNDR", 1.0, 2**18, "slowest rank"),
     ],
 )
 def test_the_largest_loss_limits_the_step(network, sample_s, effective, limit):
-    cluster = parse_cluster(f"sim:4x(8xA100-80GB)@{network}")
+    cluster = parse_cluster(f"sim:{512 if limit == 'slowest rank' else 4}x(8xA100-80GB)@{network}")
     assert predicted(cluster, kinds_of(cluster, sample_s), effective_batch_size=effective).limited_by == limit
 
 
@@ -211,24 +215,12 @@ def test_a_rank_has_the_time_and_the_ceiling_of_a_plan_for_ddp(measured):
     assert kinds[devices[1]].curve(256) + kinds[devices[1]].update_s == pytest.approx(step.step_s, rel=0.2)
 
 
-def test_a_workload_that_only_real_tensors_can_trace_gets_even_arrivals():
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, batch):
-            return self.layer(batch) * (1 + len(batch.sum(1).tolist()))
-
-    found = measured_kinds(
-        Counted(),
-        torch.ones(4, 64),
-        tuple(parse_cluster("sim:(2xA100-80GB)").kinds),
-        compute_loss=lambda net, batch: net(batch).mean(),
-        time_limit_s=1.0,
-    )
-    (only,) = found[0].values()
-    assert only.buckets == ((1.0, 4 * 65 * 64),)
+def test_without_arrivals_in_the_trace_the_backward_is_even(monkeypatch):
+    """A model that only real tensors can trace has no arrivals."""
+    monkeypatch.setattr(cluster_prediction, "_arrivals", lambda *_: ())
+    devices = tuple(parse_cluster("sim:(2xA100-80GB)").kinds)
+    (only,) = measured_kinds(made_workload(64), None, devices)[0].values()
+    assert only.buckets == ((1.0, 4 * (65 * 64 + 65 * 64 + 65)),)
 
 
 # compare
@@ -305,6 +297,7 @@ def test_the_command_prints_the_scaling_and_the_hours(tmp_path, monkeypatch, cap
 def test_the_note_has_the_measured_errors():
     found = json.loads((BENCHMARKS / "results" / "published_scaling.json").read_text(encoding="utf-8"))
     ddp = found["summary"]["ddp"]
+    assert found["median loss per doubling, fsdp"] == pytest.approx(WAITS, abs=5e-4)
     rates = [one["samples/s, predicted / published"] for one in found["compared"] if one["reduced"] != "fsdp"]
     assert f"{ddp['rows']} published DDP steps" in SCALING_ERRORS
     assert (
