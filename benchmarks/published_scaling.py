@@ -36,15 +36,8 @@ import transformers
 from torch import Tensor
 
 from autosplit.extras.cluster import Cluster, parse_cluster
-from autosplit.extras.cluster_prediction import (
-    ClusterScaling,
-    RankKind,
-    buckets_of,
-    even_arrivals,
-    measured_kinds,
-    scaled,
-    step_of,
-)
+from autosplit.extras.cluster_kinds import RankKind, buckets_of, even_arrivals, measured_kinds
+from autosplit.extras.cluster_prediction import ClusterScaling, scaled, step_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.solve.step_time import TimeCurve
 from autosplit.workload.workload import Workload
@@ -226,9 +219,9 @@ def large() -> dict[str, Any]:
     """Time the prediction of BERT on 4,096 GPUs of three kinds."""
     cluster, begin_s = parse_cluster(LARGE), time.monotonic()
     step = workload(next(row for row in rows() if row.model == "bert-base"))
-    kinds, least, _ = measured_kinds(step, None, tuple(cluster.kinds))
+    kinds, limits, _ = measured_kinds(step, None, tuple(cluster.kinds))
     measured_s = time.monotonic() - begin_s
-    found: ClusterScaling = scaled(cluster, kinds, effective_batch_size=2**18, least_batch=least)
+    found: ClusterScaling = scaled(cluster, kinds, effective_batch_size=2**18, **limits)
     return {
         "cluster": cluster.spec,
         "ranks": cluster.ranks,

@@ -349,13 +349,13 @@ def _scaling() -> list[str]:
         *_opened("Scaling over nodes", text, "published_scaling", found),
         *_table(("model", "nodes with", "reduced", "nodes", "published", "predicted", "samples/s ratio"), rows),
         (
-            "Predicted / measured time of one all-reduce, by MiB. The network of the four nodes is EFA, whose latency is "
-            "above that of InfiniBand.\n"
+            "Predicted / measured time of one all-reduce, by MiB. The network of the four nodes is EFA, whose "
+            "latency is above that of InfiniBand.\n"
         ),
         *_table(("MiB", *clusters), [(f"{size:.0f}", *ratios.values()) for size, ratios in own.items()]),
         (
-            "Efficiency of Stable Diffusion 2 with 2,048 samples per step, by the number of nodes. A network of 200 Gbit/s "
-            "per node would explain the published values, but the network is not stated.\n"
+            "Efficiency of Stable Diffusion 2 with 2,048 samples per step, by the number of nodes. A network of 200 "
+            "Gbit/s per node would explain the published values, but the network is not stated.\n"
         ),
         *_table(("network", *nodes, "largest points off"), steps),
         f"Not compared: {'; '.join(found['not compared'])}.\n",

@@ -17,18 +17,14 @@ from torch import nn
 import autosplit
 from autosplit.cli.main import main
 from autosplit.errors import InputError
-from autosplit.extras import cluster_prediction
+from autosplit.extras import cluster_kinds, cluster_prediction
 from autosplit.extras.cluster import parse_cluster
+from autosplit.extras.cluster_kinds import BUCKET_BYTES, RankKind, buckets_of, even_arrivals, measured_kinds
 from autosplit.extras.cluster_prediction import (
-    BUCKET_BYTES,
     SCALING_ERRORS,
     WAITS,
     ClusterScaling,
-    RankKind,
     _Ranks,
-    buckets_of,
-    even_arrivals,
-    measured_kinds,
     predicted,
     scaled,
     step_of,
@@ -196,9 +192,9 @@ def measured():
 
 
 def test_buckets_have_all_gradients_in_the_order_of_the_backward(measured):
-    workload, devices, (kinds, least, _) = measured
+    workload, devices, (kinds, limits, _) = measured
     nbytes = sum(4 * parameter.numel() for parameter in workload.model.parameters())
-    assert least == 1
+    assert limits == {"least_batch": 1, "accumulates": True}
     for device in devices:
         shares = [share for share, _ in kinds[device].buckets]
         assert sum(size for _, size in kinds[device].buckets) == pytest.approx(nbytes, abs=8)
@@ -217,7 +213,7 @@ def test_a_rank_has_the_time_and_the_ceiling_of_a_plan_for_ddp(measured):
 
 def test_without_arrivals_in_the_trace_the_backward_is_even(monkeypatch):
     """A model that only real tensors can trace has no arrivals."""
-    monkeypatch.setattr(cluster_prediction, "_arrivals", lambda *_: ())
+    monkeypatch.setattr(cluster_kinds, "_arrivals", lambda *_: ())
     devices = tuple(parse_cluster("sim:(2xA100-80GB)").kinds)
     (only,) = measured_kinds(made_workload(64), None, devices)[0].values()
     assert only.buckets == ((1.0, 4 * (65 * 64 + 65 * 64 + 65)),)
