@@ -206,8 +206,8 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
         )
     if "(" in tail:
         raise DeviceError(
-            f"Device spec {shown(f'sim:{tail}')} is a cluster of several nodes. Only compare plans for clusters. Use "
-            "autosplit compare, or the GPUs of one node, such as sim:8xA100-80GB.",
+            f"Device spec {shown(f'sim:{tail}')} is a cluster. Only autosplit compare takes clusters. Use that "
+            "command, or name the GPUs of one machine, such as sim:8xA100-80GB.",
             code="devices-cluster",
         )
     devices: list[Device] = []

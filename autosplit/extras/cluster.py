@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import sim_item
-from autosplit.errors import DeviceError, shown
+from autosplit.errors import DeviceError, InputError, shown
 
 MOST_RANKS = 2**20
 """Maximum number of GPUs of a cluster. A larger number is a typing error."""
@@ -49,6 +50,9 @@ TREE_SHARE = 0.9
 
 PCIE_BYTES_PER_S = 63e9
 """Rate of PCI Express 5.0 x16. Faster links between GPUs are NVLink or similar."""
+
+_REFUSED = ("checkpointing", "fits", "lengths", "loader")
+"""Options of `tune` that predictions for clusters can't use."""
 
 _EXPECTED = "Expected a spec such as sim:4x(8xA100-80GB)+2x(4xL40S)@100Gbps."
 
@@ -222,3 +226,16 @@ def _network(text: str, spec: str) -> float | None:
             code="cluster-rate",
         )
     return gbps * 1e9 / 8
+
+
+def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
+    """Raise InputError for options of `tune` that predictions for clusters can't use."""
+    for name, value in options.items():
+        several = isinstance(value, (tuple, list)) or (isinstance(value, str) and ("," in value or ":" in value))
+        refused = name in _REFUSED or (several and name in ("precision", "effective_batch_size"))
+        if value is not None and (refused or (name, value) == ("strategy", "balanced")):
+            raise InputError(
+                f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
+                "and one effective batch size. Leave it out, or compare without clusters.",
+                code="cluster-option",
+            )

@@ -32,8 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autosplit.devices.device import Device
-from autosplit.errors import InputError, shown
-from autosplit.extras.cluster import Cluster
+from autosplit.extras.cluster import Cluster, check_options
 from autosplit.extras.cluster_kinds import RankKind, measured_kinds
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
@@ -42,6 +41,7 @@ from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import TimeCurve
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
+from autosplit.text import counted_text
 
 WAITS = 0.017
 """Fraction of the forward and backward that ranks wait for the slowest rank, for each doubling of the nodes.
@@ -68,9 +68,6 @@ SCALING_ERRORS = (
 
 _OF_SEARCH = ("n_trials", "storage", "sampler", "isolate", "profile", "name", "seed", "progress", "strategy")
 """Options of `tune` that change no prediction, because no trial runs."""
-
-_REFUSED = ("checkpointing", "fits", "lengths", "loader")
-"""Options of `tune` that predictions for clusters can't use."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +163,12 @@ class ClusterScaling:
         best = self.pays_up_to
         after = next((one for one in self.predictions if one.nodes > best.nodes), None)
         if after is None:
-            return f"Scaling pays up to all {best.nodes} nodes. There, {_named(best.limited_by)} limits the step."
-        gain = after.samples_per_s / best.samples_per_s
+            size = counted_text(best.nodes, "node")
+            return f"Scaling pays up to the whole cluster of {size}. There, {_named(best.limited_by)} limits the step."
+        gain, size = after.samples_per_s / best.samples_per_s, counted_text(best.nodes, "node")
         return (
-            f"Scaling pays up to {best.nodes} nodes. {after.nodes} nodes have {gain:.2f}x the samples/s, and "
-            f"{_named(after.limited_by)} limits the step."
+            f"Scaling pays up to {size}. {after.nodes} nodes have {gain:.2f}x the samples/s, "
+            f"and {_named(after.limited_by)} limits the step."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -350,16 +348,3 @@ def predict_cluster(
     )
     limits |= {"effective_batch_size": effective_batch_size, "max_batch_size": max_batch_size}
     return scaled(cluster, kinds, notes, **limits)
-
-
-def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
-    """Raise InputError for options of `tune` that predictions for clusters can't use."""
-    for name, value in options.items():
-        several = isinstance(value, (tuple, list)) or (isinstance(value, str) and ("," in value or ":" in value))
-        refused = name in _REFUSED or (several and name in ("precision", "effective_batch_size"))
-        if value is not None and (refused or (name, value) == ("strategy", "balanced")):
-            raise InputError(
-                f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
-                "and one effective batch size. Leave it out, or compare without clusters.",
-                code="cluster-option",
-            )

@@ -14,7 +14,7 @@ from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, ends_tracebacks, one_line, shown
-from autosplit.extras.cluster import Cluster, is_cluster, parse_cluster
+from autosplit.extras.cluster import Cluster, check_options, is_cluster, parse_cluster
 from autosplit.plan.plan import Plan
 from autosplit.probe.request import checked_request
 from autosplit.solve.split import whole_number
@@ -103,13 +103,14 @@ class ComparedMachine:
 
     def compute_for(self, samples: int) -> ComputeRequest | None:
         """Return the hours, the device-hours and the cost of training on these samples, or None without a plan."""
-        if self.samples_per_s is None:
+        rate, price = self.samples_per_s, self.price_per_hour
+        if rate is None:
             return None
-        hours = samples / self.samples_per_s / 3600
-        devices = len(self.plan.devices) if self.plan is not None else self.cluster.whole.ranks  # type: ignore[union-attr]
-        return ComputeRequest(
-            hours, hours * devices, None if self.price_per_hour is None else hours * self.price_per_hour
-        )
+        hours = samples / rate / 3600
+        devices = len(self.plan.devices) if self.plan is not None else 0
+        if self.cluster is not None:
+            devices = self.cluster.whole.ranks
+        return ComputeRequest(hours, hours * devices, None if price is None else hours * price)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -256,8 +257,11 @@ def asked_machines(
     for given in devices:
         spec = parse_cluster(given) if is_cluster(given) else given
         if isinstance(spec, Cluster):
-            _check_cluster(spec, machines, options or {})
-            machines.append(AskedMachine(spec.spec, spec, tuple(spec.kinds)))
+            checked_request(devices=tuple(spec.kinds), **checked)
+            check_options(spec, options or {})
+            machine = AskedMachine(spec.spec, spec, tuple(spec.kinds))
+            _refuse_twin(machine, [one for one in machines if one.name == machine.name])
+            machines.append(machine)
             continue
         found = checked_request(devices=spec, **checked).devices
         name = " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in found)
@@ -282,14 +286,6 @@ def asked_machines(
             )
         machines[place] = replace(machines[place], price_per_hour=price)
     return tuple(machines)
-
-
-def _check_cluster(cluster: Cluster, machines: Sequence[AskedMachine], options: Mapping[str, Any]) -> None:
-    from autosplit.extras.cluster_prediction import check_options
-
-    check_options(cluster, options)
-    asked = AskedMachine(cluster.spec, cluster, ())
-    _refuse_twin(asked, [one for one in machines if isinstance(one.spec, Cluster) and one.spec.spec == cluster.spec])
 
 
 def _refuse_twin(machine: AskedMachine, twins: Sequence[AskedMachine]) -> None:
@@ -375,6 +371,7 @@ def compare(
     from autosplit.tuning import tune as tuning
 
     machines = asked_machines(devices, prices, {**options, "time_limit_s": time_limit_s})
+    wanted = None if samples is None else whole_number("samples", samples, minimum=1)
 
     def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
         if isinstance(spec, Cluster):
@@ -385,7 +382,7 @@ def compare(
 
     with heard_by(progress) as heard:
         found = compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
-    return found if samples is None else replace(found, samples=whole_number("samples", samples, minimum=1))
+    return replace(found, samples=wanted)
 
 
 def compared(

@@ -171,7 +171,7 @@ def test_scaling_stops_paying_where_added_gpus_bring_less_than_half():
     assert f"up to {best.nodes} nodes" in found.summary
     assert "the network limits" in found.summary
     fast = replace(cluster, network_bytes_per_s=400e9)
-    assert "all 64 nodes" in scaled(fast, kinds_of(cluster, 0.1), effective_batch_size=32768).summary
+    assert "the whole cluster of 64 nodes" in scaled(fast, kinds_of(cluster, 0.1), effective_batch_size=32768).summary
 
 
 # Measured kinds
@@ -251,6 +251,8 @@ def test_compare_takes_clusters_next_to_machines():
         ({"precision": "none,bf16"}, "cluster-option"),
         ({"effective_batch_size": (64, 128)}, "cluster-option"),
         ({"checkpointing": "auto"}, "cluster-option"),
+        ({"max_batch_size": -1}, "whole-number-range"),
+        ({"samples": 0}, "whole-number-range"),
     ],
 )
 def test_options_that_clusters_cannot_use_are_refused_before_anything_runs(options, code):
