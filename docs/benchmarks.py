@@ -31,6 +31,7 @@ def page() -> str:
         _rivals,
         _language,
         _models,
+        _scaling,
         _compiled,
         _kernels,
         _fit,
@@ -350,6 +351,51 @@ def _language() -> list[str]:
     return [
         *_opened("Language models in bfloat16", text, "published_language", found),
         *_table(columns, rows),
+        f"Not compared: {'; '.join(found['not compared'])}.\n",
+    ]
+
+
+def _scaling() -> list[str]:
+    found = _read("published_scaling")
+    ddp = found["summary"]["ddp"]
+    text = (
+        "Predicted scaling over nodes compared with published steps. Efficiency is samples/s per node, relative to the "
+        "fewest nodes. Buckets: DDP overlaps the all-reduce with the backward. One message: the script reduces all "
+        "gradients after the backward. One number is fitted, to the FSDP rows: the waits for the slowest rank, "
+        f"{found['median loss per doubling, fsdp']:.1%} for each doubling of the nodes. The {ddp['rows']} DDP rows are "
+        f"held out: {ddp['within 10 points']} are within 10 points, the median error is {ddp['median points off']} "
+        f"points, and the largest {ddp['largest points off']} points. Perfect scaling is within 10 points in "
+        f"{ddp['within 10 points of perfect scaling']} of them, and up to "
+        f"{ddp['largest points off of perfect scaling']} points off. "
+        f"BERT on 4,096 GPUs of three kinds: {found['4,096 ranks']['s to trace and time three GPUs']} s to trace and "
+        f"time three GPUs, and {found['4,096 ranks']['s to solve all numbers of nodes']} s to solve all numbers of "
+        "nodes."
+    )
+    keys = ("model", "gpus", "reduced", "nodes", "published", "predicted", "samples/s, predicted / published")
+    rows = [[one[key] for key in keys] for one in found["compared"]]
+    own = {size: {} for size in (1.0, 32.0, 128.0, 1024.0)}
+    for one in found["all-reduces"]:
+        own.get(one["MiB"], {})[one["cluster"]] = f"{one['time ratio']:.2f}"
+    clusters = [*own[1.0]]
+    diffusion = found["stable diffusion 2"]
+    nodes = [*diffusion["published"]]
+    steps = [("published, network not stated", *diffusion["published"].values(), "")]
+    steps += [
+        (one["network"], *one["predicted"].values(), one["largest points off"]) for one in diffusion["by network"]
+    ]
+    return [
+        *_opened("Scaling over nodes", text, "published_scaling", found),
+        *_table(("model", "nodes with", "reduced", "nodes", "published", "predicted", "samples/s ratio"), rows),
+        (
+            "Predicted / measured time of one all-reduce, by MiB. The network of the four nodes is EFA, whose "
+            "latency is above that of InfiniBand.\n"
+        ),
+        *_table(("MiB", *clusters), [(f"{size:.0f}", *ratios.values()) for size, ratios in own.items()]),
+        (
+            "Efficiency of Stable Diffusion 2 with 2,048 samples per step, by the number of nodes. A network of 200 "
+            "Gbit/s per node would explain the published values, but the network is not stated.\n"
+        ),
+        *_table(("network", *nodes, "largest points off"), steps),
         f"Not compared: {'; '.join(found['not compared'])}.\n",
     ]
 

@@ -64,6 +64,7 @@ WITHOUT_TORCH = (
     "plan.plan",
     "plan.redact",
     "profiles.store",
+    "extras.cluster",
     "extras.compare",
     "cli.tables",
     "cli.pasted_code",

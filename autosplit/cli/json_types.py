@@ -152,13 +152,94 @@ class ComparedPlan:
 
 
 @dataclass(frozen=True)
+class RanksOfKind:
+    """The ranks of one kind of GPU in a cluster.
+
+    Attributes:
+        gpu: Name of the GPU.
+        ranks: Number of ranks.
+        samples: Samples per forward of all these ranks together.
+        ceiling: Largest batch size that fits on one rank.
+    """
+
+    gpu: str
+    ranks: int
+    samples: int
+    ceiling: int
+
+
+@dataclass(frozen=True)
+class PredictedNodes:
+    """A predicted optimizer step of DDP on some nodes of a cluster.
+
+    Attributes:
+        nodes: Number of nodes.
+        ranks: Number of GPUs.
+        shares: The samples of each kind of GPU.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        step_s: Seconds of an optimizer step.
+        all_reduce_s: Seconds of all all-reduces.
+        exposed_s: Seconds of the all-reduces that the backward does not hide.
+        waits_s: Seconds that ranks wait for the slowest rank.
+        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        limited_by: `"compute"`, `"batch size"`, `"slowest rank"`, `"network"`, or the GPU with slow links in its node.
+        samples_per_s: Throughput.
+    """
+
+    nodes: int
+    ranks: int
+    shares: tuple[RanksOfKind, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+    step_s: float
+    all_reduce_s: float
+    exposed_s: float
+    waits_s: float
+    efficiency: float
+    limited_by: str
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class ScaledCluster:
+    """Predictions for a cluster.
+
+    Attributes:
+        predictions: One for each number of nodes, the whole cluster last.
+        pays_up_to_nodes: The most nodes at which each added GPU brings at least half of an earlier GPU's samples/s.
+        summary: Where scaling stops paying, and what limits it.
+    """
+
+    predictions: tuple[PredictedNodes, ...]
+    pays_up_to_nodes: int
+    summary: str
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time of the whole training.
+
+    Attributes:
+        hours: Hours on the whole machine.
+        device_hours: Hours, times the number of devices.
+        cost: The cost in the currency of the command line. None without a price.
+    """
+
+    hours: float
+    device_hours: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
 class ComparedMachine:
     """A machine, its plan and its price.
 
     Attributes:
         devices: The device spec from the command line.
-        plan: The plan. None if the workload does not fit.
+        plan: The plan. None if the workload does not fit, and for a cluster.
         misfit: Why the workload does not fit. None if it fits.
+        cluster: The predictions for a cluster. None for other machines.
         predicted: Whether the samples/s are predicted and not measured.
         complete: False if the search was interrupted and this is the best plan so far.
         ddp_samples_per_s: Throughput of DDP. None if it is unknown.
@@ -168,11 +249,13 @@ class ComparedMachine:
         price_per_hour: The price per hour, in the currency of the command line. None if it was not given.
         cost_per_million_samples: The cost of training on a million samples, in the same currency. None without a price
             or a plan.
+        compute: The time of the whole training. None without `--samples`, or if the workload does not fit.
     """
 
     devices: str
     plan: ComparedPlan | None
     misfit: Misfit | None
+    cluster: ScaledCluster | None
     predicted: bool
     complete: bool
     ddp_samples_per_s: float | None
@@ -181,6 +264,7 @@ class ComparedMachine:
     headroom_device: str | None
     price_per_hour: float | None
     cost_per_million_samples: float | None
+    compute: Compute | None
 
 
 @dataclass(frozen=True)
@@ -191,6 +275,7 @@ class Compared:
         schema_version: The version of this JSON.
         sorted_by: The key by which the machines are sorted.
         complete: False if Ctrl-C stopped the comparison or a search early.
+        samples: Samples of the whole training. None without `--samples`.
         machines: The machines, best first. Machines that the workload does not fit come last.
         not_compared: Machines that were left out because of Ctrl-C.
         notes: Notes on the machines, one sentence each.
@@ -199,6 +284,7 @@ class Compared:
     schema_version: int
     sorted_by: str
     complete: bool
+    samples: int | None
     machines: tuple[ComparedMachine, ...]
     not_compared: tuple[str, ...]
     notes: tuple[str, ...]

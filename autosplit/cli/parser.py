@@ -100,9 +100,10 @@ COMMANDS: Mapping[str, Command] = {
                 **o.TRAINING,
             },
             "Devices": {
-                "--devices SPEC ...": "A machine: sim:2xL4 is predicted, cuda is measured. Give this option once per "
-                "machine.",
+                "--devices SPEC ...": "A machine: sim:2xL4 is predicted, cuda is measured, and a cluster such as "
+                "sim:4x(8xA100-80GB)@100Gbps is predicted for 1, 2 and 4 nodes. Give this option once per machine.",
                 "--price SPEC=MONEY ...": "Price of a machine per hour, as 2xL4=1.2. Give it once per machine.",
+                "--samples N": "Samples of the whole training. autosplit prints its hours, device-hours and cost.",
                 **o.STRATEGY,
             },
             "Search": o.SEARCH,

@@ -204,15 +204,22 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
             f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.",
             code="sim-without-gpu",
         )
+    if "(" in tail:
+        raise DeviceError(
+            f"Device spec {shown(f'sim:{tail}')} is a cluster. Only autosplit compare takes clusters. Use that "
+            "command, or name the GPUs of one machine, such as sim:8xA100-80GB.",
+            code="devices-cluster",
+        )
     devices: list[Device] = []
     for item in tail.split("+"):
-        count, device = _sim_item(item.strip(), f"sim:{tail}")
+        count, device = sim_item(item.strip(), f"sim:{tail}")
         _check_count(len(devices) + count, f"sim:{tail}")
         devices.extend([device] * count)
     return tuple(devices)
 
 
-def _sim_item(item: str, spec: str) -> tuple[int, Device]:
+def sim_item(item: str, spec: str) -> tuple[int, Device]:
+    """Parse ``2xRTX3090@10GiB``. Return the number of GPUs, and one of them. Errors mention the whole `spec`."""
     card, at, memory = (text.strip() for text in item.partition("@"))
     # Also match invalid counts such as "0x..." and "-1x...", which a later check rejects.
     match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)

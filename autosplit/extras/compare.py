@@ -14,12 +14,15 @@ from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, ends_tracebacks, one_line, shown
+from autosplit.extras.cluster import Cluster, check_options, is_cluster, parse_cluster
 from autosplit.plan.plan import Plan
 from autosplit.probe.request import checked_request
+from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress, heard_by, part_of
 
 if TYPE_CHECKING:
+    from autosplit.extras.cluster_prediction import ClusterScaling
     from autosplit.plan.record import PlanDevice
 
 SCHEMA_VERSION = 1
@@ -47,14 +50,34 @@ class Misfit:
 
 
 @dataclass(frozen=True)
+class ComputeRequest:
+    """The time of training on a number of samples.
+
+    Attributes:
+        hours: Hours on the whole machine.
+        device_hours: Hours, times the number of devices.
+        cost: In the user's currency. None without a price.
+    """
+
+    hours: float
+    device_hours: float
+    cost: float | None
+
+    def __str__(self) -> str:
+        price = "" if self.cost is None else f", cost {self.cost:,.2f}"
+        return f"{self.hours:,.2f} hours, {self.device_hours:,.2f} device-hours{price}"
+
+
+@dataclass(frozen=True)
 class ComparedMachine:
     """A machine with its plan and its price.
 
     Attributes:
         devices: The device spec that the user passed.
-        plan: None if the workload does not fit.
+        plan: None if the workload does not fit, and for a cluster.
         predicted: Whether samples/s are predicted instead of measured: the GPUs are simulated, or DDP was solved.
         price_per_hour: In the user's currency.
+        cluster: The predictions for a cluster. None for other machines.
     """
 
     devices: str
@@ -62,18 +85,32 @@ class ComparedMachine:
     misfit: Misfit | None
     predicted: bool
     price_per_hour: float | None = None
+    cluster: ClusterScaling | None = None
 
     @property
     def samples_per_s(self) -> float | None:
-        """The plan's throughput, or None without a plan."""
+        """The throughput of the plan or of the whole cluster, or None if the workload does not fit."""
+        if self.cluster is not None:
+            return self.cluster.whole.samples_per_s
         return None if self.plan is None else self.plan.samples_per_s
 
     @property
     def cost_per_million_samples(self) -> float | None:
-        """The price of training on a million samples, or None without a price or a plan."""
-        if self.plan is None or self.price_per_hour is None:
+        """The price of training on a million samples, or None without a price or if the workload does not fit."""
+        if self.samples_per_s is None or self.price_per_hour is None:
             return None
-        return _cost_per_million(self.price_per_hour, self.plan.samples_per_s)
+        return _cost_per_million(self.price_per_hour, self.samples_per_s)
+
+    def compute_for(self, samples: int) -> ComputeRequest | None:
+        """Return the hours, the device-hours and the cost of training on these samples, or None without a plan."""
+        rate, price = self.samples_per_s, self.price_per_hour
+        if rate is None:
+            return None
+        hours = samples / rate / 3600
+        devices = len(self.plan.devices) if self.plan is not None else 0
+        if self.cluster is not None:
+            devices = self.cluster.whole.ranks
+        return ComputeRequest(hours, hours * devices, None if price is None else hours * price)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -95,6 +132,7 @@ class ComparedMachine:
             "devices": self.devices,
             "plan": None if whole is None else {name: whole[name] for name in names},
             "misfit": None if self.misfit is None else asdict(self.misfit),
+            "cluster": None if self.cluster is None else self.cluster.to_dict(),
             "predicted": self.predicted,
             "complete": plan is None or plan.complete,
             "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp.ranks else None,
@@ -103,6 +141,9 @@ class ComparedMachine:
 
     def __str__(self) -> str:
         how = "predicted" if self.predicted else "measured"
+        if self.cluster is not None:
+            whole = self.cluster.whole
+            return f"{self.devices}: {whole.ranks} ranks, {rate_text(whole.samples_per_s)} ({how})"
         if self.plan is None:
             return f"{self.devices}: {self.misfit.reason if self.misfit else 'no plan'} ({how})"
         cost = self.cost_per_million_samples
@@ -126,16 +167,18 @@ class Comparison:
         machines: The best machine first. With prices, sorted by cost, followed by machines without a price. Without
             prices, sorted by samples/s. Machines that the workload does not fit are last.
         not_compared: Machines that were left out because of Ctrl-C.
+        samples: Samples of the whole training, for its hours and cost. None if not given.
     """
 
     machines: tuple[ComparedMachine, ...]
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
+    samples: int | None = None
 
     @property
     def best(self) -> ComparedMachine | None:
         """The first machine. None if the workload fits no machine."""
-        return next((machine for machine in self.machines if machine.plan is not None), None)
+        return next((machine for machine in self.machines if machine.samples_per_s is not None), None)
 
     @property
     def sorted_by(self) -> str:
@@ -154,10 +197,15 @@ class Comparison:
             "schema_version": SCHEMA_VERSION,
             "sorted_by": self.sorted_by,
             "complete": self.complete,
-            "machines": [machine.to_dict() for machine in self.machines],
+            "samples": self.samples,
+            "machines": [{**machine.to_dict(), "compute": self._compute(machine)} for machine in self.machines],
             "not_compared": list(self.not_compared),
             "notes": list(self.notes),
         }
+
+    def _compute(self, machine: ComparedMachine) -> dict[str, Any] | None:
+        request = None if self.samples is None else machine.compute_for(self.samples)
+        return None if request is None else asdict(request)
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.machines), *self.notes])
@@ -180,7 +228,10 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class AskedMachine:
-    """A machine to compare. Its `name` is the spec, or the devices' labels if the spec is not a text."""
+    """A machine to compare. Its `name` is the spec, or the devices' labels if the spec is not a text.
+
+    For a cluster, `spec` is a `Cluster`, and `devices` has one device of each kind.
+    """
 
     name: str
     spec: Any
@@ -203,17 +254,20 @@ def asked_machines(
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
     checked = {name: value for name, value in (options or {}).items() if name in known}
     machines: list[AskedMachine] = []
-    for spec in devices:
+    for given in devices:
+        spec = parse_cluster(given) if is_cluster(given) else given
+        if isinstance(spec, Cluster):
+            checked_request(devices=tuple(spec.kinds), **checked)
+            check_options(spec, options or {})
+            machine = AskedMachine(spec.spec, spec, tuple(spec.kinds))
+            _refuse_twin(machine, [one for one in machines if one.name == machine.name])
+            machines.append(machine)
+            continue
         found = checked_request(devices=spec, **checked).devices
         name = " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in found)
         machine = AskedMachine(name, spec, found)
-        twin = next((one for one in machines if _identity(one.devices) == _identity(found)), None)
-        if twin is not None:
-            raise InputError(
-                f"devices {shown(machine.name)} and {shown(twin.name)} are the same machine. Expected each machine "
-                "once. Leave one out.",
-                code="machines-twice",
-            )
+        known_ones = [one for one in machines if not isinstance(one.spec, Cluster)]
+        _refuse_twin(machine, [one for one in known_ones if _identity(one.devices) == _identity(found)])
         machines.append(machine)
     if not machines:
         raise InputError(
@@ -234,6 +288,15 @@ def asked_machines(
     return tuple(machines)
 
 
+def _refuse_twin(machine: AskedMachine, twins: Sequence[AskedMachine]) -> None:
+    if twins:
+        raise InputError(
+            f"devices {shown(machine.name)} and {shown(twins[0].name)} are the same machine. Expected each machine "
+            "once. Leave one out.",
+            code="machines-twice",
+        )
+
+
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
     """Return a key that is equal for equal machines: ``sim:L4+L4`` is ``sim:2xL4``. Free memory does not count."""
     return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
@@ -244,8 +307,10 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     for spec in (f"sim:{name.strip()}", name.strip()) if isinstance(name, str) else ():
         with suppress(DeviceError):
             identities.append(_identity(parse_devices(spec)))
+    names = [str(name).strip(), f"sim:{str(name).strip()}"]
     for place, machine in enumerate(machines):
-        if machine.name == str(name).strip() or _identity(machine.devices) in identities[:1]:
+        alike = not isinstance(machine.spec, Cluster) and _identity(machine.devices) in identities[:1]
+        if machine.name in names or alike:
             return place
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
@@ -273,6 +338,7 @@ def compare(
     *,
     devices: Iterable[Any],
     prices: Mapping[str, float] | None = None,
+    samples: int | None = None,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Any,
@@ -285,9 +351,11 @@ def compare(
     Args:
         model_or_workload: As for `tune`.
         devices: A device spec for each machine: ``["sim:2xL4", "sim:A100-40GB", "cuda"]``. Simulated machines are
-            predicted, real machines are measured.
+            predicted, real machines are measured. ``"sim:4x(8xA100-80GB)@100Gbps"`` is a cluster, whose DDP steps are
+            predicted for 1, 2, 4, ... nodes.
         prices: Price per hour of each machine in one currency, such as ``{"2xL4": 1.2}``. The keys are specs, with or
             without ``sim:``.
+        samples: Samples of the whole training. `ComparedMachine.compute_for` and the JSON have its hours and cost.
         time_limit_s: Time limit for all machines together. Each machine gets a part of the remaining time.
         progress: Function that is called with a `Progress` from time to time. Default: as for `tune`.
         options: Any other keyword of `tune`.
@@ -303,22 +371,31 @@ def compare(
     from autosplit.tuning import tune as tuning
 
     machines = asked_machines(devices, prices, {**options, "time_limit_s": time_limit_s})
+    wanted = None if samples is None else whole_number("samples", samples, minimum=1)
 
-    def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan:
+    def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
+        if isinstance(spec, Cluster):
+            from autosplit.extras.cluster_prediction import predict_cluster
+
+            return predict_cluster(model_or_workload, sample_batch, cluster=spec, **{**options, **timed})
         return tuning.tune(model_or_workload, sample_batch, devices=spec, **options, **timed)
 
     with heard_by(progress) as heard:
-        return compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
+        found = compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
+    return replace(found, samples=wanted)
 
 
 def compared(
     machines: Sequence[AskedMachine],
-    tune_one: Callable[[Any, Mapping[str, Any]], Plan],
+    tune_one: Callable[[Any, Mapping[str, Any]], Plan | ClusterScaling],
     *,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for several machines in turn with `tune_one(spec, timed)`. `timed` contains keywords of `tune`."""
+    """Tune for several machines in turn with `tune_one(spec, timed)`. `timed` contains keywords of `tune`.
+
+    For a cluster, `tune_one` returns predictions instead of a plan.
+    """
     from autosplit.oom import DoesNotFitError
     from autosplit.runtime.prepare import followed_once
 
@@ -350,20 +427,31 @@ def compared(
     return _comparison(done, machines, [])
 
 
-def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
+def _planned(machine: AskedMachine, plan: Plan | ClusterScaling) -> ComparedMachine:
+    if not isinstance(plan, Plan):
+        return ComparedMachine(machine.name, None, None, True, machine.price_per_hour, plan)
     solved = plan.region is None and len(plan.devices) > 1 and not plan.ddp.measured
     return ComparedMachine(machine.name, plan, None, plan.simulated or solved, machine.price_per_hour)
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
     simulated = any(one.devices[0].kind == "sim" and one.name not in left for one in asked)
-    notes = (*(SIMULATED_ERRORS if simulated else ()), *_remarks(done))
+    notes = (*(SIMULATED_ERRORS if simulated else ()), *_of_clusters(done), *_remarks(done))
 
     def order(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
         cost = machine.cost_per_million_samples
-        return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
+        return machine.samples_per_s is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
 
     return Comparison(tuple(sorted(done, key=order)), notes, tuple(left))
+
+
+def _of_clusters(machines: Sequence[ComparedMachine]) -> Iterator[str]:
+    clusters = [(machine.devices, machine.cluster) for machine in machines if machine.cluster is not None]
+    if clusters:
+        from autosplit.extras.cluster_prediction import SCALING_ERRORS
+
+        yield SCALING_ERRORS
+        yield from (f"{devices}: {cluster.summary}" for devices, cluster in clusters)
 
 
 def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:

@@ -465,7 +465,7 @@ def test_json_is_alone_on_stdout(script, answers, capfd):
     assert main(["compare", script(noise + WORKLOAD), *BOTH, "--json", "--price", "T4=0.36"]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert set(found) == {"schema_version", "sorted_by", "complete", "machines", "not_compared", "notes"}
+    assert set(found) == {"schema_version", "sorted_by", "complete", "samples", "machines", "not_compared", "notes"}
     first, second = found["machines"]
     assert (first["devices"], first["predicted"], first["cost_per_million_samples"]) == (
         "sim:T4",

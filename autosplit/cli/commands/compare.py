@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,16 +14,24 @@ from rich.text import Text
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly
+from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly, users_errors
 from autosplit.errors import InputError
+from autosplit.extras.cluster import Cluster, is_cluster
 from autosplit.extras.compare import ComparedMachine, Comparison
 from autosplit.plan.plan import Plan
+from autosplit.solve.split import whole_number
 from autosplit.text import counted_text, printable, rate_text, size_text
+
+if TYPE_CHECKING:
+    from autosplit.extras.cluster_prediction import ClusterScaling
 
 EXIT_MISFIT = 3
 
 NARROW = 100
 """Width in columns below which a machine's plan is printed under its name."""
+
+BAR = 12
+"""Width in columns of the longest bar of samples/s."""
 
 
 def compare(
@@ -32,6 +41,7 @@ def compare(
     models: str | None = None,
     devices: Sequence[str] = (),
     price: Sequence[tuple[str, float]] = (),
+    samples: int | None = None,
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
@@ -48,7 +58,14 @@ def compare(
             "it without torchrun.",
             code="compare-one-process",
         )
+    if samples is not None:
+        whole_number("--samples", samples, minimum=1)
     if models is not None:
+        if samples is not None or any(map(is_cluster, devices)):
+            raise InputError(
+                "--models makes a table without clusters and without --samples. Compare one workload instead.",
+                code="compare-models-cluster",
+            )
         from autosplit.cli.commands.compare_models import compare_models
 
         return compare_models(manner, models, devices=devices, price=price, model_options=model_options, **keywords)
@@ -56,7 +73,7 @@ def compare(
         if name in keywords:
             raise InputError(f"--{name} needs --models FILE. Leave it out.", code="compare-format-without-models")
     assert spec is not None
-    return _compare_one(manner, spec, devices, price, model_options, keywords)
+    return _compare_one(manner, spec, devices, price, samples, model_options, keywords)
 
 
 def _compare_one(
@@ -64,6 +81,7 @@ def _compare_one(
     spec: str,
     devices: Sequence[str],
     price: Sequence[tuple[str, float]],
+    samples: int | None,
     model_options: Mapping[str, Any],
     keywords: dict[str, Any],
 ) -> int:
@@ -76,7 +94,9 @@ def _compare_one(
     with progress(manner) as report:
         workload: Any = workload_of_spec(spec, **model_options)
 
-        def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
+        def tune_one(devices: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
+            if isinstance(devices, Cluster):
+                return _predicted(spec, workload, devices, {**keywords, **timed})
             isolated = isolates(keywords.get("isolate"), devices)
             source = sendable(spec, workload) if isolated else workload
             return tuned_quietly(spec, source, devices=devices, **{**keywords, **timed, "isolate": isolated})
@@ -89,6 +109,7 @@ def _compare_one(
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
         failed("Interrupted: the finished machines are shown. Run the command again for all of them.", EXIT_INTERRUPTED)
+    comparison = replace(comparison, samples=samples)
     print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
@@ -97,6 +118,13 @@ def _compare_one(
             f"The workload fits none of {len(machines)} machines. The table shows what each of them lacks.", EXIT_MISFIT
         )
     return 0
+
+
+def _predicted(spec: str, workload: Any, cluster: Cluster, keywords: Mapping[str, Any]) -> ClusterScaling:
+    from autosplit.extras.cluster_prediction import predict_cluster
+
+    with users_errors(spec):
+        return predict_cluster(workload, cluster=cluster, **keywords)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -109,8 +137,35 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         priced = comparison.sorted_by == "cost_per_million_samples"
         print_plain(Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}"), console)
     print_plain(_comparison_table(comparison, narrow=console.width < NARROW), console)
+    for machine in comparison.machines:
+        if machine.cluster is not None:
+            print_plain(Text(f"\nscaling of {machine.devices}"), console)
+            print_plain(_scaling_table(machine.cluster, machine.price_per_hour), console)
     left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
+    if comparison.samples is not None:
+        compute = [(machine.devices, machine.compute_for(comparison.samples)) for machine in comparison.machines]
+        left += [f"{comparison.samples:,} samples on {name}: {request}" for name, request in compute if request]
     print_bullets([*left, *comparison.notes], console)
+
+
+def _scaling_table(scaling: ClusterScaling, price_per_hour: float | None) -> Table:
+    """Make a row for each number of nodes. A bar shows the samples/s as a share of the highest."""
+    priced = price_per_hour is not None
+    figures = ("nodes", "GPUs", "samples/s", *(["cost of 1M"] if priced else []), "efficiency")
+    table = plain_table(*figures, "limited by", "batch per GPU", "", figures=figures)
+    table.columns[-1].no_wrap = True
+    most = max(one.samples_per_s for one in scaling.predictions)
+    for one in scaling.predictions:
+        # Without prices of single nodes, each GPU has the same part of the price.
+        price = (price_per_hour or 0.0) * one.ranks / scaling.whole.ranks
+        costs = [_money_text(price / 3600 * 1e6 / one.samples_per_s)] if priced else []
+        batches = ", ".join(f"{share.gpu} {share.batch_size}" for share in one.shares)
+        steps = f" x {one.accumulation_steps}" if one.accumulation_steps > 1 else ""
+        rate = rate_text(one.samples_per_s).removesuffix(" samples/s")
+        bar = "#" * max(1, round(BAR * one.samples_per_s / most))
+        numbers = (f"{one.nodes:,}", f"{one.ranks:,}", rate, *costs, f"{one.efficiency:.0%}")
+        add_row(table, *numbers, one.limited_by, f"{batches}{steps}", bar)
+    return table
 
 
 def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
@@ -141,6 +196,9 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
     """Return a machine's plan as texts, such as ``(12, 24) = 36`` and ``3 steps``, or the reason why nothing fits."""
     plan, misfit = machine.plan, machine.misfit
+    if machine.cluster is not None:
+        whole = machine.cluster.whole
+        return [f"{whole.ranks} ranks", counted_text(whole.accumulation_steps, "step")]
     if plan is not None:
         batch = f"batch {plan.batch_size}"
         if len(plan.split) > 1:
