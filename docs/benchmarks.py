@@ -163,15 +163,22 @@ def _second_gpu() -> list[str]:
         "memory were committed before the run. The loop is a plain training loop. Two corrections followed: recurrent "
         "layers use TF32, and the H200 sustains 76% of its float32 peak."
     )
+    columns = ("step", "loop, ms", "time predicted", "time predicted after the corrections", "memory predicted")
+    passed = (
+        f"On this GPU, {tests['PASSED']} of the {tests['PASSED'] + tests['FAILED']} tests for one GPU passed. The "
+        "other test computed a memory limit before its process had a CUDA context. It was corrected.\n"
+    )
+    files = (
+        "All findings are in `benchmarks/results/gpu/h200_before.json` (before the corrections), `h200.json` (after "
+        "them) and `h200_kernels.json` (the time of each kernel).\n"
+    )
     return [
         *_opened("On a GPU that was never fitted", text, "gpu", found),
-        *_table(("step", "loop, ms", "time predicted", "time predicted after the corrections", "memory predicted"), steps),
-        f"On this GPU, {tests['PASSED']} of the {tests['PASSED'] + tests['FAILED']} tests for one GPU passed. The other "
-        "computed a memory limit before its process had a CUDA context, and was corrected.\n",
+        *_table(columns, steps),
+        passed,
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps"), ceilings),
-        "The search for the CNN ran out of steps at 92% of its ceiling. It takes longer strides since.\n",
-        "All findings are in `benchmarks/results/gpu/h200_before.json` (before the corrections), `h200.json` (after "
-        "them) and `h200_kernels.json` (the time of each kernel).\n",
+        "The search for the CNN ran out of steps at 92% of its ceiling. Since then it takes longer strides.\n",
+        files,
     ]
 
 
