@@ -20,7 +20,7 @@ def main() -> NoReturn:
         from autosplit.cli.exit_code import reported
         from autosplit.cli.output import EXIT_INTERRUPTED, failed
 
-        failed("Interrupted before the command began. Run the command again.", EXIT_INTERRUPTED)
+        failed("The command was interrupted before it began. Run it again.", EXIT_INTERRUPTED)
         raise SystemExit(reported(EXIT_INTERRUPTED)) from None
 
 

@@ -99,8 +99,8 @@ def checked_module(module: Any) -> nn.Module:
         )
     if not hasattr(module, "named_parameters"):
         raise InputError(
-            f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If there are several, "
-            "pass each one separately.",
+            f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If you tuned several "
+            "models, pass each model separately.",
             code="model-type",
         )
     found: nn.Module = module
@@ -126,8 +126,8 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     held = next((name for name, parameter in old.items() if parameter() is not None), None)
     if held is not None:
         raise InputError(
-            f"Moving the {type(module).__name__} to {device} replaced its parameters, and the old {held!r} is still "
-            "in use. An optimizer that has the old parameters would not train the model. Wrap the model first, "
+            f"The {type(module).__name__} got new parameters when it moved to {device}, and something still uses the "
+            f"old {held!r}. An optimizer with the old parameters would not train the model. Wrap the model first, "
             "then create the optimizer.",
             code="model-moved-after-optimizer",
         )

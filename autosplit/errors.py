@@ -212,8 +212,8 @@ def _absent_device_advice(error: BaseException) -> str:
     frames = user_frames(error.__traceback__)
     place, _, source = frames[-1].partition(": ") if frames else ("the code", "", "a call of .cuda()")
     return (
-        f"{place} calls CUDA ({source}), but this step runs on the CPU: create tensors on the device of the inputs, "
-        "with device=x.device, instead of .cuda() or device='cuda'"
+        f"{place} calls CUDA ({source}), but this step runs on the CPU; create tensors with device=x.device, on the "
+        "device of the inputs, instead of .cuda() or device='cuda'"
     )
 
 
@@ -252,8 +252,8 @@ def users_errors(what: str) -> Iterator[None]:
 
 
 _SIDE_OUTPUT = (
-    "if the loss uses a tensor that the model or a forward hook stores, that tensor belongs to an earlier forward, "
-    "because the devices run replicas of the model. Return it from forward(), and compute the loss from the outputs"
+    "the loss may use a tensor that the model or a forward hook stored. The devices run replicas of the model, so "
+    "that tensor is from an earlier forward. Return it from forward(), and compute the loss from the outputs"
 )
 
 

@@ -177,7 +177,7 @@ def scarcity() -> str:
             return f"Other processes use {size_text(others)} of device {index}. End them, or tune again while they run"
         if unused >= least:
             return (
-                f"{size_text(unused)} of device {index} are in fragments that are too small. Set "
+                f"Device {index} has {size_text(unused)} of reserved memory in fragments that are too small. Set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
     return ""

@@ -45,7 +45,7 @@ def dependence_line(checks: Sequence[Check]) -> str:
     gradient = [check for check in found if check.subject == "gradient"]
     texts = [_most_text(alike) for alike in (causes, gradient) if alike]
     is_corrected = bool(causes) and all(check.count and not check.split_error for check in causes)
-    hint = "show --code prints a loop that corrects it" if is_corrected else "--details"
+    hint = "autosplit show --code prints a loop that avoids this" if is_corrected else "--details"
     return f"changed by splitting: {'; '.join(texts)} ({hint})"
 
 
@@ -79,6 +79,6 @@ def _alike_text(alike: Sequence[Check]) -> str:
         for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)
     )
     return (
-        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} change when the batch is split "
-        f"(at most, over devices: {split}, accumulated: {accumulated}): {alike[0].advice}"
+        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} change if the batch is split. The "
+        f"largest changes are {split} over devices and {accumulated} with accumulation. {alike[0].advice}"
     )

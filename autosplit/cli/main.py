@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         return failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
         before = _INTERRUPTED_BEFORE.get(words[0], "any plan was found")
-        return failed(f"Interrupted before {before}. Run the command again.", EXIT_INTERRUPTED)
+        return failed(f"The command was interrupted before {before}. Run it again.", EXIT_INTERRUPTED)
     except BrokenPipeError:
         sent_nowhere(sys.stdout)  # The reader, such as `head`, closed the pipe.
         return 0
@@ -64,7 +64,7 @@ def _message_for_user(error: OSError) -> str | None:
         return f"{shown(error.filename)} is longer than a file name can be. Correct the name."
     if error.filename is None and error.errno in UNWRITABLE:  # errors of our own files have a name
         sent_nowhere(sys.stdout)
-        return f"The answer can't be written to stdout: {error.strerror}. Redirect stdout to another place."
+        return f"autosplit can't write to stdout ({error.strerror}). Redirect stdout to a file."
     with contextlib.suppress(FileNotFoundError):
         if error.errno != errno.ENOENT or Path.cwd():
             return None

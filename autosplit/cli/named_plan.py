@@ -41,7 +41,7 @@ def profile_path(key: str) -> Path:
     problem = f"{len(matches)} plans begin with {key!r}: {found}." if matches else f"There is no plan {key!r}."
     newest = f" The newest keys are: {found}." if found and not matches else ""
     raise InputError(
-        f"{problem}{newest} Name a plan's file or the first digits of its key. autosplit profiles lists the keys.",
+        (f"{problem}{newest} Name a plan file, or the first digits of a key. autosplit profiles lists the keys."),
         code="plan-not-found",
     )
 

@@ -34,7 +34,7 @@ def whole_or_range(text: str) -> int | str:
         return whole(text)
     ends = text.split(":")
     if len(ends) != 2:
-        raise ArgumentTypeError(f"{shown(text)} is not a whole number or a range, such as 256:1024.")
+        raise ArgumentTypeError(f"{shown(text)} is neither a whole number nor a range. Write 256, or 256:1024.")
     return ":".join(str(whole(end)) for end in ends)
 
 
@@ -43,7 +43,7 @@ def seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{shown(text)} is not a number of seconds, such as 60.") from None
+        raise ArgumentTypeError(f"{shown(text)} is not a number of seconds. Write a number such as 60.") from None
 
 
 def split(text: str) -> tuple[int, ...]:
@@ -51,7 +51,9 @@ def split(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(whole, text.split(",")))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"{shown(text)} is not a whole number for each device, such as 4,8.") from None
+        raise ArgumentTypeError(
+            f"{shown(text)} is not a list of whole numbers. Write one number per device, such as 4,8."
+        ) from None
 
 
 def price(text: str) -> tuple[str, float]:
@@ -109,8 +111,8 @@ def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]
 
 HELP = {"-h --help": "Print this help and exit."}
 OF_ALL = {
-    "--json": "Print JSON, alone on stdout. docs/json.md describes its keys.",
-    "--quiet": "Print the answer, and only errors on stderr.",
+    "--json": "Print only JSON on stdout. docs/json.md describes the keys.",
+    "--quiet": "Print the result, and only errors on stderr.",
     "--verbose": "Log every step and its reason on stderr.",
     **HELP,
 }
@@ -119,14 +121,14 @@ OF_ALL = {
 SPEC = "spec FILE[:NAME]"
 OPTIONAL_SPEC = "spec [FILE[:NAME]]"
 WORKLOAD = {
-    SPEC: "A Python file, or package.module. NAME (default: workload) is an autosplit.Workload or a "
-    "function that returns one. Or the name of a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
+    SPEC: "A Python file or package.module. NAME (default: workload) is an autosplit.Workload, or a function that "
+    "returns a Workload. You can also name a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
     "--seq-len N": "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
     "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",
-    "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: that "
-    "of its architecture.",
-    "--lora SETTINGS": "For hf:PATH: train adapters only, as in r=16,alpha=32,targets=all-linear. With quantize=nf4, "
-    "the frozen weights are in 4 bits (QLoRA).",
+    "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: the "
+    "task of the architecture in config.json.",
+    "--lora SETTINGS": "For hf:PATH: train LoRA adapters only, as in r=16,alpha=32,targets=all-linear. With "
+    "quantize=nf4, the frozen weights have 4 bits (QLoRA).",
     "--optimizer NAME": "For a named model: adamw_torch, adamw_8bit, paged_adamw_8bit or paged_adamw_32bit. Default: "
     "adamw_torch.",
 }
@@ -136,15 +138,15 @@ MODEL_OPTIONS = ("seq_len", "image_size", "task", "lora", "optimizer")
 """Keywords that `commands` gets as one argument, `model_options`."""
 
 PRECISION = {
-    "--precision none|bf16|fp16": "Default: the workload's. If you name several, as in none,bf16, autosplit takes the "
-    "fastest."
+    "--precision none|bf16|fp16": "Default: the workload's precision. If you name several, as in none,bf16, autosplit "
+    "takes the fastest."
 }
 TRAINING = {
     **PRECISION,
     "--checkpointing auto|CLASS": "Class of the model's layers, or auto for a transformers model. autosplit tries to "
     "checkpoint none, every second and all of them. Default: the model as it is.",
-    "--fits resume|save|eval": "What must also fit: a checkpoint that was loaded onto the device, a copy that is being "
-    "saved, evaluation. Several are possible, as in resume,eval. Default: nothing.",
+    "--fits resume|save|eval": "Other tasks that must fit: resume (a checkpoint loaded onto the device), save (a copy "
+    "that is being saved), eval. You can name several, as in resume,eval. Default: none.",
 }
 
 DEVICES_HELP = (
@@ -153,7 +155,9 @@ DEVICES_HELP = (
 )
 STEPS = {
     "--reserve SIZE|SHARE": "Memory to keep free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.",
-    "--isolate": "Run real steps in a separate process, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+    "--isolate": (
+        "Run real steps in a separate process, so that a crash loses one step only. Default: on for GPUs and cpu:SIZE."
+    ),
 }
 STRATEGY = {
     "--strategy auto|balanced|ddp": "How the devices train together. ddp starts one process per real device with "
@@ -163,16 +167,16 @@ STRATEGY = {
 
 MAX_BATCH_SIZE = {"--max-batch-size N": "Largest number of samples per forward."}
 SEARCH = {
-    "--effective-batch-size N|LEAST:MOST": "Samples per optimizer step, kept exactly, or a range to take the fastest "
-    "from. Default: any number.",
+    "--effective-batch-size N|LEAST:MOST": "Samples per optimizer step: an exact number, or a range from which "
+    "autosplit takes the fastest. Default: any number.",
     **MAX_BATCH_SIZE,
     "--n-trials N": "Largest number of trials per machine. Default: 24.",
-    "--time-limit-s SECONDS": "Start no trial after this time. compare divides it among its machines.",
+    "--time-limit-s SECONDS": "Start no trial after this time. compare divides the time among its machines.",
     "--storage URL": "An Optuna storage for the study.",
     "--seed N": "Random seed of the search. Default: 0.",
-    "--profile auto|refresh|off": "auto uses and keeps a plan for this machine and workload. refresh tunes again. off "
-    "does neither. Default: auto.",
-    "--name NAME": "Keeps plans of equal workloads apart.",
+    "--profile auto|refresh|off": "auto uses a saved plan for this machine and workload, or saves a new plan. refresh "
+    "tunes again. off neither reads nor saves plans. Default: auto.",
+    "--name NAME": "A name that distinguishes the plans of equal workloads.",
 }
 
 KEY = {"key [KEY]": "The first characters of a profile's key."}

@@ -48,14 +48,16 @@ COMMANDS: Mapping[str, Command] = {
             "Devices": {"--devices SPEC": "Default: every GPU, or cpu:256MiB if there is none."},
             "Output": {
                 "--save FILE": "Save the measured rates of the GPUs, for AUTOSPLIT_GPUS and sim: devices.",
-                "--share FILE": "Save the results without anything private, to contribute them to docs/results.",
+                "--share FILE": (
+                    "Save the results without private data, so that you can contribute them to docs/results."
+                ),
             },
         },
     ),
     "init": Command(
         "init.init",
-        "Write a workload file for the model in a Python file.\nThe sample batch is guessed from the model's layers. "
-        "Replace it by a batch of your data.",
+        "Write a workload file for the model in a Python file.\nautosplit guesses the sample batch from the model's "
+        "layers. Replace it with a batch of your data.",
         "autosplit init examples/char_gpt.py:CharGPT -o workload.py",
         {
             "Workload": {
@@ -94,14 +96,15 @@ COMMANDS: Mapping[str, Command] = {
         {
             "Workload": {
                 o.OPTIONAL_SPEC: o.WORKLOAD[o.SPEC],
-                "--models FILE": "Compare several models in one table: a file with one of them per line, as in "
+                "--models FILE": "Compare several models in one table. FILE has one model per line, such as "
                 "timm:resnet50 or hf:gpt2/config.json --seq-len 1024.",
                 **{name: text for name, text in o.WORKLOAD.items() if name != o.SPEC},
                 **o.TRAINING,
             },
             "Devices": {
-                "--devices SPEC ...": "A machine: sim:2xL4 is predicted, cuda is measured, and a cluster such as "
-                "sim:4x(8xA100-80GB)@100Gbps is predicted for 1, 2 and 4 nodes. Give this option once per machine.",
+                "--devices SPEC ...": "A machine. autosplit predicts sim:2xL4 and measures cuda. It predicts a "
+                "cluster such as sim:4x(8xA100-80GB)@100Gbps for 1, 2 and 4 nodes. Give this "
+                "option once per machine.",
                 "--price SPEC=MONEY ...": "Price of a machine per hour, as 2xL4=1.2. Give it once per machine.",
                 "--samples N": "Samples of the whole training. autosplit prints its hours, device-hours and cost.",
                 **o.STRATEGY,
@@ -134,13 +137,18 @@ COMMANDS: Mapping[str, Command] = {
             "Workload": o.WORKLOAD,
             "Devices": {"--devices SPEC": o.DEVICES_HELP, **o.STEPS},
             "Search": {
-                "--role primary|replica|rank|eval|resume|save ...": "What a device does: device 0 of "
-                "BalancedDataParallel, another device of it, a DDP process, a forward without gradients, a DDP process "
-                "next to a loaded checkpoint or to a copy that is being saved. Give this option once per role. "
+                "--role primary|replica|rank|eval|resume|save ...": "What a device does. primary: device 0 of "
+                "BalancedDataParallel. replica: another device of "
+                "it. rank: a DDP process. eval: a forward without "
+                "gradients. resume: a rank with a loaded "
+                "checkpoint. save: a rank with a copy that is "
+                "being saved. Give this option once per role. "
                 "Default: rank.",
                 **o.MAX_BATCH_SIZE,
-                "--exact": "Also run one sample more, which must run out of memory.",
-                "--time-limit-s SECONDS": "Time for all devices. After it, no step confirms a result.",
+                "--exact": "Also check that one more sample runs out of memory.",
+                "--time-limit-s SECONDS": (
+                    "Time limit for all devices. After this time, autosplit confirms no result with a real step."
+                ),
             },
             "Output": {"--plot PATH": "Plot bytes against batch size (.png, .pdf, .svg). Needs matplotlib."},
         },
@@ -161,7 +169,7 @@ COMMANDS: Mapping[str, Command] = {
                 "function that returns one."
             },
             "Search": {
-                "--processes N": "Processes of this machine that load at the same time, such as the ranks of DDP. "
+                "--processes N": "Number of processes on this machine that load at the same time, such as DDP ranks. "
                 "Default: 1.",
                 "--time-limit-s SECONDS": "Try no other setting after this time. Default: 60.",
             },
@@ -176,7 +184,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         "report.report",
         "Write a plan's report as an HTML page.\nThe page has charts, checks and every setting to copy, and works "
-        "offline. Needs jinja2 and vl-convert-python.",
+        "offline. The command needs jinja2 and vl-convert-python.",
         "autosplit report plan.json -o report.html",
         {
             "Plan": o.PLAN,
@@ -193,8 +201,9 @@ COMMANDS: Mapping[str, Command] = {
         {
             "Plan": o.PLAN,
             "Output": {
-                "--to TOOL": "transformers, accelerate or lightning: the nearest plan with one batch size for all "
-                "ranks. torchrun, slurm, trainjob (Kubernetes) or skypilot: start a job. env or json: the numbers.",
+                "--to TOOL": "transformers, accelerate and lightning get the nearest plan with one batch size for all "
+                "ranks. torchrun, slurm, trainjob (Kubernetes) and skypilot get the commands that start "
+                "a job. env and json get the numbers.",
                 o.OUTPUT_FILE: "Save the settings to a file.",
                 "--force": "Replace an existing file.",
             },
@@ -202,7 +211,8 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "launch": Command(
         "launch.launch",
-        "Start a training script with torchrun and a plan.\nWrite these options first. torchrun gets all other words.",
+        "Start a training script with torchrun and a plan.\nWrite these options first. autosplit passes all other "
+        "words to torchrun.",
         "autosplit launch --plan plan.json --print train.py --epochs 3",
         {
             "Job": {
@@ -215,7 +225,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "profiles": Command(
         "profiles.list_profiles",
-        "List, show and remove profiles: the plans that autosplit keeps.\nWithout a command, list them.",
+        "List, show and remove profiles (saved plans).\nWithout a command, list them.",
         "autosplit profiles\nautosplit profiles remove 3f2a",
         {},
     ),

@@ -143,9 +143,9 @@ def _unused_lines(plan: Plan) -> list[str]:
     unused = [device for device in plan.devices if not device.share]
     full = [device.label for device in unused if not device.ceiling.batch_size]
     slow = [device.label for device in unused if device.ceiling.batch_size]
-    lines = [f"The memory of {listed(full, 4)} is too small for the model and one sample."] if full else []
+    lines = [f"{listed(full, 4)} has too little memory for the model and one sample."] if full else []
     if slow:
-        line = f"No samples for {listed(slow, 4)}: copying the model there takes longer than it saves."
+        line = f"{listed(slow, 4)} gets no samples, because copying the model there takes longer than it saves."
         line += "" if plan.ddp.ranks else " A larger effective batch may use more devices."
         lines.append(line + " DDP uses all devices." * (plan.ddp.samples_per_s > plan.samples_per_s))
     return lines
@@ -155,8 +155,10 @@ def _limit_lines(plan: Plan) -> list[str]:
     """Explain ceilings that memory does not limit, as the table of devices marks them."""
     limits = {device.ceiling.limited_by for device in plan.devices}
     lines = {
-        "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger one may fit.",
-        "time": "A ceiling with (time) is not the memory's: a larger batch would be no faster, or too slow to measure.",
+        "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger batch may fit.",
+        "time": (
+            "A ceiling with (time) is not limited by memory. A larger batch would be no faster, or too slow to measure."
+        ),
     }
     return [line for limit, line in lines.items() if limit in limits]
 
@@ -280,9 +282,9 @@ def _gain_text(plan: Plan) -> str:
     """Describe the gain over the even split of the same batch, or give the reason why there is no figure."""
     even = even_split(plan.batch_size, len(plan.split))
     if plan.shares_processor:
-        return "not claimed, because these devices share one CPU"
+        return "none is reported, because these devices share one CPU"
     if plan.split == even:
-        return "none: the even split is the fastest"
+        return "none, because the even split is the fastest"
     if plan.even_samples_per_s is None and plan.region is None and plan.ddp.even_samples_per_s is not None:
         return f"{plan.samples_per_s / plan.ddp.even_samples_per_s:.2f} times equal ranks (predicted)"
     if plan.even_samples_per_s is not None:

@@ -82,13 +82,13 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         raise KeyboardInterrupt
     if lost is None:
         raise RankFailedError(
-            f"rank 0 of {num_processes} ended without a plan or an error. Read its output above, or check whether the "
-            "workload's code exits the process."
+            f"Rank 0 of {num_processes} ended without a plan or an error. Read its output above, and check whether "
+            "the workload's code exits the process."
         )
     rank, failure = _first_failure(lost.failures)
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
     raise RankFailedError(
-        f"rank {rank} of {num_processes} {how} without an error message, so the other ranks were stopped. Read the "
+        f"rank {rank} of {num_processes} {how} without an error message. autosplit stopped the other ranks. Read the "
         "output above, or check with dmesg whether the system ran out of memory."
     )
 

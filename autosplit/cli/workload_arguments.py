@@ -49,7 +49,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
         Plan.load(output)
     except PlanError:
         raise InputError(
-            f"--output {output} exists and is not a plan, so it is not replaced. Choose another name.",
+            f"--output {output} exists and is not a plan. autosplit did not replace it. Choose another name.",
             code="output-is-no-plan",
         ) from None
 
@@ -94,8 +94,8 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         return False, keywords
     if keywords.get("strategy", "auto") == "balanced":
         raise InputError(
-            "--strategy balanced was given in a job of several processes, but BalancedDataParallel uses one process. "
-            "Run the command without torchrun.",
+            "BalancedDataParallel (--strategy balanced) uses one process, but the job has several. Run the command "
+            "without torchrun.",
             code="balanced-in-several-processes",
         )
     return True, {**keywords, "strategy": "ddp"}

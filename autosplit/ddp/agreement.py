@@ -10,11 +10,11 @@ from autosplit.errors import InputError, shown
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
 _ADVICE = {
-    "seed": "Pass the same seed on every rank: each rank takes its own part of one common order",
+    "seed": "Pass the same seed on every rank, because each rank takes its part of one common order",
     "epoch": "Call set_epoch with the same number on every rank",
     "samples_consumed": "Load the same checkpoint on every rank",
-    "num_samples": "Pass the length of the whole data set on every rank: the sampler cuts it by rank",
-    "data set size": "Give every rank the whole data set: the sampler cuts it by rank",
+    "num_samples": "Pass the length of the whole data set on every rank. The sampler divides it among the ranks",
+    "data set size": "Give every rank the whole data set. The sampler divides it among the ranks",
 }
 
 
@@ -40,7 +40,7 @@ def require_equal_settings(settings: Mapping[str, Any]) -> None:
         (_ADVICE[name] for name in names if name in _ADVICE), "Call ctx.steps with the same arguments on every rank"
     )
     raise InputError(
-        f"The ranks' settings of a loop differ: {held}. Expected the same on every rank. {advice}.",
+        f"The ranks' settings of this loop differ: {held}. Expected equal settings on all ranks. {advice}.",
         code="ranks-disagree",
     )
 

@@ -43,8 +43,8 @@ def doubt_batchnorms(
     if not kept:
         return
     said = (
-        f"The running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} those "
-        "of rank 0 alone, which has"
+        f"The running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} from rank "
+        "0 alone. Rank 0 has"
     )
     if not batch_sizes[0] and any(part.training for _, part in kept):
         raise InputError(

@@ -52,8 +52,8 @@ def _has_gradients(model: DistributedDataParallel) -> bool:
 def _refuse(model: DistributedDataParallel) -> None:
     name = type(model.module).__name__
     raise InputError(
-        f"The ranks did not synchronise the gradients of {name}: the loss of the last micro-batch does not come from "
-        "the wrapper's forward, so the ranks' weights would drift apart. Call the wrapper that ctx.wrap returned, not "
+        f"The ranks did not synchronise the gradients of {name}, so their weights would drift apart. The last "
+        "micro-batch's loss did not come from the wrapper's forward. Call the wrapper that ctx.wrap returned, not "
         f"wrapper.module or its methods. To train with a method of {name}, call it from {name}.forward.",
         code="wrapper-bypassed",
     )

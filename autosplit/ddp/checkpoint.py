@@ -190,7 +190,7 @@ class CheckpointMethods:
         others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
         if others:
             why = (
-                f"Rank {', '.join(others)} sees another checkpoint in the folder than rank 0. Expected one "
+                f"Rank {', '.join(others)} and rank 0 see different checkpoints in the folder. Expected one "
                 "checkpoint on all ranks. Save to a disk that all machines share"
             )
             raise CheckpointError(_not_loaded(path, why), code="checkpoint-folder-differs")
@@ -266,8 +266,8 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
     if others:
         held = ", ".join(f"{names} of rank {rank}" for rank, names in others.items())
         why = (
-            f"The ranks read different checkpoints: {held} differ from rank 0's. Expected one checkpoint on all "
-            "ranks. Save to a disk that all machines share, or copy rank 0's file to each machine"
+            f"The ranks read different checkpoints, because {held} differ from those of rank 0. Expected one "
+            "checkpoint on all ranks. Save to a disk that all machines share, or copy rank 0's file to each machine"
         )
         raise CheckpointError(_not_loaded(path, why), code="checkpoint-differs-between-ranks")
 
@@ -334,7 +334,7 @@ def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, An
         if text is not None:
             return {}, text
         if theirs != everyones[0][1]:
-            return {}, f"Rank {other} has other sharded tensors than rank 0"
+            return {}, f"The sharded tensors of rank {other} differ from those of rank 0"
     keep = rank == 0
     gathered = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
     return (gathered if keep else {}), None
@@ -353,8 +353,8 @@ def _refuse_shards(state: Mapping[str, Any]) -> None:
 def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
     if value.is_meta:
         raise CheckpointError(
-            f"It has a tensor {tuple(value.shape)} on the meta device, which has no values. Save the model after it "
-            "was moved to a device",
+            f"A tensor of shape {tuple(value.shape)} is on the meta device, so it has no values. Move the model to a "
+            "real device before you save it",
             code="checkpoint-meta-tensor",
         )
     return value if own is None else part_of(value, own)
@@ -436,7 +436,7 @@ def _require_folder(folder: Path) -> None:
     if (folder / ".metadata").is_file():
         return
     if folder.is_file():
-        found = "It is a file. Expected a folder that save_sharded wrote. Pass the file to load_checkpoint"
+        found = "The path is a file. Expected a folder that save_sharded wrote. Use load_checkpoint for a file"
     elif _earlier(folder).is_dir():
         found = (
             f"The folder does not exist, but the checkpoint before it does. Rename {str(_earlier(folder))!r} to "
@@ -444,8 +444,8 @@ def _require_folder(folder: Path) -> None:
         )
     else:
         found = (
-            "It is not a folder with a .metadata file. Expected a folder that save_sharded wrote and every rank "
-            "can read"
+            "The path is not a folder with a .metadata file. Expected a folder that save_sharded wrote and that every "
+            "rank can read"
         )
     raise CheckpointError(found, code="checkpoint-no-folder")
 

@@ -63,8 +63,8 @@ def _full_disk(folder: Path, state: Mapping[str, Any], failure: OSError) -> str:
     free = size_text(shutil.disk_usage(folder).free)
     limit = "The disk is full" if failure.errno == errno.ENOSPC else "The disk quota is used up"
     return (
-        f"{limit}: {str(folder)!r} has {free} free next to the unfinished file, and the tensors take "
-        f"{size_text(needed)}. Free some space, or save to another disk"
+        f"{limit}. The tensors take {size_text(needed)}, and {str(folder)!r} has {free} free next to the unfinished "
+        "file. Free some space, or save to another disk"
     )
 
 
@@ -108,7 +108,7 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     state = _loaded(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"It contains a {type(state).__name__}. Expected a dict with the name of each part",
+            f"The file contains a {type(state).__name__}. Expected a dict with one entry for each named part",
             code="checkpoint-not-a-dict",
         )
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
@@ -121,13 +121,13 @@ def _loaded(path: Path) -> Any:
     except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"It contains more than tensors and plain values ({_first_line(error)}). Expected numbers, strings, "
-                "tensors, and lists and dicts of these. Save other objects in another file",
+                f"The file contains other objects than tensors and plain values ({_first_line(error)}). Expected "
+                "numbers, strings, tensors, and lists and dicts of these. Save other objects in another file",
                 code="checkpoint-unsafe-values",
             ) from error
         raise CheckpointError(
-            f"It is incomplete or not a checkpoint ({_first_line(error)}). Expected a file that save_checkpoint or "
-            "torch.save wrote. Load an earlier checkpoint",
+            f"The file is incomplete or not a checkpoint ({_first_line(error)}). Expected a file that save_checkpoint "
+            "or torch.save wrote. Load an earlier checkpoint",
             code="checkpoint-cut-short",
         ) from error
 

@@ -57,8 +57,8 @@ def is_loadable(name: str, part: Any) -> bool:
         return True
     if hasattr(part, "state_dict"):
         raise CheckpointError(
-            f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(). Expected both. "
-            f"Leave {name}= out, and load its state from the returned dict. Nothing was changed on any rank.",
+            f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(). Expected both "
+            f"methods. Leave {name}= out, and load its state from the returned dict. No rank was changed.",
             code="checkpoint-part-not-loadable",
         )
     return False

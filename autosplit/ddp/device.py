@@ -109,9 +109,8 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
     if told.startswith("twice "):
         _, one, other = told.split()
         raise DeviceError(
-            f"Ranks {one} and {other} each see a single GPU, and it is the same. Expected one GPU for "
-            "each rank, as in the plan. Give each process its own GPU (srun --gpus-per-task=1), or let all "
-            "processes see all GPUs.",
+            f"Ranks {one} and {other} both see only one GPU, the same one. The plan expects a separate GPU for each "
+            "rank. Give each process its own GPU (srun --gpus-per-task=1), or let all processes see all GPUs.",
             code="ranks-share-gpu",
         )
     return told

@@ -195,8 +195,8 @@ class Watch:
             return f"rank {word.rank} was interrupted (Ctrl-C). {others}"
         if word.kind == "left":
             return (
-                f"rank {word.rank} left autosplit.ddp.setup ({word.cause}) while this rank {self._rank} was in a "
-                "collective with it. All ranks must take equally many steps and leave together"
+                f"rank {word.rank} left autosplit.ddp.setup ({word.cause}) while this rank {self._rank} waited for it "
+                "in a collective. All ranks must take the same number of steps and leave together"
             )
         says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
         if word.rank == self._rank:
@@ -226,8 +226,8 @@ class Watch:
         silent = {rank for rank, heard_s in heard.items() if now > heard_s + _SILENT_S}
         for rank in sorted(silent - self._silent):
             _print(
-                f"autosplit: rank {rank} has sent nothing for {_SILENT_S:.0f} s. Its process is stopped (SIGSTOP, "
-                "Ctrl-Z, a debugger) or can't run. The other ranks wait for it."
+                f"autosplit: rank {rank} has sent nothing for {_SILENT_S:.0f} s. Its process can't run, or it is "
+                "stopped (SIGSTOP, Ctrl-Z, a debugger). The other ranks are waiting for it."
             )
         for rank in sorted(self._silent & heard.keys() - silent):
             _print(f"autosplit: rank {rank} sends again")
@@ -282,9 +282,9 @@ def _unwatched(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{what} ({error}). Expected a connection to rank 0 in addition to the process group's. Without it, a "
-            "failed rank is only detected when a collective breaks, and the other ranks may wait until their "
-            "time-out. Allow connections between the job's machines on all ports.",
+            f"{what} ({error}). Expected a second connection to rank 0, next to the process group's. Without it, the "
+            "other ranks may wait until their time-out when a rank fails. Allow connections between the job's "
+            "machines on all ports.",
             UnwatchedWarning,
             stacklevel=2,
         )

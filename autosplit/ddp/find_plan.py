@@ -39,14 +39,14 @@ def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
     if not usable:
         if world_size == 1 and _usable_by(None):
             raise PlanError(
-                "This script runs as one process, and the saved plans for this machine are for several. Start it with "
+                "This script runs as one process, but the saved plans for this machine need several. Start it with "
                 "autosplit launch SCRIPT.",
                 code="launch-missing",
             )
         job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
         raise PlanError(
-            f"No plan was named, and no saved plan is for this machine{job}. Make one with autosplit tune FILE, or set "
-            f"{PLAN_VARIABLE} to the file that plan.save(path) wrote.",
+            f"You named no plan, and autosplit found no saved plan for this machine{job}. Make a plan with autosplit "
+            f"tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote.",
             code="no-profile-matches",
         )
     if len(usable) > 1 and os.environ.get("RANK", "0") == "0":

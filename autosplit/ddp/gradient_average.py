@@ -31,8 +31,8 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
         found = "a communication hook"
     if found is not None:
         raise InputError(
-            f"on_oom is 'cut', and the wrapped model has {found}. Each rank runs as many forwards as it needs, and "
-            f"the gradients are averaged after the last backward. Remove {found}, or leave on_oom out.",
+            f"on_oom is 'cut', and the wrapped model has {found}. With 'cut', the ranks average their gradients only "
+            f"once, after the last backward. Remove {found}, or leave on_oom out.",
             code="oom-cuts-model",
         )
 

@@ -53,8 +53,8 @@ def part_from_group(wrapped: Any) -> None:
 def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
     if wrapped.training and torch.is_grad_enabled():
         raise InputError(
-            "The wrapped model was called for training after autosplit.ddp.setup ended, when the ranks no longer "
-            "average their gradients. Train inside the block, call the model in eval() or torch.no_grad(), or use "
+            "The wrapped model was called for training after autosplit.ddp.setup ended. The ranks no longer average "
+            "their gradients there. Train inside the block, call the model in eval() or torch.no_grad(), or use "
             "wrapper.module.",
             code="forward-after-setup",
         )

@@ -79,10 +79,10 @@ class LossCollectives(StepListener):
         found = self._found
         if self._hooks and found > 0 and abs(weight - 1) > 1e-9 and not _gathers(loss):
             raise InputError(
-                "The ranks ran a collective between the draw of a micro-batch and the "
-                "backward of its loss. If the loss divides by a number summed over the ranks (boxes, in DETR), its "
-                f"weight of {weight:.3g} would normalise it a second time: pass loss_scope='ranks' to {where}. If the "
-                "loss is this rank's own mean, pass loss_scope='sample'.",
+                "The ranks ran a collective before the backward of a micro-batch's loss. A loss may divide by a sum "
+                f"over the ranks, such as the boxes in DETR. Then its weight of {weight:.3g} would normalise it "
+                f"twice. Pass loss_scope='ranks' to {where}. If the loss is this rank's own mean, pass "
+                "loss_scope='sample'.",
                 code="loss-collective",
             )
 

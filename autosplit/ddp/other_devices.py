@@ -56,8 +56,8 @@ def own_device(plan: Plan, place: Place) -> RankDevice:
     index = 0 if len(gpus) == 1 else place.rank if place.local_rank is None else place.local_rank
     if index >= len(gpus):
         raise DeviceError(
-            f"The process has local rank {index}, and {len(gpus)} {kind} devices are visible. Expected a device for "
-            "each process. Start one process per device (torchrun --nproc-per-node gpu).",
+            f"The process has local rank {index}, but it sees {len(gpus)} {kind} devices. Expected a device for each "
+            "process. Start one process per device (torchrun --nproc-per-node gpu).",
             code="rank-device-absent",
         )
     return RankDevice(f"{kind}:{index}", gpus[index].name, gpus[index].uuid)
@@ -95,7 +95,7 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
     if again is None:
         why = "has no time model" if plan.fit is None else f"has {effective} samples per optimizer step"
         raise PlanError(
-            f"The plan for {len(plan.devices)} devices {why}, so it can't be solved again for the job's devices "
+            f"The plan for {len(plan.devices)} devices {why}. So autosplit can't adapt it to the job's devices "
             f"({', '.join(map(str, devices))}). Start the job on the plan's devices, or tune again for the job's "
             "devices.",
             code="plan-for-other-devices",
@@ -135,8 +135,8 @@ def _kind_text(name: str, budget_bytes: int | None) -> str:
 def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
     kinds = dict.fromkeys(_kind_text(planned.name, _budget_of(planned)) for planned in plan.devices)
     raise DeviceError(
-        f"Rank {rank} has the device {device}, but the plan has measured only: {', '.join(kinds)}. Start the rank on "
-        "such a device, or tune again with this device.",
+        f"Rank {rank} has the device {device}, but the plan only has measurements of {', '.join(kinds)}. Start the "
+        "rank on such a device, or tune again with this device.",
         code="device-not-measured",
     )
 

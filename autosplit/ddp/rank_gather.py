@@ -57,7 +57,8 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
     if not isinstance(own, Tensor) or not own.dim():
         found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
         raise InputError(
-            f"all_gather received {found}. Expected a tensor whose first dimension is the rows.", code="gather-value"
+            f"all_gather received {found}. Expected a tensor whose first dimension counts the rows.",
+            code="gather-value",
         )
     if dist.get_world_size() == 1:
         return Gathered(own, 0, (len(own),))
@@ -80,8 +81,8 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
     if len({code for _, code in numbers}) > 1:
         held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(told_by_all(facts)))
         raise InputError(
-            f"all_gather received different kinds of rows: {held}. Expected the same shape, dtype and gradients on "
-            "all ranks.",
+            f"all_gather received different rows on the ranks: {held}. Expected the same shape, dtype and gradients "
+            "on all ranks.",
             code="gather-unequal-kinds",
         )
     return tuple(size for size, _ in numbers)

@@ -179,8 +179,8 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
     while not (name and store.check([f"{name}/{word}"])):
         if time.monotonic() > deadline:
             raise InputError(
-                f"Rank {place.rank} of {place.world_size} has waited for {limit_s:.0f} s, and rank 0 does not "
-                "answer. Expected all ranks. Look for the error of the missing rank, and start the job again.",
+                f"Rank {place.rank} of {place.world_size} has waited {limit_s:.0f} s for rank 0, which does not "
+                "answer. All ranks must join. Look for the error of the missing rank, and start the job again.",
                 code="rendezvous-timeout",
             )
         found = store.get("round").decode()
@@ -214,9 +214,9 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
     if found is None or place.local_world_size == place.world_size:
         return
     raise InputError(
-        f"Rank {place.rank} of {place.world_size}, on {socket.gethostname()}, received {found[1]} as the address of "
-        "another rank, which is a loopback address. A machine of the job resolves its own name to its loopback "
-        "(/etc/hosts). On each machine, set GLOO_SOCKET_IFNAME to the interface on the common network (`ip -br "
-        "address` lists the interfaces).",
+        f"Rank {place.rank} of {place.world_size}, on {socket.gethostname()}, received the loopback address "
+        f"{found[1]} as the address of another rank. A machine of the job resolves its own name to loopback in "
+        "/etc/hosts. On each machine, set GLOO_SOCKET_IFNAME to the interface on the common network (`ip -br address` "
+        "lists the interfaces).",
         code="rendezvous-loopback",
     ) from error

@@ -127,8 +127,8 @@ def _joining(place: Place) -> Iterator[None]:
     """Print a message if the ranks need long to join, and explain torch's errors."""
     try:
         with told_if_long(
-            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and "
-            "not all ranks have joined. Look for the error of the missing rank: it may have ended before setup."
+            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, but "
+            "some ranks are missing. A missing rank may have ended before setup. Look for its error."
         ):
             yield
     except RuntimeError as error:
@@ -149,7 +149,7 @@ def agree_on(plan: Plan, rank: int) -> None:
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]
     if others:
         raise PlanError(
-            f"Rank {rank} of {len(digests)} stops: the plan of rank {', '.join(others)} differs from rank 0's. "
-            f"Expected one plan for the whole job. Give every rank the same file ({PLAN_VARIABLE}).",
+            f"Rank {rank} of {len(digests)} stops: the plan of rank {', '.join(others)} differs from rank 0's. All "
+            f"ranks need the same plan. Give every rank the same file ({PLAN_VARIABLE}).",
             code="ranks-plans-differ",
         )

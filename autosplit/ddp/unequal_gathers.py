@@ -72,8 +72,8 @@ def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) 
         return
     held = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sent))
     raise InputError(
-        f"{name} received tensors of unequal sizes: {held} (elements). Expected each rank to allocate outputs of "
-        "these sizes, because the plan gives the ranks unequal numbers of samples. Call ctx.all_gather(tensor) "
-        "instead. It gathers unequal numbers of rows, with gradients.",
+        f"{name} received tensors of unequal sizes: {held} (elements). The plan gives the ranks unequal numbers of "
+        "samples, so each rank would have to allocate outputs of these sizes. Call ctx.all_gather(tensor) instead. It "
+        "gathers unequal numbers of rows, with gradients.",
         code="gather-unequal-sizes",
     )

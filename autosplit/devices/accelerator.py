@@ -72,7 +72,11 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
             code="gpu-not-working",
         )
     for problem in problems:
-        warnings.warn(f"{problem}, so it is left out. Run `autosplit devices`.", DeviceWarning, stacklevel=4)
+        warnings.warn(
+            f"{problem}. autosplit does not use this device. Run `autosplit devices` for its state.",
+            DeviceWarning,
+            stacklevel=4,
+        )
     return tuple(devices)
 
 

@@ -169,12 +169,12 @@ def unmeasured_rates(specs: Iterable[GpuSpec]) -> str:
     texts = []
     if others:
         texts.append(
-            f"No kernel rates are measured for {others}. The rates of the GPUs in brackets were scaled by the peaks of "
-            "the datasheets, so expect larger errors. A TITAN Xp is predicted in this way: of 32 image models, half "
-            "take over 1.4 times the predicted time in float32, and over 1.6 times in float16."
+            f"autosplit has no measured kernel rates for {others}. It scales the rates of the GPUs in brackets by the "
+            "datasheets' peaks, so expect larger errors. For example, on a TITAN Xp half of 32 image models take over "
+            "1.4 times the predicted time in float32. In float16, half take over 1.6 times the predicted time."
         )
     if foreign:
-        texts.append(f"Memory and attention of {foreign} are traced with the kernels of an A100.")
+        texts.append(f"autosplit traces memory and attention for {foreign} with the kernels of an A100.")
     return " ".join(texts)
 
 
@@ -201,7 +201,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
             f"The GPUs of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}). Expected a file "
-            "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct it, or unset "
+            "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct the file, or unset "
             "the variable.",
             code="gpu-catalog-file",
         ) from error
@@ -289,14 +289,14 @@ def find_card(name: str) -> GpuSpec:
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:
         raise DeviceError(
-            f"GPU {shown(name)} may be any of {', '.join(variants)}. Write its full name.",
+            f"The name {shown(name)} matches several GPUs: {', '.join(variants)}. Write the full name of one.",
             code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     row = f"the row [cards.{row_name(name)}]" if len(name) <= 60 else "its row"
     raise DeviceError(
-        f"GPU {shown(name)} is not among the {len(gpu_catalog())} GPUs of the catalogue. Expected a name such as "
-        f"{', '.join(near)}. On a machine with it, `python -m autosplit doctor --save gpus.toml` writes {row}. Then "
-        f"set {GPUS_VARIABLE}=gpus.toml.",
+        f"GPU {shown(name)} is not in the catalogue of {len(gpu_catalog())} GPUs. Expected a name such as "
+        f"{', '.join(near)}. To add this GPU, run `python -m autosplit doctor --save gpus.toml` on a machine with it, "
+        f"which writes {row}. Then set {GPUS_VARIABLE}=gpus.toml.",
         code="gpu-name-unknown",
     )

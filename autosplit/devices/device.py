@@ -107,8 +107,8 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     kept_bytes = wanted if isinstance(wanted, int) else math.ceil(wanted * device.capacity_bytes)
     if kept_bytes and kept_bytes >= device.capacity_bytes:
         raise InputError(
-            f"reserve {shown(reserve)} keeps {size_text(kept_bytes)} free of the {size_text(device.capacity_bytes)} on "
-            f"{device.label}. Expected less than its capacity. Lower the reserve.",
+            f"reserve {shown(reserve)} keeps {size_text(kept_bytes)} free on {device.label}, but the device has only "
+            f"{size_text(device.capacity_bytes)}. Lower the reserve.",
             code="reserve-too-large",
         )
     return kept_bytes

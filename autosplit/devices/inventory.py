@@ -154,7 +154,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
     mig = _read([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig and mig[0]:
         gpu.mig = True
-        notes.append("MIG is on, so choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
+        notes.append("MIG is on. Set CUDA_VISIBLE_DEVICES to the MIG- UUID of one instance")
     return gpu
 
 
@@ -232,7 +232,10 @@ def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) ->
     notes = [f"{setting}: {', '.join(pairs)}"]
     physical = [r.physical_index for r in visible if r.physical_index is not None]
     if mask is None and physical != sorted(physical):
-        notes.append("CUDA puts the fastest GPU first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for nvidia-smi's order.")
+        notes.append(
+            "CUDA numbers the fastest GPU first. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to number the GPUs as "
+            "nvidia-smi does."
+        )
     return notes
 
 
@@ -252,6 +255,6 @@ def _pynvml_distribution_note() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return (
-        f"the distribution 'pynvml' {version} is installed and shadows nvidia-ml-py. Run pip uninstall pynvml, "
-        "then pip install --force-reinstall nvidia-ml-py."
+        f"The package pynvml {version} is installed and hides nvidia-ml-py. Run pip uninstall pynvml, then pip "
+        "install --force-reinstall nvidia-ml-py."
     )

@@ -75,8 +75,8 @@ def _broken(source: torch.device, destination: torch.device, sent: Tensor, arriv
     # Web searches suggest NCCL_P2P_DISABLE, but it does not affect torch's own copies (nccl-tests #117). The usual
     # cause is the IOMMU (pytorch #84803), then the driver (pytorch #119638).
     return (
-        f"A known tensor that was copied from {source} to {destination} arrived {what}, so direct copies between these "
-        "GPUs are broken. Turn off the IOMMU in the BIOS, boot Linux with iommu=pt, or install another driver version "
-        "(NCCL_P2P_DISABLE=1 does not help here). Until then, train on one GPU: "
+        f"autosplit copied a known tensor from {source} to {destination}, and it arrived {what}. Direct copies "
+        "between these GPUs are broken. Turn off the IOMMU in the BIOS, boot Linux with iommu=pt, or install another "
+        "driver version (NCCL_P2P_DISABLE=1 does not help here). Until then, train on one GPU: "
         f"device_ids=[{source.index if source.index is not None else 0}], or CUDA_VISIBLE_DEVICES with one of them."
     )

@@ -149,7 +149,8 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
         raise DeviceError(
-            f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind. Make a plan for each.",
+            f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind of device. Make a plan for each "
+            "kind.",
             code="devices-mixed",
         )
     if is_accelerator(kinds[0]):
@@ -206,8 +207,8 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
         )
     if "(" in tail:
         raise DeviceError(
-            f"Device spec {shown(f'sim:{tail}')} is a cluster. Only autosplit compare takes clusters. Use that "
-            "command, or name the GPUs of one machine, such as sim:8xA100-80GB.",
+            f"Device spec {shown(f'sim:{tail}')} is a cluster, and only autosplit compare accepts clusters. Use "
+            "autosplit compare, or name the GPUs of one machine, such as sim:8xA100-80GB.",
             code="devices-cluster",
         )
     devices: list[Device] = []
@@ -234,7 +235,7 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
         raise DeviceError(
-            f"GPU {shown(name)} contains a count, which belongs in front of the name. Write 'sim:{meant}'.",
+            f"GPU {shown(name)} contains a count, but the count belongs in front of the name. Write 'sim:{meant}'.",
             code="sim-count-order",
         )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
@@ -246,8 +247,8 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
-            f"Memory {shown(memory)} in {shown(item)} is more than the {size_text(gpu.memory_bytes)} of a "
-            f"{gpu.name}. '@' only lowers the memory, so write less, or choose a larger GPU.",
+            f"Memory {shown(memory)} in {shown(item)} is more than the {size_text(gpu.memory_bytes)} of a {gpu.name}. "
+            "'@' can only lower the memory. Write a smaller size, or choose a larger GPU.",
             code="sim-memory",
         )
     # int() rejects very long texts. A text with more digits than the limit is above it anyway.

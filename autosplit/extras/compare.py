@@ -248,7 +248,7 @@ def asked_machines(
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}. Expected a list with a spec for each machine. Write devices=['sim:2xL4', "
-            "'sim:A100-40GB'], or tune for one machine.",
+            "'sim:A100-40GB'], or call tune() for one machine.",
             code="machines-type",
         )
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
@@ -271,8 +271,7 @@ def asked_machines(
         machines.append(machine)
     if not machines:
         raise InputError(
-            "There are no devices to compare. Expected a spec for each machine, as in --devices sim:2xL4 --devices "
-            "sim:A100-40GB.",
+            "You named no devices to compare. Name each machine, as in --devices sim:2xL4 --devices sim:A100-40GB.",
             code="machines-empty",
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
@@ -280,8 +279,8 @@ def asked_machines(
         other = machines[place].price_per_hour
         if other is not None:
             raise InputError(
-                f"The prices {other:g} and {price:g} are both for {machines[place].name}. Expected one price. Leave "
-                "one out.",
+                f"{machines[place].name} has two prices, {other:g} and {price:g}. Expected one price per machine. "
+                "Leave one out.",
                 code="price-twice",
             )
         machines[place] = replace(machines[place], price_per_hour=price)
@@ -314,8 +313,8 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
             return place
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
-        f"There is a price for {shown(name)}, but this machine is not compared. Expected one of {named}. Name one "
-        "of these, or add the machine to devices.",
+        f"You gave a price for {shown(name)}, but this machine is not compared. The compared machines are {named}. "
+        "Name one of these, or add the machine to devices.",
         code="price-machine",
     )
 
@@ -459,8 +458,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (
-            "The effective batch sizes differ, because each machine has its fastest. --effective-batch-size N "
-            "(effective_batch_size=N) sets the same for all machines."
+            "The effective batch sizes differ, because each machine uses its fastest size. Set --effective-batch-size "
+            "N (effective_batch_size=N) to use one size on all machines."
         )
     faster = []
     for machine in machines:
@@ -470,8 +469,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
             faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for 1M samples'})")
     if faster:
         yield (
-            f"DDP would be faster (predicted): {', '.join(faster)}. The table does not include it. --strategy ddp "
-            "(strategy='ddp') tunes for DDP and sorts by it."
+            f"DDP would be faster (predicted): {', '.join(faster)}. The table does not include DDP. To tune for DDP "
+            "and sort by it, use --strategy ddp (strategy='ddp')."
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:

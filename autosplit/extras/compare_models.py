@@ -118,11 +118,16 @@ def notes_of(models: Iterable[ComparedModel]) -> list[str]:
     """Return the notes under a table: the meaning of its columns, and the measured errors."""
     machines = [machine for model in models if model.comparison for machine in model.comparison.machines]
     most = f"{LARGEST_LOOKED_AT:,}"
-    notes = [f"Largest batch: samples of one forward that fit on all devices together, at most {most} on each."]
+    notes = [
+        (
+            "Largest batch is the number of samples per forward that fit on all devices together. autosplit tried at "
+            f"most {most} per device."
+        )
+    ]
     if any(machine.predicted for machine in machines):
         notes.append(
-            "Error: half of the predicted samples/s were off by at most the first share in published measurements of "
-            "such models, and 90% by at most the second share."
+            "Error has two percentages, from published measurements of such models. Half of the predicted samples/s "
+            "were off by at most the first, and 90% by at most the second."
         )
         notes.extend(SIMULATED_ERRORS)
     return notes

@@ -117,8 +117,8 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
         found = parse_devices(WITHOUT_GPU)
     if found[0].kind == "sim":
         raise DeviceError(
-            f"devices is {spec!r}, but simulated GPUs can't be examined. Name real devices of this machine, or "
-            "leave it out.",
+            f"devices is {spec!r}, but doctor can't examine simulated GPUs. Name real devices of this machine, or "
+            "leave devices out.",
             code="devices-simulated",
         )
     return found
@@ -273,7 +273,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
         took_s = time.perf_counter() - began_s
         measured_s, peaks = _by_the_plan(plan)
     except (AutosplitError, RuntimeError) as error:
-        what = f"tuning a small model failed: {first_line(error)}"
+        what = f"autosplit could not tune a small model: {first_line(error)}"
         problems.append(Problem(what, "fix the cause, or report it with the output of doctor"))
         return None
     found = Training(

@@ -140,7 +140,7 @@ def _refuse_options(what: str, kind: str, **options: object) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise InputError(
-            f"{' and '.join(given)} can't be set for {what}: it is {kind}. Leave it out.",
+            f"{' and '.join(given)} can't be set for {what}, because it is {kind}. Leave it out.",
             code="model-options-unused",
         )
 
@@ -250,16 +250,15 @@ def _config_values(path: Path) -> dict[str, Any]:
         )
     if values.get("auto_map"):
         raise InputError(
-            f"{path} names its own code (auto_map), which autosplit does not run. Expected a model that "
-            "transformers has. Without auto_map, transformers' own model of that type is used. Or write a file "
-            "with a workload().",
+            f"{path} names its own code (auto_map), which autosplit does not run. Expected a model of transformers. "
+            "Remove auto_map to use transformers' own model of that type, or write a file with a workload().",
             code="config-own-code",
         )
     if values.get("quantization_config"):
         raise InputError(
-            f"{path} has quantised weights ({_quantization(values['quantization_config'])}), so autosplit can "
-            "predict neither memory nor time. Expected floating-point weights. Remove quantization_config. For weights "
-            "in bitsandbytes' NF4, add --lora r=16,quantize=nf4.",
+            f"{path} has quantised weights ({_quantization(values['quantization_config'])}). autosplit can predict "
+            "neither their memory nor their time. Remove quantization_config. For weights in bitsandbytes' NF4, add "
+            "--lora r=16,quantize=nf4.",
             code="config-quantized",
         )
     return values
@@ -349,7 +348,10 @@ def _build_of_transformers(
     if dtype is torch.float16:
         dtype = torch.bfloat16  # bfloat16 has the same size, and optimizers diverge with float16 weights
         assumed = (
-            f"{path.name} has float16 weights, which diverge in training: the plan assumes bfloat16 (same size)",
+            (
+                f"{path.name} has float16 weights, which diverge in training. The plan assumes bfloat16, which has the "
+                "same size"
+            ),
         )
     elif dtype is not torch.float32:
         assumed = (
@@ -402,7 +404,11 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
         if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # labels are shifted by one token and need a first token
-    said = () if seq_len else (f"sequences of {length} tokens are assumed. --seq-len (seq_len=) sets another length.",)
+    said = (
+        ()
+        if seq_len
+        else ((f"The plan assumes sequences of {length} tokens. Set another length with --seq-len (seq_len=)."),)
+    )
     return {"input_ids": tokens, "labels": labels}, said
 
 
@@ -489,5 +495,5 @@ def _images(
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"images of {size} pixels are assumed. --image-size (image_size=) sets another size."
+    said = f"The plan assumes images of {size} pixels. Set another size with --image-size (image_size=)."
     return pixels, (said,) if image_size is None else ()

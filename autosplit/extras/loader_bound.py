@@ -46,8 +46,8 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
         peers.part()
     if len(loads) != len(plan.split):
         raise InputError(
-            f"The job has {len(loads)} ranks and the plan has {len(plan.split)}. Expected the same number. Call "
-            "fit_to_loader in the job that tuned the plan.",
+            f"The job has {len(loads)} ranks, but the plan has {len(plan.split)}. Call fit_to_loader in the job that "
+            "tuned the plan.",
             code="world-size",
         )
     return bounded_by_loader(plan, loads)
@@ -64,13 +64,13 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     slowest = found[rates.index(rate)]
     notes = [*slowest.notes]
     if plan.simulated:
-        text = "The loader was measured on this machine, not on one with the simulated GPUs."
+        text = "The loader was measured on this machine, which does not have the simulated GPUs."
         notes.append(Note("loader-of-this-machine", text))
     smaller = _smaller(plan, rate) if rate < plan.takes_samples_per_s else None
     if smaller is not None:
         text = (
             f"The loader loads {rate_text(rate)}, so {smaller.batch_size:,} samples per forward train as fast as "
-            f"{plan.batch_size:,}. This is predicted from the plan's measurements, and not saved."
+            f"{plan.batch_size:,}. autosplit predicted this from the plan's measurements, and did not save it."
         )
         notes.append(Note("loader-bound", text))
         plan = smaller

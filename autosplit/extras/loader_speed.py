@@ -114,9 +114,9 @@ def measure_loader(
     present_rate = next((one.samples_per_s for one in tried if one.settings == present), None)
     if first_rate * COLD < tried[0].samples_per_s and sum(map(len, batches)) >= COLD_S * first_rate:
         text = (
-            f"The first pass was slow because the disk cache was cold: it loaded {first_rate:,.0f} samples/s, and "
-            f"the second pass over the same samples {tried[0].samples_per_s:,.0f}. A data set that is larger than "
-            "the free memory is read that slowly in every epoch."
+            f"The first pass loaded {first_rate:,.0f} samples/s, because the samples were not in the disk cache. The "
+            f"second pass loaded {tried[0].samples_per_s:,.0f}. If the data set is larger than the free memory, every "
+            "epoch is as slow as the first pass."
         )
         notes.append(Note("cold-cache", text))
     notes += _notes_on_cores(present.num_workers, most, cores, processes)
@@ -196,7 +196,7 @@ def search(
         if pins:
             gains(replace(fewest_of_the_fastest(tried).settings, pin_memory=True))
     except _TimeIsUpError:
-        text = "The time limit ended before every setting was tried. A larger time_limit_s tries more."
+        text = "The time limit ended before every setting was tried. Raise time_limit_s to try more."
         notes.append(Note("time-limit", text))
     return tried, notes
 
@@ -207,7 +207,10 @@ def _time_workers(
     fruitless, last = 0, 0
     for workers in worker_counts(most):
         if not fits(workers, last):
-            text = f"{workers} workers would take more than the host's free memory, estimated from {last} workers."
+            text = (
+                f"{workers} workers would need more memory than the host has free. This is estimated from {last} "
+                "workers."
+            )
             notes.append(Note("workers-exceed-memory", text))
             return
         gained = gains(LoaderSettings(workers, PREFETCH_FACTORS[0] if workers else None))
@@ -284,7 +287,7 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
         if not settings.num_workers:
             raise
         raise InputError(
-            f"{settings.num_workers} workers raised {one_line(error)}, but this process loads the same batches. Fix "
+            f"{settings.num_workers} workers raised {one_line(error)}, but the same batches load without workers. Fix "
             "the data set for use in workers, or keep num_workers=0.",
             code="loader-workers-failed",
         ) from error
@@ -350,9 +353,9 @@ def check_loader(loader: Any) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
-            f"The loader's data set {type(loader.dataset).__name__} is iterable, so it decides itself how its "
-            "workers share the samples. Expected a data set with an index. Measure this one with the number of "
-            "workers that it was written for.",
+            f"The loader's data set {type(loader.dataset).__name__} is iterable, so the data set itself divides its "
+            "samples among workers. Expected a data set with an index. Measure this loader yourself, with the number "
+            "of workers that it was written for.",
             code="loader-iterable",
         )
     if loader.batch_sampler is None or not isinstance(loader.dataset, Sized):
@@ -398,7 +401,10 @@ def _copied(dataset: Any) -> tuple[Any, list[Note]]:
         file.seek(0)
         return _Unpickler(file, pickler.kept).load(), []
     except Exception as error:  # noqa: BLE001  # parts of the data set may raise anything
-        text = f"The data set cannot be copied ({one_line(error)}), so its caches and counters may change."
+        text = (
+            f"autosplit can't copy the data set ({one_line(error)}), so the measurement may change its caches and "
+            "counters."
+        )
         return dataset, [Note("dataset-not-copied", text)]
 
 

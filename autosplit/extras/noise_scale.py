@@ -69,9 +69,9 @@ class NoiseScale:
         scatter, freedom = weighted - num_samples * squared, number - 1
         if freedom < 1 and not self._steps:
             raise InputError(
-                f"noise_scale is given, but the optimizer step has {number:g} micro-batch over all ranks. Expected "
-                "at least 2, because it compares their gradients. Tune with an effective_batch_size that needs "
-                "accumulation_steps >= 2.",
+                f"noise_scale is given, but the optimizer step has {number:g} micro-batch over all ranks. The "
+                "estimate compares gradients of at least 2 micro-batches. Tune with an effective_batch_size that "
+                "needs accumulation_steps >= 2.",
                 code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
@@ -115,7 +115,7 @@ class NoiseScale:
     def _totals(self) -> tuple[float, float, float, float]:
         if not self._steps:
             raise InputError(
-                "The noise scale has no optimizer step yet. Read it after the micro-batches of at least one step.",
+                "The noise scale has seen no optimizer step yet. Read it after all micro-batches of at least one step.",
                 code="noise-scale-empty",
             )
         scatter, freedom, samples, squared = map(sum, zip(*self._steps, strict=True))

@@ -190,7 +190,7 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
     who = first.label if len(alike) == 1 else f"{first.label} and {counted_text(len(alike) - 1, 'identical device')}"
     title = f"Memory by samples: {who}" + ("" if first.kind == "cpu" else f" ({short(first.name)})")
     if line.batch_size < 1:
-        return Chart(place, title, f"Not even one sample fits on {who} in this plan, so there is no line.")
+        return Chart(place, title, f"The chart has no line, because not even one sample fits on {who} in this plan.")
     fixed, slope, has_others = line_of(plan, first)
     has_capacity = line.capacity_bytes <= 4 * max(line.peak_bytes, first.peak_bytes)  # else it would flatten the line
     dashed = " (dashed)" if has_capacity else ", far above the chart"
@@ -271,7 +271,7 @@ def _trials_chart(plan: PlanRecord) -> Chart:
     title = "Throughput over the trials"
     ran = [(trial, trial.samples_per_s) for trial in plan.trials if trial.samples_per_s is not None]
     if not ran:
-        why = "No trial finished." if plan.trials else "There were no trials. The plan was computed from measurements."
+        why = "No trial finished." if plan.trials else "The plan was computed from measurements, without trials."
         return Chart("trials", title, why)
     rates = [rate for _, rate in ran]
     failed = len(plan.trials) - len(ran)
@@ -304,10 +304,10 @@ def _landscape_chart(plan: PlanRecord) -> Chart:
     title = "Throughput by gpu0_bsz and batch_size"
     if plan.fit is None or plan.region is None:
         why = "DDP ranks have no gpu0_bsz" if plan.region is None else "the plan has no time model"
-        return Chart("landscape", title, f"There is no landscape, because {why}.")
+        return Chart("landscape", title, f"This chart is empty, because {why}.")
     found = landscape_of(plan, plan.fit, plan.region)
     if min(len(found.shares), len(found.batches), len(set(found.rates.values()))) < 2:
-        return Chart("landscape", title, "There is no landscape, because only one configuration fits.")
+        return Chart("landscape", title, "This chart is empty, because only one configuration fits.")
     text = (
         "Predicted throughput for each gpu0_bsz and batch_size, as a percentage of the best. Configurations that do "
         "not fit are empty. Dots are trials, crosses are failed trials, and the star is this plan."
@@ -347,7 +347,7 @@ def _curve_chart(plan: PlanRecord) -> Chart:
     title = "Throughput by batch_size"
     known = curve_of(plan)
     if not known:
-        return Chart("landscape", title, "There is no curve, because the plan has no time model.")
+        return Chart("landscape", title, "This chart is empty, because the plan has no time model.")
     text = (
         f"Samples per second of {plan.devices[0].label} by samples per forward. The line is the prediction, dots are "
         "trials, and the star is this plan."
@@ -386,9 +386,9 @@ def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, flo
 def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart:
     title = "Compared with an even split"
     if len(plan.devices) == 1:
-        return Chart("rates", title, "There is only one device, so there is nothing to split.")
+        return Chart("rates", title, "The plan has only one device, so the batch is not split.")
     if explanation.shares_processor:
-        return Chart("rates", title, "The devices share one CPU, so no gain over an even split is claimed.")
+        return Chart("rates", title, "The devices share one CPU, so the page reports no gain over an even split.")
     rates = _rates_of(plan, explanation)
     if len(rates) == 1:
         return Chart("rates", title, "No other option was measured or predicted.")

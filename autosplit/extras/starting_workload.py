@@ -79,7 +79,7 @@ def write_workload(
         )
     if is_file and not Path(place).stem.isidentifier():
         raise InputError(
-            f"{place} cannot be imported: {Path(place).stem!r} is no Python name. Rename the file.",
+            f"{place} can't be imported, because {Path(place).stem!r} is not a Python name. Rename the file.",
             code="init-file-name",
         )
     module = load_module(place)
@@ -159,8 +159,9 @@ def _model_in(module: ModuleType, place: str) -> str:
         return names[-1]
     found = "; ".join(f"{name} needs {', '.join(required_arguments(value))}" for name, value in own.items())
     raise InputError(
-        f"{place} has no class of torch.nn.Module that can be made without arguments{f' ({found})' if found else ''}. "
-        f"Write a function that makes the model, and name it: autosplit init {place}:make_model",
+        f"{place} has no class of torch.nn.Module that can be created without "
+        f"arguments{f' ({found})' if found else ''}. Write a function that returns the model, and name the function: "
+        f"autosplit init {place}:make_model",
         code="init-no-model",
     )
 
@@ -207,7 +208,8 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
     raise InputError(
         f"autosplit could not guess inputs for the forward of {type(model).__name__}{errors}. Pass the shape of one "
         f"sample, as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, define a "
-        "DataLoader and a compute_loss(model, batch) in the file. The first batch is then the sample batch.",
+        "DataLoader and a compute_loss(model, batch) in the file. autosplit then takes its first batch as the sample "
+        "batch.",
         code="init-no-inputs",
     )
 

@@ -30,14 +30,14 @@ MOST_FOLLOWED = 3
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
-    "Lengths were not measured: the model's BatchNorms need at least 2 samples, and batches of similar length may "
-    "have 1. Leave lengths out.",
+    "autosplit did not measure the lengths. The model's BatchNorms need at least 2 samples, but batches of similar "
+    "length may have 1. Leave lengths out.",
 )
 
 UNTRACED_NOTE = Note(
     "lengths-not-traced",
-    "The memory of other lengths cannot be predicted without running them, so batches of shorter samples have as "
-    "many samples as those of the longest.",
+    "autosplit can't predict the memory of other lengths without running them. So batches of shorter samples have as "
+    "many samples as batches of the longest samples.",
 )
 
 
@@ -102,7 +102,7 @@ def _points(
         else:
             notes += workers.losses()
         if isinstance(found, str):
-            text = f"Samples of length {length} and below were not measured: {found}."
+            text = f"autosplit did not measure samples of length {length} and below, because {found}."
             notes.append(Note("lengths-not-measured", text))
             break
         samples, rate, own_rate = found

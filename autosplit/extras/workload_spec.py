@@ -35,8 +35,8 @@ def workload_of_spec(spec: str, **options: Any) -> Workload | Callable[[], Workl
         return _by_name(spec, options)
     if options:
         raise InputError(
-            f"{' and '.join(options)} given for {spec}, whose workload has its own sample batch. These options are for "
-            "hf:PATH, timm:NAME and torchvision:NAME. Leave them out.",
+            f"{' and '.join(options)} can't be set for {spec}, because its workload has its own sample batch. These "
+            "options are for hf:PATH, timm:NAME and torchvision:NAME. Leave them out.",
             code="model-options-unused",
         )
     return load_workload(spec)

@@ -482,12 +482,12 @@ def _refuse_without_shares(loader: Any) -> None:
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     if isinstance(inner, MarkingBatchSampler):
         raise InputError(
-            "The loader was made by accelerate.skip_first_batches, which does not split batches by the plan. Call "
+            "accelerate.skip_first_batches made this loader, and does not split batches by the plan. Call "
             "accelerator.skip_first_batches(loader, n) instead.",
             code="accelerate-skip-first-batches",
         )
     raise InputError(
-        "The loss comes from a loader that does not shuffle. accelerate gives every process equally many of its "
+        "The loss comes from a loader that does not shuffle. accelerate gives every process the same number of its "
         "samples, but the plan does not. Pass accelerator.shares_of(loader) to prepare.",
         code="loader-without-split",
     )

@@ -145,9 +145,9 @@ class SharesLoader:
         resumes, self._resumes = self._resumes, False
         if (begin and not resumes) or not first <= begin < max(after, first + 1):
             raise InputError(
-                f"Lightning continues after {begin} micro-batches of the epoch, but the loader after {first}: the "
-                "checkpoint was made without this plan. Expected a checkpoint of the same plan, or from the end of "
-                "an epoch. Resume from such a checkpoint, or load only the weights.",
+                f"Lightning resumes after {begin} micro-batches of the epoch, but the loader resumes after "
+                f"{first}, because the checkpoint is not from this plan. Resume from a checkpoint of the same plan "
+                "or from the end of an epoch, or load only the weights.",
                 code="lightning-position",
             )
         return begin

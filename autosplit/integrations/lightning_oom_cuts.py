@@ -117,7 +117,7 @@ def refuse_no_mixin(module: Any) -> None:
     if not isinstance(module, CutMixin):
         name = type(module).__name__
         raise InputError(
-            f"on_oom is 'cut', and the module is a {name}, whose training step can't run in parts. Declare it as "
-            f"class {name}(CutMixin, lightning.LightningModule), or leave on_oom out.",
+            f"on_oom is 'cut', but the training step of {name} can't run in parts. Declare it as class "
+            f"{name}(CutMixin, lightning.LightningModule), or leave on_oom out.",
             code="lightning-cut-mixin",
         )

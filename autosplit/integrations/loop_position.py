@@ -99,9 +99,9 @@ class LoopPosition:
             self._iteration = iteration
         elif iteration != self._iteration:
             raise InputError(
-                f"Batch {one.position + 1} of an optimizer step was drawn after a batch of another loader. Expected "
-                f"the {one.length} batches of a step without others between them. Finish the step of one loader "
-                "before you draw from another.",
+                f"Batch {one.position + 1} of an optimizer step was drawn after a batch of another loader. "
+                f"Expected all {one.length} batches of a step in a row. Finish the step of one loader before you "
+                "draw from another.",
                 code="loaders-interleaved",
             )
         if self._is_ahead and self._drawn:
@@ -205,9 +205,9 @@ class LoopPosition:
         self._steps_seldom |= not self._has_stepped
         if self._steps_seldom and (self._steps_always or not self._divides):
             raise InputError(
-                "The loop accumulates gradients itself: there was a backward without optimizer.step(), outside of "
+                "The loop accumulates gradients itself: it ran a backward without optimizer.step(), outside of "
                 "accelerator.accumulate. If the loop divides the loss, the loss would be divided twice. Use "
-                f"accumulate(): {_CURE}. If the loop divides no loss, pass gradient_accumulation_steps= to the "
-                "Accelerator.",
+                f"accumulate(): {_CURE}. If the loop does not divide the loss, pass gradient_accumulation_steps= "
+                "to the Accelerator.",
                 code="accumulated-by-hand",
             )

@@ -66,8 +66,8 @@ class CutBatches:
                 if attempt is None:
                     raise InputError(
                         "on_oom is 'cut', and a batch was drawn before the previous batch had run. Draw each batch "
-                        "only when it runs, because a batch that does not fit is drawn again in parts. Write `with "
-                        "accelerator.accumulate(model):` around each.",
+                        "only when it runs. If a batch does not fit, autosplit draws it again in parts. Write "
+                        "`with accelerator.accumulate(model):` around each.",
                         code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:
@@ -106,7 +106,7 @@ class CutBatches:
 def refuse_gathering() -> None:
     """Raise InputError for collectives within an optimizer step. Some processes may run extra micro-batches there."""
     raise InputError(
-        "on_oom is 'cut', and the processes gather inside an optimizer step, in which each may run its own number "
-        "of parts. Call accelerator.gather when accelerator.sync_gradients is True, or after the epoch.",
+        "on_oom is 'cut', and the processes gather inside an optimizer step. Each process may run another number "
+        "of parts there. Call accelerator.gather when accelerator.sync_gradients is True, or after the epoch.",
         code="gather-inside-step",
     )

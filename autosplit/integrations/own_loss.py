@@ -66,9 +66,9 @@ class OwnLoss:
             return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
         if reading.kind == "unknown":
             warnings.warn(
-                f"autosplit could not determine which mean the loss is: it is {reading.text}, and the model did not "
-                "compute it. autosplit weights it as a mean over samples. If it is another mean, pass count= to "
-                "the Accelerator: a function that returns the divisor of a batch's mean loss.",
+                f"autosplit can't tell what the loss is a mean over: it is {reading.text}, and the model did not "
+                "compute it. autosplit treats it as a mean over samples. If that is wrong, pass count= to the "
+                "Accelerator: a function that returns the number by which a batch's loss is divided.",
                 UnevenLossWarning,
                 stacklevel=5,
             )

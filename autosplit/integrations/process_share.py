@@ -121,9 +121,9 @@ class Share:
             if 0 in shares:
                 raise InputError(
                     f"An optimizer step of {step.num_samples} samples ends with a micro-batch of {last}, split "
-                    f"{shares}. A process without samples runs a sample of another process, which the model's "
-                    "BatchNorms would count. Drop a short last step (drop_last), tune for another effective batch "
-                    "size, or train with autosplit.ddp, where BatchNorms do not count such samples.",
+                    f"{shares}. A process without samples runs a sample of another process, and the model's "
+                    "BatchNorms would count this sample. Drop a short last step (drop_last), tune for another "
+                    "effective batch size, or train with autosplit.ddp, where BatchNorms do not count such samples.",
                     code="batchnorm-process-without-samples",
                 )
 
@@ -140,8 +140,9 @@ class Share:
         """
         if precision != self.plan.precision:
             warnings.warn(
-                f"The plan is for precision {self.plan.precision!r}, but the arguments set {precision}. Its batch "
-                f"sizes may not fit, or may be slow. Set {setting}, or tune with the other precision.",
+                f"The plan is for precision {self.plan.precision!r}, but the arguments set {precision}. The plan's "
+                f"batch sizes may not fit, or may be slow. Set {setting}, or tune with the precision of the "
+                "arguments.",
                 stacklevel=stacklevel,
             )
 
@@ -238,8 +239,8 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
 def tell_of_no_plan() -> None:
     """Warn that there is no plan."""
     warnings.warn(
-        "autosplit found no plan, so this training has equal batches on all devices. Run autosplit tune FILE, or pass "
-        "plan=, or model= to find a saved plan for it.",
+        "autosplit found no plan, so all devices get equal batches. Run autosplit tune FILE, or pass plan=. With "
+        "model=, autosplit looks for a saved plan of that model.",
         NoPlanWarning,
         stacklevel=3,
     )

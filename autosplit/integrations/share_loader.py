@@ -61,8 +61,8 @@ class MarkingCollate:
             return batch
         if not isinstance(batch, Mapping):
             raise InputError(
-                f"The collator returned a {type(batch).__name__}. Expected a mapping, because autosplit adds an entry "
-                "to the batch of a process without samples in the short last step. Return a dict, or set drop_last.",
+                f"The collator returned a {type(batch).__name__}. Expected a mapping, because autosplit marks the "
+                "batches of processes without samples. Return a dict, or set drop_last.",
                 code="collator-type",
             )
         return {**batch, MARK: 0}

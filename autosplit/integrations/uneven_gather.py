@@ -28,8 +28,8 @@ def gather_uneven(data: Any) -> Any:
     tails = [[shape[1:] for shape in other] for other in shapes]
     if any(other != tails[0] for other in tails):
         raise InputError(
-            f"The tensors to gather have the sizes {shown(shapes)} in the processes. Expected sizes that differ "
-            "only in the first dimension. Pad them with accelerator.pad_across_processes(tensor, dim=1).",
+            f"The processes gather tensors of the sizes {shown(shapes)}. Expected sizes that differ only in the "
+            "first dimension. Pad them with accelerator.pad_across_processes(tensor, dim=1).",
             code="gather-uneven-sizes",
         )
     sizes = iter([[shape[0] for shape in of_one] for of_one in zip(*shapes, strict=True)])

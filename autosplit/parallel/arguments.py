@@ -34,8 +34,8 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
     """Raise WorkloadError if an argument of a call is a PackedSequence."""
     if any(isinstance(value, PackedSequence) for value in values):
         raise WorkloadError(
-            "An argument is a PackedSequence, which can't be cut by samples: it concatenates the time steps of all "
-            "samples. Pass the padded tensor and its lengths, and pack inside the module.",
+            "An argument is a PackedSequence, which autosplit can't cut into samples. It concatenates the time "
+            "steps of all samples. Pass the padded tensor and its lengths, and pack inside the module.",
             code="packed-sequence",
         )
 

@@ -81,10 +81,10 @@ class LoopWithoutSteps:
         if max(updates, default=0) <= self.steps_begun:
             return False
         warnings.warn(
-            f"The optimizer made a step after each micro-batch, and the plan has {accumulation_steps} micro-batches "
-            "per optimizer step. So each update has fewer samples than the effective batch. Loop with "
-            "`for step in plan.steps(loader):` and `for batch in step:`, and call optimizer.step() after the inner "
-            "loop. In a DDP job, use ctx.steps(loader).",
+            f"The optimizer stepped after each micro-batch, but the plan has {accumulation_steps} micro-batches "
+            "per optimizer step. So each update had too few samples. Loop with `for step in plan.steps(loader):` "
+            "and `for batch in step:`, and call optimizer.step() after the inner loop. In a DDP job, use "
+            "ctx.steps(loader).",
             StepsWarning,
             stacklevel=2,
         )

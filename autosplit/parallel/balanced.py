@@ -343,8 +343,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         # Raise outside the except block, because the first error's traceback would keep the outputs in memory.
         place = torch.device(self.output_device)
         raise OutOfMemoryError(
-            f"{place} is out of memory with the outputs of all {batch_size} samples gathered there. Compute the "
-            f"loss inside the module, so only the loss is gathered, or use a smaller batch. {message}",
+            f"{place} is out of memory, because it gathers the outputs of all {batch_size} samples. Compute the "
+            f"loss inside the module, so that only the loss is gathered, or use a smaller batch. {message}",
             device=str(place),
             device_index=self.devices.index(place) if place in self.devices else None,
         )

@@ -210,8 +210,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
             return
         said = (
-            f"The batch sampler was made for {self.num_samples} samples, and the data set has {len(dataset)}. "
-            "Expected equally many. Pass batch_sampler(len(dataset))"
+            f"The batch sampler was made for {self.num_samples} samples, but the data set has {len(dataset)}. Pass "
+            "batch_sampler(len(dataset))"
         )
         if len(dataset) < self.num_samples:
             raise InputError(said, code="dataset-size")
@@ -276,8 +276,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         wrong += ["batches of similar length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
-                f"The sampler's state is for another order of samples: {', '.join(wrong)}. Expected the same order. "
-                "Create the sampler with the arguments that it had, or begin a new epoch.",
+                f"The sampler's state belongs to another order of samples: {', '.join(wrong)}. Create the sampler "
+                "with the arguments that it had, or begin a new epoch.",
                 code="sampler-state-differs",
             )
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
@@ -311,15 +311,16 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
             raise InputError(
-                f"samples_consumed is {consumed}, but an epoch has {ends[-1]} samples. Expected the number consumed in "
-                "the current epoch. Subtract the samples of finished epochs, and pass the current epoch to set_epoch.",
+                f"samples_consumed is {consumed}, but an epoch has {ends[-1]} samples. Expected the number of "
+                "samples consumed in the current epoch. Subtract the samples of finished epochs, and pass the "
+                "current epoch to set_epoch.",
                 code="samples-consumed-range",
             )
         finished = bisect.bisect_right(ends, consumed) - 1
         if ends[finished] != consumed:
             raise InputError(
-                f"samples_consumed is {consumed}. Expected the end of an optimizer step. Resume from the last "
-                f"finished step, {ends[finished]}.",
+                f"samples_consumed is {consumed}, which is inside an optimizer step. Expected the end of a step. "
+                f"Resume from the last finished step, {ends[finished]}.",
                 code="samples-consumed-inside-step",
             )
         return finished

@@ -25,7 +25,7 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
     if lacking:
         raise PlanError(
             f"The plan checkpoints the layer {lacking[0]}, but {type(model).__name__} has no such layer. Expected "
-            "the model that was tuned, before it is wrapped. Pass that model, or tune again with this one.",
+            "the tuned model, not yet wrapped. Pass the tuned model, or tune again with this model.",
             code="checkpointed-layer-missing",
         )
     for name in names:

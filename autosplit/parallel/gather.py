@@ -238,17 +238,17 @@ class Gathering:
 
     def _ambiguous(self, what: str, place: str, container: str) -> WorkloadError:
         return WorkloadError(
-            f"The output{place} is {what} on each device, and each device has equally many samples, so autosplit "
-            f"can't detect whether the items are samples. Return {container} if they are not, or torch.stack(items) "
-            "if they are. Or give the devices different numbers of samples in the first batch.",
+            f"The output{place} is {what} on each device. All devices have the same number of samples, so "
+            "autosplit can't detect whether the items are samples. If they are, return torch.stack(items). If not, "
+            f"return {container}. Or give the devices different numbers of samples in the first batch.",
             code="outputs-ambiguous",
         )
 
     def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
         warnings.warn(
-            f"The output{place} is a {type(first).__name__} of {len(first)} items on each device, and each device "
-            f"has equally many samples. autosplit assumed {taken}. If that is wrong, return a tensor or a dict, or "
-            "give the devices different numbers of samples in the first batch.",
+            f"The output{place} is a {type(first).__name__} of {len(first)} items on each device. All devices have "
+            f"the same number of samples, so autosplit assumed {taken}. If that is wrong, return a tensor or a "
+            "dict, or give the devices different numbers of samples in the first batch.",
             AmbiguousBatchWarning,
             stacklevel=2,
         )

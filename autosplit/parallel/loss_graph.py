@@ -118,8 +118,8 @@ def warn_of_reading(reading: Reading, *, stacklevel: int) -> None:
         else f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."
     )
     warnings.warn(
-        f"The loss is {reading.text}, but its micro-batches are weighted by their samples, so the gradient depends on "
-        f"the split. {cure}",
+        f"The loss is {reading.text}, but autosplit weights micro-batches by their samples. So the gradient "
+        f"depends on the split. {cure}",
         UnevenLossWarning,
         stacklevel=stacklevel,
     )

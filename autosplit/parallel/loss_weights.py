@@ -148,9 +148,9 @@ def _by_samples_with_doubts(
         return weights
     return DoubtfulWeights(
         weights,
-        f"autosplit does not know whether the loss of {kind.__name__} ignores the labels of {IGNORED_LABEL}, so it "
-        "weighted the replicas' losses by their samples. Pass reduce='tokens' if it does ('next tokens' if it "
-        "shifts labels by one, as causal language models do), or reduce='samples' if not.",
+        f"autosplit does not know whether the loss of {kind.__name__} ignores labels of {IGNORED_LABEL}. It "
+        "weighted the replicas' losses by their samples. If the loss ignores them, pass reduce='tokens', or 'next "
+        "tokens' for causal language models, which shift the labels by one. If not, pass reduce='samples'.",
     )
 
 

@@ -377,7 +377,7 @@ def steps(
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is for one of {sampler.rank_slice.num_ranks} "
-                "ranks. This loop does not know the counts of the other ranks. Use ctx.steps(loader, count=...).",
+                "ranks. plan.steps does not know the counts of the other ranks. Use ctx.steps(loader, count=...).",
                 code="count-on-one-rank",
             )
         made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
@@ -465,8 +465,8 @@ def _scheduled_steps(
     # Draw past the end, so that the loader's workers can shut down normally.
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(
-            "The loader returned more batches than the schedule of its sampler has. Expected one per micro-batch. "
-            "Pass a loader that does not repeat or add batches.",
+            "The loader returned more batches than its sampler planned. Expected one batch per micro-batch. Pass a "
+            "loader that does not repeat or add batches.",
             code="loader-too-long",
         )
 

@@ -317,9 +317,10 @@ class KeptReplicas:
         if places:
             names = ", ".join(self._copies.name_of(device) for device in sorted(places))
             raise InputError(
-                f"The optimizer steps while {names} have gradients of earlier micro-steps. Run the last micro-step "
-                "outside of no_sync() (in plan.steps, this is the step's last batch), which reduces them to the "
-                "first device. Or call synchronize() on the wrapper before the optimizer steps.",
+                f"The optimizer steps while {names} still hold gradients of earlier micro-steps. Run the last "
+                "micro-step outside of no_sync(), so that it reduces the gradients to the first device. In "
+                "plan.steps, this is the step's last batch. Or call synchronize() on the wrapper before the "
+                "optimizer steps.",
                 code="update-while-gradients-wait",
             )
 
@@ -441,7 +442,7 @@ def _refuse_graph(grad: Tensor | None) -> None:
     if grad is not None and grad.requires_grad:
         raise InputError(
             "A backward with create_graph=True ran on kept replicas inside no_sync(). Gradients that stay on other "
-            "devices can have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
+            "devices have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
             "create_graph, or run the step outside of no_sync().",
             code="create-graph-on-kept-replicas",
         )

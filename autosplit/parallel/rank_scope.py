@@ -63,8 +63,8 @@ def refuse_ranks_without_samples(without: float) -> None:
     """
     if without:
         raise InputError(
-            "loss_scope is 'ranks', but some rank has no samples in a micro-batch. The sample that it runs instead "
-            "would count in the loss of the others. Pass drop_last=True, or tune for a larger batch.",
+            "loss_scope is 'ranks', but a rank has no samples in a micro-batch. It runs a stand-in sample, which "
+            "would count in the other ranks' losses. Pass drop_last=True, or tune for a larger batch.",
             code="loss-scope-rank-without-samples",
         )
 
@@ -73,7 +73,8 @@ def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
     """Raise InputError if a step has several micro-batches and `count` is missing."""
     if micro_steps > 1 and count is None:
         raise InputError(
-            f"loss_scope is 'ranks' in a step of {micro_steps} micro-batches. Each needs a weight proportional to "
-            "the divisor of its loss. Pass count=, which returns that number for a batch, such as its boxes.",
+            f"loss_scope is 'ranks', and a step has {micro_steps} micro-batches. autosplit needs the number by "
+            "which each loss is divided. Pass count=, a function that returns this number for a batch, such as its "
+            "boxes.",
             code="loss-scope-needs-count",
         )

@@ -42,8 +42,8 @@ class SampledOrder:
         order = self._drawn(epoch)
         if order is None:
             raise InputError(
-                f"{type(self._sampler).__name__} leaves samples out or repeats some in epoch {epoch}. Expected each of "
-                f"the {self._num_samples} samples once. Leave the sampler out.",
+                f"{type(self._sampler).__name__} skips or repeats samples in epoch {epoch}. Expected each of the "
+                f"{self._num_samples} samples once. Leave the sampler out.",
                 code="sampler-repeats-samples",
             )
         return order

@@ -43,7 +43,7 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
     twins = [name for name, new in renamed.items() if often[new] > 1]
     if twins:
         raise InputError(
-            f"The state dict has several names of one tensor: {shown(twins)}. Expected each tensor once. Remove the "
+            f"The state dict names one tensor several times: {shown(twins)}. Expected each tensor once. Remove the "
             "names that come from another state dict.",
             code="state-dict-tied",
         )

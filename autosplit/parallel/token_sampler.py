@@ -108,8 +108,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         if least > 1:
             raise InputError(
                 f"The plan's BatchNorms need at least {least} samples on a device, but batches of similar length "
-                "may have 1. Expected a model without BatchNorms, which would also count padding. Use "
-                "batch_sampler.",
+                "may have 1. BatchNorms would also count padding. Use batch_sampler.",
                 code="batchnorm-with-lengths",
             )
 

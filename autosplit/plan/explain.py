@@ -115,8 +115,8 @@ def required_problem(plan: PlanRecord) -> Problem:
     problem = problem_of(plan)
     if problem is None:
         raise PlanError(
-            "the plan has no time model, or its step has too many forwards to predict. Tune again, or run the split "
-            "with autosplit.measure(workload, split=...).",
+            "the plan has no time model, or its step has too many forwards for a prediction. Tune again, or "
+            "measure the split with autosplit.measure(workload, split=...).",
             code="plan-without-fits",
         )
     return problem

@@ -292,7 +292,7 @@ class Explanation:
 
     def _even_text(self, known: str) -> str:
         if self.shares_processor:
-            return "The devices share one CPU, so no gain over an even split or a single device is claimed."
+            return "The devices share one CPU, so autosplit reports no gain over an even split or a single device."
         texts = []
         if self.even is not None:
             forwards = counted_text(self.even.accumulation_steps, "forward")
@@ -360,10 +360,10 @@ def fits_text(fits: Fits) -> str:
     """Describe the memory that is left for saving, loading and evaluating."""
     names = {"resume": "loading a checkpoint", "save": "a copy of model and optimizer that is being saved"}
     copies = " and for ".join(names[role] for role in fits.roles if role in names)
-    texts = [f"Each step leaves {size_text(fits.copies_bytes)} for {copies}."] if copies else []
+    texts = [f"Each step leaves {size_text(fits.copies_bytes)} free for {copies}."] if copies else []
     if fits.evaluation:
         most = ", ".join(f"{ceiling.batch_size:,} on {ceiling.device}" for ceiling in fits.evaluation)
-        texts.append(f"Evaluation on each device alone, as a DDP rank, fits batches of up to {most}.")
+        texts.append(f"If each device evaluates alone, as a DDP rank, batches of up to {most} fit.")
     return " ".join(texts)
 
 
@@ -410,15 +410,15 @@ def _learning_rate_text(samples: int) -> str:
     factor = f"{samples:,} / B"
     return (
         f"A step has {counted_text(samples, 'sample')}. If your learning rate was tuned for B samples per step, "
-        f"multiply it by {factor} for SGD with warm-up (linear rule, Goyal et al. 2017), or by the square root of "
-        f"{factor} for Adam (Malladi et al. 2022)."
+        f"scale it. For SGD with warm-up, multiply by {factor} (Goyal et al. 2017). For Adam, multiply by the "
+        f"square root of {factor} (Malladi et al. 2022)."
     )
 
 
 def _fit_text(fit: FitQuality) -> str:
     noise = f" The measured times vary by {percent_text(fit.noise_share)}." if fit.noise_share else ""
     errors = f"{percent_text(fit.median_share)} (median) and {percent_text(fit.largest_share)} (largest)"
-    return f"The time model is off by {errors} over {counted_text(fit.count, 'trial')}.{noise}"
+    return f"The time model differs from {counted_text(fit.count, 'trial')} by {errors}.{noise}"
 
 
 def _more(gain: float) -> str:

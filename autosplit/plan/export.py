@@ -241,7 +241,7 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     notes = first_notes(plan)
     variables: dict[str, str] = {}
     if plan.simulated:
-        notes.append(f"{PLAN_VARIABLE} is left out, because no job can train with a plan for simulated GPUs.")
+        notes.append(f"{PLAN_VARIABLE} is not set, because no job can train with a plan for simulated GPUs.")
     else:
         file, more = _file_of(plan, path)
         variables[PLAN_VARIABLE] = str(file.absolute())
@@ -281,7 +281,9 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
         return Path(path), []
     if plan.path is not None:
         return plan.path, []
-    return Path(UNSAVED), [f'The plan is not saved. plan.save("{UNSAVED}") writes the file named here.']
+    return Path(UNSAVED), [
+        f'The plan is not saved. Run plan.save("{UNSAVED}") to write the file that the command names.'
+    ]
 
 
 def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
@@ -290,7 +292,7 @@ def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     file, notes = _file_of(plan, path)
     notes += [
         f"{SCRIPT} is a placeholder for your script. Add --time, --partition and --cpus-per-task for your cluster.",
-        "The plan's file has to be on a disk that all nodes see.",
+        "Save the plan's file on a disk that all nodes see.",
     ]
     if machines[0].gpu is not None:
         notes.append(
@@ -310,8 +312,8 @@ def _to_trainjob(plan: PlanRecord, _path: object) -> Export:
         notes.append("nodeSelector has the label that NVIDIA's GPU feature discovery gives to nodes. Check it there.")
     if len(machines) > 1:
         notes.append(
-            "TrainJob has the same resources for all nodes, so machines of several kinds have a TrainingRuntime of "
-            "their own. It was checked against the schema only."
+            "All nodes of a TrainJob have the same resources, so each kind of machine gets its own "
+            "TrainingRuntime. The output was checked against the schema, and not on a cluster."
         )
     text = "\n".join([*_comment_lines(notes), "\n---\n".join(map(yaml_text, manifests))])
     return Export("trainjob", {"manifests": manifests}, text, notes=tuple(notes))

@@ -53,9 +53,9 @@ def warn_of_other_model(
     given = parameters_in(model)
     if given is not None and given != wanted:
         warnings.warn(
-            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but this "
-            f"{type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or be far too small. "
-            f"{hint(given) or 'Tune for this model, and pass the new plan.'}",
+            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but "
+            f"this {type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or may be far too "
+            f"small. {hint(given) or 'Tune for this model, and pass the new plan.'}",
             OtherModelWarning,
             stacklevel=stacklevel + 1,
         )

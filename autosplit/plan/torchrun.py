@@ -64,9 +64,8 @@ def refuse_several_processes() -> None:
     world_size = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and world_size.isdecimal() and int(world_size) > 1:
         raise InputError(
-            f"plan.wrap was called in rank {os.environ['RANK']} of {world_size}. Expected one process, because each "
-            "rank would train its own model on all samples. Start the script with python, or use autosplit.ddp.setup() "
-            "and ctx.wrap.",
+            f"plan.wrap was called in rank {os.environ['RANK']} of {world_size}. Each rank would train its own "
+            "model on all samples. Start the script with python, or use autosplit.ddp.setup() and ctx.wrap.",
             code="wrap-in-several-processes",
         )
 
@@ -126,7 +125,8 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
     count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
     if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise InputError(
-            f"--nnodes={nodes!r} is not a number. The ranks of a plan are fixed, so pass the number of machines.",
+            f"--nnodes={nodes!r} is not a number. A plan has a fixed number of ranks, so pass the exact number of "
+            "machines.",
             code="torchrun-nnodes",
         )
     if count % int(nodes):

@@ -287,9 +287,9 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     needed_bytes = sum(nbytes for place, nbytes in held if (place.type, place.index) == (device.kind, device.index))
     if needed_bytes:
         message = (
-            f"A copy of the model does not fit {device.label} ({device.name}) at batch {least}. The model is "
-            f"there already and takes {needed_bytes} of the {capacity_bytes} bytes allowed. Tune it on the CPU "
-            "(model.cpu()), and move it afterwards."
+            f"A second copy of the model does not fit on {device.label} ({device.name}) at batch {least}. The "
+            f"model itself is already there and takes {needed_bytes} of the {capacity_bytes} bytes allowed. Tune "
+            "on the CPU (model.cpu()), and move the model afterwards."
         )
     elif prober.max_batch_size < least:
         return DoesNotFitError(
@@ -317,14 +317,15 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # Only an isolated runtime has notes.
     if fits and (lost or prober.out_of_time):
         return (
-            f"No step of the workload finished on {where}: {'; '.join(lost).rstrip('.') or 'the time limit was over'}. "
-            f"By its trace the smallest step takes {needed_bytes} bytes, and {capacity_bytes} are allowed. "
+            f"No step of the workload finished on {where}: "
+            f"{'; '.join(lost).rstrip('.') or 'the time limit was over'}. Its trace predicts {needed_bytes} bytes "
+            f"for the smallest step, and {capacity_bytes} are allowed. "
             f"{'Run one step by itself to see why.' if lost else 'Raise time_limit_s.'}"
         )
     needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
         needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
     return (
-        f"The workload does not fit {where} at batch {prober.least_batch()}: {needs} and may hold {capacity_bytes} "
-        f"({size_text(capacity_bytes)}). Use a smaller model, a lower precision, or a larger device."
+        f"The workload does not fit on {where} at batch {prober.least_batch()}: {needs}, and {capacity_bytes} "
+        f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device."
     )

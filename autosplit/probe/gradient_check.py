@@ -154,8 +154,8 @@ def _batch_of(workload: Workload) -> Any:
         return workload.sample_batch
     if workload.make_batch is None:
         raise WorkloadError(
-            f"The sample batch has {size} sample{'' if size == 1 else 's'}. Expected {LEAST_SAMPLES} or more, all "
-            "different, to split. Pass a larger sample batch, or make_batch=.",
+            f"The sample batch has {size} sample{'' if size == 1 else 's'}. The check splits the batch, so it "
+            f"needs {LEAST_SAMPLES} or more different samples. Pass a larger sample batch, or make_batch=.",
             code="check-sample-count",
         )
     return workload.made_batch(MADE_SAMPLES)

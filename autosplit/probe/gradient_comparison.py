@@ -141,8 +141,8 @@ class Comparison:
         drawn = self._drawn(whole)
         if drawn > self.tolerance:
             self.remarks.append(
-                "The forward draws random numbers, other ones for a whole batch than for its parts. The difference "
-                f"includes this. Two seeds alone differ by {100 * drawn:.2g}%."
+                "The forward draws random numbers, and they differ between a whole batch and its parts. The "
+                f"reported difference includes this. Two different seeds alone give {100 * drawn:.2g}%."
             )
             if not differences.over(ROUNDINGS * drawn):
                 return True
@@ -219,8 +219,8 @@ class Comparison:
         elif rule is None and (found := self._differing_module()):
             subject = "model"
             advice = (
-                f"The output of {found} for a sample depends on the other samples of the forward. Let it, and the code "
-                "before it, compute each sample alone, or train on one device with one forward per step."
+                f"The output of {found} for a sample depends on the other samples in the same forward. Change the "
+                "model so that each sample is computed alone, or train on one device with one forward per step."
             )
         count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
         advice = advice or self._loss_advice(whole, rest, rule)
@@ -234,8 +234,8 @@ class Comparison:
             place, leaf = leaves[position]
             if self._mends(position, whole):
                 return (
-                    f"{place} of shape {tuple(leaf.shape)} holds no samples, but is split with the batch because it "
-                    "has as many rows. Pass it as autosplit.Whole(tensor), also where you call the model."
+                    f"{place} of shape {tuple(leaf.shape)} holds no samples, but autosplit splits it, because it "
+                    "has as many rows as the batch. Pass autosplit.Whole(tensor), also when you call the model."
                 )
         return ""
 
@@ -267,8 +267,8 @@ class Comparison:
         if not all(map(_is_finite, rest.parts)):
             return (
                 "The loss of one micro-batch is not finite, for example because all its labels are ignored. Pass "
-                "plan.steps(loader, count=...) a function that counts the labels in use. A micro-batch without any "
-                "is then skipped."
+                "count= to plan.steps: a function that counts the labels in use. autosplit then skips a "
+                "micro-batch without labels."
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
         if split_is_off and (kept := self._kept_elsewhere()):
@@ -306,7 +306,7 @@ class Comparison:
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "Let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss=."
         if rule is None:
-            return f"The model computes the loss itself, and on each device sees only part of the batch. {outside}"
+            return f"The model computes the loss itself, and it sees only a part of the batch on each device. {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:
             return (
                 'The model\'s loss is not a mean over samples. After model = plan.wrap(model) set model.reduce = "sum".'
@@ -340,14 +340,14 @@ class _Differences:
 def _accumulation_advice(rule: Rule | None) -> str:
     if rule is None:
         return (
-            'It needs the whole batch, and no weights of micro-batches can replace that. Pass loss_scope="batch" to '
-            "the Workload, so that nothing is accumulated. Under DDP gather the tensors that the loss compares with "
-            "ctx.all_gather(tensor)."
+            "The loss needs the whole batch, and weights of micro-batches can't replace that. Pass "
+            'loss_scope="batch" to the Workload, which turns accumulation off. With DDP, gather the tensors that '
+            "the loss compares with ctx.all_gather(tensor)."
         )
     if rule.count is None:
         return (
-            "It is a mean, but not over samples. Pass plan.steps(loader, count=...) a function that returns the number "
-            "that the loss divides by, such as the sum of its samples' weights."
+            "The loss is a mean, but not over samples. Pass count= to plan.steps: a function that returns the "
+            "number by which the loss is divided, such as the sum of the weights."
         )
     return (
         f"It is a mean over {rule.over}, not over samples. Accumulate with plan.steps(loader, count=lambda batch: "
@@ -361,10 +361,10 @@ def _norm_check(seen: NormSeen, samples: int, *, accumulates: bool) -> Check:
         _finite(seen.split_error),
         _finite(seen.accumulation_error) if accumulates else None,
         depends=True,
-        advice="It computes its statistics from the samples of each device. Use larger splits, freeze it with .eval(), "
-        "or use "
-        "GroupNorm. Under DDP on GPUs ctx.wrap(model, sync_batchnorm=True) sees the samples of all ranks.",
-        remark=f"The figures are for the workload's {samples} samples, cut in two. Larger splits differ less.",
+        advice="It computes its statistics from the samples of each device. Use larger splits, freeze it with "
+        ".eval(), or use GroupNorm. With DDP on GPUs, use ctx.wrap(model, sync_batchnorm=True), which uses "
+        "the samples of all ranks.",
+        remark=f"These figures are for the workload's {samples} samples, cut into two parts. Larger parts differ less.",
     )
 
 

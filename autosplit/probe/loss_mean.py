@@ -264,8 +264,8 @@ def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> Non
     cure = f"Pass count= to {where}: a function that returns the number that the loss of a batch is divided by."
     if math.isnan(finding.error):
         text = (
-            f"Could not examine which mean the loss is: {finding.reason.rstrip('.')}. autosplit assumes {finding}. If "
-            f"this is wrong, the gradient depends on the split. {cure}"
+            f"autosplit could not examine what the loss is a mean over: {finding.reason.rstrip('.')}. It assumes "
+            f"{finding}. If this is wrong, the gradient depends on the split. {cure}"
         )
     elif finding.error > TOLERANCE:
         text = (

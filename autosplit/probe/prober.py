@@ -214,8 +214,8 @@ class Prober:
         for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
             if peak_bytes > capacity_bytes:
                 raise OutOfMemoryError(
-                    f"{device.label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may hold "
-                    f"{capacity_bytes}. Give it fewer samples.",
+                    f"{device.label} needs {peak_bytes} bytes for {shape.splits[0][index]} samples, but only "
+                    f"{capacity_bytes} are allowed. Give it fewer samples.",
                     device=device.label,
                     device_index=index,
                     requested_bytes=peak_bytes,
@@ -332,9 +332,9 @@ def named_steps(shape: StepShape) -> Iterator[None]:
         cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
         advise(
             error,
-            "fix it and run again. If only the sample batch's own size runs, its batch_dim may not count samples. Make "
-            "a single sample a batch by sample.unsqueeze(0). Or the batch has values other than tensors and lists, "
-            "which are not cut: make them tensors, or pass make_batch=.",
+            "fix it and run again. If only the sample batch's own size runs, batch_dim may not be the dimension of "
+            "the samples. Make a single sample a batch with sample.unsqueeze(0). Or the batch has values that "
+            "autosplit does not cut. Make them tensors or lists, or pass make_batch=.",
         )
         what = f"The workload, with a batch of {samples}{cut} (max_batch_size bounds the batches that are run),"
         raise from_user_code(error, what) from error

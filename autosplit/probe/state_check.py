@@ -40,9 +40,9 @@ def state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Che
         errors[0],
         errors[1] if len(errors) > 1 else None,
         depends=True,
-        advice="The forward updates these buffers. On several devices at most the update by device 0's samples is kept "
-        "(under DDP that of rank 0). Return the values that the update needs from the forward, and update the buffers "
-        "after optimizer.step().",
+        advice="The forward updates these buffers. With several devices, only the update from device 0 (with DDP: "
+        "from rank 0) may be kept. Return the values that the update needs from the forward, and update the "
+        "buffers after optimizer.step().",
     )
 
 

@@ -154,7 +154,9 @@ def _ddp(plan: Plan, fit: Fit, lack: Lack) -> DdpPlan:
     solution = problem.solve()
     if solution is None:
         return DdpPlan(
-            (), 0.0, "by the plan's measurements, a rank on each device does not fit in the memory that is free now"
+            (),
+            0.0,
+            "the plan's measurements predict that a rank on each device does not fit in the memory that is free now",
         )
     peaks = tuple(ceiling.bytes_at(share) for ceiling, share in zip(ceilings, solution.split, strict=True))
     return _with_ranks(plan.ddp, lack, solution, problem.region.ceilings, peaks)

@@ -112,7 +112,8 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
             self.waited_s = now_s - self._begun_s
             if now_s >= limit_s:
                 self.gave_up = (
-                    f"{_holder_text(self.path)}. The time limit of the wait has ended, so this process tuned it, too."
+                    f"{_holder_text(self.path)}. This process stopped waiting at its time limit, and tuned the "
+                    "workload itself."
                 )
             elif not self._told:
                 self._told = True

@@ -146,7 +146,7 @@ class AcceleratorRuntime:
             if free_bytes < SPILLING * total_bytes:
                 raise OutOfMemoryError(
                     f"The step takes {pace_s / best_s:.0f} times as long per sample as a smaller step. {gpu} has "
-                    f"{free_bytes} bytes left, so memory probably spills to the host.",
+                    f"only {free_bytes} bytes left, so the driver probably moves memory to the host.",
                     device=str(gpu),
                 )
 

@@ -85,20 +85,21 @@ class DataDependent:
         found = []
         if self.bounded:
             text = (
-                f"The number of rows that {_listed(self.bounded)} returns depends on values, which traces do not "
-                "have. The trace assumes the upper bound. Real steps may take less memory and time."
+                f"The number of rows that {_listed(self.bounded)} returns depends on values, but traces have no "
+                "values. The trace assumes the largest number. Real steps may take less memory and time."
             )
             found.append(Note("rows-depend-on-values", text))
         if self._values is not None and self._values.replayed:
             text = (
-                f"The model's code depends on the values of tensors ({_listed(self._values.replayed)}). They come "
-                "from one step of the sample batch on the CPU. Batches with other values may take more or less."
+                f"The model's code depends on the values of tensors ({_listed(self._values.replayed)}). autosplit "
+                "took the values from one step of the sample batch on the CPU. Batches with other values may take "
+                "more or less memory and time."
             )
             found.append(Note("values-from-sample", text))
         if self._arithmetic:
             text = (
-                f"The optimizer reads numbers from tensors ({_listed(self._arithmetic)}). Each was assumed to be 1. "
-                "They affect no tensor's shape."
+                f"The optimizer reads numbers from tensors ({_listed(self._arithmetic)}). autosplit assumed 1 for "
+                "each. The numbers affect no tensor's shape."
             )
             found.append(Note("optimizer-reads-values", text))
         return tuple(found)

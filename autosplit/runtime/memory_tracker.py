@@ -449,8 +449,8 @@ class Tracker(TorchDispatchMode, Placement):
         if capacity_bytes is None or held_bytes <= capacity_bytes:
             return
         raise OutOfMemoryError(
-            f"{self.labels[device]} is out of memory: it requested {nbytes} bytes, holds {held_bytes - nbytes} "
-            f"and may hold {capacity_bytes}. Give it fewer samples or a larger budget.",
+            f"{self.labels[device]} is out of memory. It requested {nbytes} bytes, and {held_bytes - nbytes} of "
+            f"the {capacity_bytes} allowed bytes are in use. Give it fewer samples or a larger budget.",
             device=self.labels[device],
             device_index=device,
             requested_bytes=nbytes,

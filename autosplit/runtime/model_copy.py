@@ -160,8 +160,8 @@ def _refuse_unready(models: Models) -> None:
         scripted = scripted_part(module)
         if scripted is not None:
             raise WorkloadError(
-                f"Of the model, {scripted}. Expected Python modules, whose copies can be trained and traced. Pass "
-                "the module before it was scripted or traced.",
+                f"autosplit can't copy the model, because {scripted}. Expected Python modules. Pass the module "
+                "before you script or trace it.",
                 code="module-scripted",
             )
         for name, parameter in module.named_parameters():
@@ -234,8 +234,8 @@ def _optimizer(
     given_ids = set(map(id, parameters))
     if any(id(p) not in given_ids for group in made.param_groups for p in group["params"]):
         raise WorkloadError(
-            "The optimizer factory's optimizer has other parameters than its argument, which come from a copy of the "
-            "model. Build it from the argument: lambda parameters: torch.optim.AdamW(parameters).",
+            "The optimizer factory did not use the parameters in its argument. autosplit passes the parameters of "
+            "a copy of the model. Use them: lambda parameters: torch.optim.AdamW(parameters).",
             code="optimizer-foreign-parameters",
         )
     return made
@@ -250,8 +250,8 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:
         raise WorkloadError(
-            f"The optimizer has {len(foreign)} parameters that are not in the model, the first of shape "
-            f"{tuple(foreign[0].shape)}. Expected the model's own. Build it from model.parameters().",
+            f"The optimizer has {len(foreign)} parameters that are not in the model. The first has the shape "
+            f"{tuple(foreign[0].shape)}. Create the optimizer with model.parameters().",
             code="optimizer-foreign-parameters",
         )
     twin = object.__new__(type(optimizer))

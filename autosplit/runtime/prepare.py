@@ -303,9 +303,9 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, 
     return tuple(
         Note(
             "model-on-device",
-            f"The model is already on {device} and takes {size_text(nbytes)}"
-            f"{' in each of two processes' if twice else ''}, in addition to the copy that autosplit traces. A larger "
-            "batch fits if you move the model to the device after tuning.",
+            f"The model is already on {device} and takes "
+            f"{size_text(nbytes)}{' in each of two processes' if twice else ''} there, next to autosplit's copy. "
+            "Move the model to the device after tuning, so that larger batches fit.",
         )
         for device, nbytes in held.items()
         if device.type == kind
@@ -316,9 +316,9 @@ def _notes_on(devices: Sequence[Device]) -> tuple[Note, ...]:
     rates = unmeasured_rates(device.spec for device in devices if device.spec is not None)
     integrated = ", ".join(device.label for device in devices if device.integrated)
     text = (
-        f"{integrated} uses the host's memory, and a host without free memory stops responding. So training gets "
-        f"{float(HOST_SHARE):.0%} of the memory that is available now. Ceilings are predicted from steps that fill "
-        f"about {FILLED_SHARE:.0%} of that."
+        f"{integrated} uses the host's memory, and a host without free memory stops responding. So autosplit lets "
+        f"training use {float(HOST_SHARE):.0%} of the memory that is available now. It predicts ceilings from "
+        f"steps that fill about {FILLED_SHARE:.0%} of this."
     )
     return (
         *([Note(UNMEASURED_RATES, rates)] if rates else []),
@@ -335,15 +335,17 @@ def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
 
 
 def _built_for_real(error: Exception) -> str:
-    return f"The workload could not be built without real memory, so real memory was used: {one_line(error)}."
+    return (
+        f"autosplit could not build the workload without real memory, and used real memory instead: {one_line(error)}."
+    )
 
 
 def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
     needed = _bytes_to_train(workload)
     if needed > available_host_bytes():
         raise WorkloadError(
-            f"The workload can't be traced without real memory ({one_line(error)}). With real memory, a copy and "
-            f"gradients take {size_text(needed)}, more than this machine has. Plan a model with fewer layers.",
+            f"autosplit can't trace the workload without real memory ({one_line(error)}). A copy with gradients "
+            f"needs {size_text(needed)}, more than this machine has. Plan a model with fewer layers.",
             code="workload-too-large",
         ) from error
 

@@ -43,9 +43,9 @@ def refuse_quantized(workload: Workload) -> None:
 
 def _refuse(what: str) -> None:
     raise WorkloadError(
-        f"{what}. Its memory can't be predicted on simulated GPUs and the CPU. Expected plain tensors and torch's own "
-        "ops. For bitsandbytes in NF4, plan with Nf4Linear and named_optimizer (docs/lora.md). Or tune on the "
-        "GPU (--devices cuda).",
+        f"{what}. autosplit can't predict its memory on simulated GPUs and the CPU. Expected plain tensors and "
+        "torch's own ops. For bitsandbytes in NF4, plan with Nf4Linear and named_optimizer (docs/lora.md). Or tune "
+        "on the GPU (--devices cuda).",
         code="quantized-parameter",
     )
 

@@ -186,8 +186,8 @@ class IsolatedRuntime:
         """Raise AutosplitError if the process dies in every call, or if steps still hang after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
-                f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. It last {cause}. "
-                "Run one step of the workload by itself to see why, or leave isolate out (--no-isolate).",
+                f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. The last time, it "
+                f"{cause}. Run one step of the workload by itself to see why, or leave isolate out (--no-isolate).",
                 code="isolated-process-dies",
             )
         out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s

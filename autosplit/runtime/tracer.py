@@ -412,16 +412,16 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
             why = f" ({_cause_text(failures[0])})" if failures else ""
             whose = "an A100" if kernels is None else "this GPU"
             return tried, (
-                f"Fake tensors can't be traced on {device.type}{why}. Traces run the operators of {whose} on fake "
-                "tensors of the CPU, and real steps correct them."
+                f"autosplit can't trace fake tensors on {device.type}{why}. It traces the operators of {whose} "
+                "with fake CPU tensors, and corrects the traces with real steps."
             )
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
         isinstance(part, NORMS) for module in tracer.trainee.models.modules for part in module.modules()
     )
     return tracer, (
-        f"The model can't be traced with fake tensors ({_cause_text(failures[0])}). The ceilings come from real "
-        "steps alone."
+        f"autosplit can't trace the model with fake tensors ({_cause_text(failures[0])}). It finds the ceilings "
+        "with real steps alone."
     )
 
 
@@ -455,8 +455,8 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     with users_errors(workload.sample_text):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu, kernels=kernels)
     return tracer, (
-        f"The model can't be traced with fake tensors ({_cause_text(failure)}). "
-        "Real tensors on the CPU were traced instead."
+        f"autosplit can't trace the model with fake tensors ({_cause_text(failure)}). It traced real tensors on "
+        "the CPU instead."
     )
 
 

@@ -149,8 +149,8 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainee.optimizers.items):
         raise WorkloadError(
-            "The optimizer is LBFGS, whose memory changes from step to step as its history fills. No batch is "
-            "certain to fit. Run its largest batch by itself, or plan with another optimizer.",
+            "The optimizer is LBFGS. Its memory changes from step to step while its history fills, so autosplit "
+            "can't guarantee that a batch fits. Try the largest batch yourself, or plan with another optimizer.",
             code="memory-unsettled",
         )
     found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
@@ -174,9 +174,9 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     left_out = [p for p in _trainable(trainee) if id(p) not in stepped]
     if trainee.workload.step is None and left_out:
         raise WorkloadError(
-            f"The optimizer lacks {len(left_out)} parameters that get a gradient, the first of shape "
-            f"{tuple(left_out[0].shape)}. Their gradients are never cleared. Give the optimizer model.parameters(), "
-            "or call requires_grad_(False) on parameters that you do not train.",
+            f"{len(left_out)} parameters get a gradient but are not in the optimizer, so nothing clears their "
+            f"gradients. The first has the shape {tuple(left_out[0].shape)}. Give the optimizer "
+            "model.parameters(), or call requires_grad_(False) on parameters that you do not train.",
             code="gradient-uncleared",
         )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
@@ -185,8 +185,8 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     else:
         whose, how = "Memory of the model or the step", "Allocate its full size at once, or clear it in every step"
     raise WorkloadError(
-        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}. No "
-        f"batch fits permanently. Expected steps after which memory is as before. {how}.",
+        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}. So no "
+        f"batch fits for long. Each step must free the memory that it took. {how}.",
         code="memory-grows",
     )
 

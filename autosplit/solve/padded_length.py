@@ -128,7 +128,7 @@ class LengthPlan:
         if length > self.points[0].length:
             raise InputError(
                 f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "
-                "longer sample may run out of memory. Tune with the lengths of all samples, or cut the sample.",
+                "longer sample may run out of memory. Tune with the lengths of all samples, or shorten this sample.",
                 code="length-above-plan",
             )
         before = self.points[0]

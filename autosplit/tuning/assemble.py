@@ -20,8 +20,8 @@ from autosplit.workload.workload import Workload
 
 DDP_NOTE = Note(
     "ddp-predicted",
-    "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone, and the ranks ran "
-    "no step together. The split lists the ranks' batch sizes. Use them with autosplit.ddp.setup().",
+    "With strategy 'ddp', autosplit predicted samples/s and memory from measurements of each device alone. The "
+    "ranks ran no step together. The split lists the ranks' batch sizes. Use them with autosplit.ddp.setup().",
 )
 
 
@@ -101,7 +101,7 @@ def idle_notes(request: Request, answer: Answer) -> tuple[Note, ...]:
     idle = [device.label for device, share in pairs if share == 0]
     if not idle:
         return ()
-    why = "The other devices are faster without it."
+    why = "The other devices train faster without it."
     if answer.effective_batch_size < len(request.devices):
         why = (
             f"The effective batch size is {answer.effective_batch_size}, and there are {len(request.devices)} devices. "

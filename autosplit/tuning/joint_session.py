@@ -126,8 +126,8 @@ class JointSession(Session):
             return Space(region, sizes, most_steps(sizes, region.largest_batch))
         if self.request.least_effective > region.largest_batch:
             raise DoesNotFitError(
-                f"The ranks have {region.largest_batch} samples together, but a step that can't be accumulated has "
-                f"{self.request.least_effective}. Lower effective_batch_size.",
+                f"One forward of all ranks fits {region.largest_batch} samples. The step needs "
+                f"{self.request.least_effective}, and can't be accumulated. Lower effective_batch_size.",
                 code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
@@ -183,7 +183,7 @@ class JointSession(Session):
     def _assembled(self, answer: Answer, *notes: Note) -> Plan:
         count, steps = len(self.ranks), self.worker.steps
         assert steps is not None, "`begin_steps` sets it on all ranks"
-        text = f"strategy 'ddp': every throughput was measured in steps that {count} ranks ran together."
+        text = f"With strategy 'ddp', {count} ranks ran all measured steps together."
         plan = super()._assembled(answer, *notes, Note("ddp-measured", text))
         plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
         return replace(

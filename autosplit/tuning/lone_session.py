@@ -92,8 +92,8 @@ class LoneSession(Session):
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
             text = (
-                f"Batches above {self.prober.max_batch_size} were not tried, because real tensors would fill the "
-                "memory of this machine."
+                f"autosplit tried no batch above {self.prober.max_batch_size}, because real tensors would fill "
+                "this machine's memory."
             )
             self.notes.append(Note("larger-batches-not-tried", text))
 
@@ -208,10 +208,13 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                text = f"{label} fits too few samples to be timed alone, so its time comes from steps of all devices."
+                text = (
+                    f"{label} fits too few samples for a timing alone, so autosplit took its time from steps of "
+                    "all devices."
+                )
                 self.notes.append(Note("not-timed-alone", text))
             return timed
-        self.notes.append(Note("not-timed", f"{label} could not be timed, so autosplit assumes that it is slow: {why}"))
+        self.notes.append(Note("not-timed", f"autosplit could not time {label}, and assumes that it is slow: {why}"))
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:

@@ -238,9 +238,9 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
         )
     if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
         raise InputError(
-            f"split is {asked.split}, but the model can only be traced with real tensors, and this machine's memory "
-            f"fits {prober.largest_traced} samples. Measure a split with at most {prober.largest_traced} samples on "
-            "a device.",
+            f"split is {asked.split}, but autosplit can trace the model only with real tensors, and "
+            f"{prober.largest_traced} samples fit in this machine's memory. Measure a split with at most "
+            f"{prober.largest_traced} samples on a device.",
             code="split-above-traced",
         )
 

@@ -149,7 +149,7 @@ class MemoryBounds:
             if several.largest_batch == 0:
                 several, why_single = (
                     None,
-                    "the accumulated gradients leave no memory for a sample in a second micro-step",
+                    "the accumulated gradients leave no memory for a second micro-step",
                 )
         region = several or single or self._region()
         if max(region.largest_batch, 0 if single is None else single.largest_batch) == 0:

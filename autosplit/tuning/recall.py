@@ -24,7 +24,7 @@ from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.worker import Worker, Workers
 
-REFRESH_HINT = "--profile refresh (profile='refresh') tunes again."
+REFRESH_HINT = "To tune again, use --profile refresh (profile='refresh')."
 
 MOST_LOOKED_AT = 200
 """Largest number of profiles that are compared to find the most similar profile. The newest are compared first."""
@@ -116,7 +116,7 @@ def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Wor
 def nothing_run(found: Recalled, request: Request) -> Note:
     """Return the note of a plan that comes from a profile."""
     unused = "" if request.storage is None else ", and the storage was not opened"
-    return Note("from-profile", f"{found.origin}. Nothing was run{unused}. {REFRESH_HINT}")
+    return Note("from-profile", f"{found.origin}. autosplit ran no step{unused}. {REFRESH_HINT}")
 
 
 def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> Turn:
@@ -274,7 +274,10 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
 
 def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
     """Return a temporary plan for the smaller free memory. The saved plan is not changed."""
-    text = f"{found.short}, so a smaller plan was computed from its measurements, confirmed by one step, and not saved"
+    text = (
+        f"{found.short}, so autosplit computed a smaller plan from its measurements and confirmed it with one "
+        "step. The smaller plan is not saved"
+    )
     if again.region is None:
         text += "; its samples/s are predicted"
     here = zip(again.devices, request.devices, strict=True)

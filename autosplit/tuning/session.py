@@ -156,8 +156,8 @@ class Session(ABC):
         if self.prober.out_of_time:
             text = (
                 "The time limit ended before the search began. The ceilings are the largest batches that had run "
-                "until then, few sizes were timed, and one configuration was tried. A larger time_limit_s may find "
-                "a faster one."
+                "by then. autosplit timed few sizes and tried one configuration. Raise time_limit_s to find a "
+                "faster plan."
             )
             self.notes.append(Note("time-limit", text))
         most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
@@ -252,9 +252,10 @@ class Session(ABC):
         refused = not any(self._can_train(self.solver.splits_of(configuration_of(trial))) for trial in self.trials)
         if least > 1 and self.trials and refused:
             return DoesNotFitError(
-                f"An optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
-                f"most {self.prober.max_batch_size} that give each device 0 or at least {least}, which BatchNorm "
-                "needs. Pass another effective_batch_size, or raise max_batch_size.",
+                f"autosplit can't cut an optimizer step of {0 if sizes is None else sizes[1]} samples into "
+                f"forwards of at most {self.prober.max_batch_size}. Each device must get 0 or at least {least} "
+                "samples, because BatchNorm needs that many. Pass another effective_batch_size, or raise "
+                "max_batch_size.",
                 code="split-not-possible",
             )
         return DoesNotFitError(

@@ -381,8 +381,8 @@ def refuse_waiting(workload: Workload) -> None:
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
                 f"The model has a {type(part).__name__}, whose forward waits for all ranks, but each rank measures "
-                "its device alone. Tune a plain model, and convert or shard it in training (ctx.wrap(model, "
-                "sync_batchnorm=True), ctx.shard(model)).",
+                "its device alone. Tune the plain model, and convert or shard the model in training "
+                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model)).",
                 code="model-synchronises",
             )
 

@@ -114,10 +114,14 @@ def compiled_times_note(modules: Iterable[nn.Module]) -> str:
         f"the eager time (median {times.median:.2f})"
     )
     if kind == "CNN":
-        return f"torch.compile is not simulated for CNNs, so memory and time are those of eager steps. {published}"
+        return (
+            "autosplit does not simulate torch.compile for CNNs, so it predicts memory and time of eager steps. "
+            f"{published}"
+        )
     return (
-        f"The time assumes that torch.compile fuses all kernels but products, which then take {FUSED_SHARE:.0%} of "
-        f"their eager time. The memory is that of an eager step, and a compiled one needs less. {published}"
+        "autosplit assumes that torch.compile fuses all kernels except matrix products, and that fused kernels "
+        f"take {FUSED_SHARE:.0%} of their eager time. The predicted memory is that of an eager step. A compiled "
+        f"step needs less. {published}"
     )
 
 

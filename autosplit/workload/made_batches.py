@@ -68,7 +68,10 @@ class MadeBatches:
             return given, size, ()
         with users_errors("make_batch"):
             made = make_batch(SAMPLES)
-        note = f"The sample batch does not show its number of samples. make_batch({SAMPLES}) was used instead of it."
+        note = (
+            "autosplit can't detect the number of samples in the sample batch, so it used "
+            f"make_batch({SAMPLES}) instead."
+        )
         return made, SAMPLES, (note,)
 
 

@@ -60,7 +60,7 @@ def native_ones(
     if not lacking:
         return tuple(precisions), ()
     who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"
-    text = f"Precision bf16 was not searched: {who}. To plan for it anyway, use precision='bf16' alone."
+    text = f"autosplit did not try bf16, because {who}. To plan for bf16 anyway, use precision='bf16' alone."
     return tuple(name for name in precisions if name != "bf16"), (Note("precision-left-out", text),)
 
 

@@ -52,8 +52,8 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
             drawn += 1
     if most == (0, 0):
         raise WorkloadError(
-            f"The loader yielded {drawn} batches and no sample. Expected at least one. Pass a loader over a dataset "
-            "with samples, and not an iterator that is exhausted.",
+            f"The loader yielded {drawn} batches and no sample. Expected at least one. Pass a loader over a "
+            "dataset with samples, not an exhausted iterator.",
             code="loader-empty",
         )
     return largest

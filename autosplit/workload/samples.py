@@ -170,8 +170,8 @@ def batch_size_of(
         arrays = any(hasattr(leaf, "__array_interface__") for leaf in leaves_of(tree))
         advice = "Convert arrays to tensors with torch.from_numpy." if arrays else "Pass such a batch, or batch_dim=."
         raise WorkloadError(
-            f"The batch has no tensor with a dimension {dim} among {shapes_text(tree)}. "
-            f"Expected at least one whose dimension {dim} is the batch. {advice}",
+            f"The batch has no tensor with a dimension {dim} among {shapes_text(tree)}. Expected a tensor with the "
+            f"samples in dimension {dim}. {advice}",
             code="batch-without-dimension",
         )
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
@@ -256,8 +256,8 @@ def uncuttable(tree: Any, name: str, layout: Layout) -> str:
         kind = type(part).__name__
         if callable(getattr(part, "to", None)):
             return (
-                f"{place} is a {kind}, an object that moves itself to a device. Expected parts that autosplit can cut "
-                f"into samples. {advice}. Or train with DDP (strategy='ddp'), which cuts no batch."
+                f"{place} is a {kind}, which autosplit can't cut into samples, because it moves itself to a "
+                f"device. {advice}. Or train with DDP (strategy='ddp'), which cuts no batch."
             )
         if hasattr(type(part), "__len__") and layout.size > 1 and _length(part) == layout.size:
             return (
@@ -290,7 +290,7 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
     if not found:
         return ""
     return (
-        f"If {' or '.join(found)} holds no samples, and has as many rows as the batch by accident, pass it as "
+        f"If {' or '.join(found)} holds no samples, and only by accident has as many rows as the batch, pass it as "
         "autosplit.Whole(tensor)."
     )
 

@@ -349,8 +349,8 @@ class Workload:
             )
         if not loss.requires_grad:
             raise WorkloadError(
-                "The loss depends on no trainable parameter. Expected a loss with a gradient. "
-                "Check requires_grad, and that the loss is computed outside torch.no_grad().",
+                "The loss depends on no trainable parameter. Check requires_grad, and compute the loss outside of "
+                "torch.no_grad().",
                 code="loss-without-gradient",
             )
         if loss.numel() != 1:

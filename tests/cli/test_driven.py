@@ -73,7 +73,7 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     assert gone(terminal)
     screen = terminal.screen()
     said = " ".join(line.strip() for line in screen)
-    assert "error: Interrupted: the best plan so far is shown and saved as" in said
+    assert "error: The search was interrupted. The best plan so far is shown and saved as" in said
     assert "interrupted: the best plan so far" in screen
     assert re.search(r" \d+\.\d\d s  trial 0, split \(", said)
     # Lines that the terminal had to break are lines to copy.

@@ -192,7 +192,10 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
             "'--device=cpu' is not an option. Did you mean --devices? See autosplit",
         ),
         (["tune", "a.py", "--devices"], "--devices: expected one argument. See autosplit tune --help."),
-        (["measure", "a.py", "--split", "4,x"], "--split '4,x' is not a whole number for each device, such as"),
+        (
+            ["measure", "a.py", "--split", "4,x"],
+            "--split '4,x' is not a list of whole numbers. Write one number per device, such as",
+        ),
         (["show", "a.json", "b.json"], "unexpected argument 'b.json'. See autosplit show --help."),
         (
             ["profiles", "path", "--jsn"],
@@ -385,7 +388,10 @@ def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsy
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), tune.TuningInterrupted(None)])
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
-    assert fails("tune", script(), code=4)[0] == "error: Interrupted before any plan was found. Run the command again."
+    assert (
+        fails("tune", script(), code=4)[0]
+        == "error: The command was interrupted before any plan was found. Run it again."
+    )
 
 
 def test_what_does_not_fit_exits_with_3(script, tuned, fails):
@@ -423,7 +429,10 @@ def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
         ([*SIM, "--max-batch-size", "9" * 5000], "is not a whole number"),
         ([*SIM, "--n-trials=--5"], "'--5'"),
         ([*SIM, "--seed", ""], "--seed ''"),
-        ([*SIM, "--time-limit-s", "soon"], "--time-limit-s 'soon' is not a number of seconds, such as 60. See"),
+        (
+            [*SIM, "--time-limit-s", "soon"],
+            ("--time-limit-s 'soon' is not a number of seconds. Write a number such as 60. See"),
+        ),
         ([*SIM, "--output", "."], "--output . is a folder, not a file. Write --output plan.json."),
     ],
 )
@@ -497,7 +506,7 @@ def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
 
     monkeypatch.setattr("autosplit.cli.main.parse", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
-    assert capsys.readouterr().err.startswith("error: Interrupted before any plan was found.")
+    assert capsys.readouterr().err.startswith("error: The command was interrupted before any plan was found.")
 
 
 USER_ERRORS = {
@@ -735,7 +744,10 @@ def test_an_interrupted_probe_shows_what_it_has(script, probed, capsys):
     probed.answers["cpu:1", "rank"] = KeyboardInterrupt()
     assert main(["probe", script(), *TWO]) == 4
     out, err = capsys.readouterr()
-    assert err == "error: Interrupted: the ceilings found so far are shown. Run the command again for all of them.\n"
+    assert (
+        err
+        == "error: The search was interrupted, and the ceilings found so far are shown. Run the command again for all ceilings.\n"
+    )
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" cpu:")] == ["cpu:0"]
 
 
@@ -785,8 +797,8 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
             ["--role", "boss"],
             "--role 'boss' is not a role. Choose one of primary, replica, rank, eval, resume, save.",
         ),
-        (["--time-limit-s", "0"], "--time-limit-s 0 is not above 0 seconds"),
-        (["--time-limit-s", "nan"], "--time-limit-s nan is not above 0 seconds"),
+        (["--time-limit-s", "0"], "--time-limit-s is 0. Expected more than 0 seconds"),
+        (["--time-limit-s", "nan"], "--time-limit-s is nan. Expected more than 0 seconds"),
         (["--max-batch-size", "x"], "--max-batch-size 'x' is not a whole number"),
         (["--reserve", "some"], "'some'"),
         (["--devices", "gpu"], "'gpu'"),
@@ -830,7 +842,7 @@ def test_ctrl_c_ends_both_processes(script, command):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)  # a process that hangs takes 500 s
     assert (process.returncode, out) == (4, "")
-    assert err.startswith("error: Interrupted")
+    assert err.startswith("error: The command was interrupted")
     assert err.count("\n") == 1
 
 
@@ -993,7 +1005,7 @@ def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys)
         assert main(words) == 2
     full.buffer.raw.has_room = True  # flushes the buffered output
     err = capsys.readouterr().err
-    assert err.startswith("error: The answer can't be written to stdout: No space left on device. ")
+    assert err.startswith("error: autosplit can't write to stdout (No space left on device). ")
     assert err.count("\n") == 1
 
 
@@ -1001,7 +1013,7 @@ def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys)
 def test_streams_that_are_full_or_closed(tmp_path):
     code, _, err = in_a_shell("autosplit profiles path > /dev/full", tmp_path)
     assert code == 2
-    assert err.startswith("error: The answer can't be written to stdout: No space left on device. ")
+    assert err.startswith("error: autosplit can't write to stdout (No space left on device). ")
     assert err.count("\n") == 1
     assert in_a_shell("autosplit profiles path >&-", tmp_path) == (0, "", "")
     assert in_a_shell("autosplit show nothing.json 2>&- <&-", tmp_path) == (2, "", "")
@@ -1062,4 +1074,4 @@ def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 4
-    assert capsys.readouterr().err == "error: Interrupted before the command began. Run the command again.\n"
+    assert capsys.readouterr().err == "error: The command was interrupted before it began. Run it again.\n"

@@ -96,8 +96,8 @@ def test_slow_throughput_keeps_its_digits():
     ("plan", "said"),
     [
         (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
-        (made_plan((128, 128)), "none: the even split is the fastest"),
-        (made_plan((100, 156), kind="cpu"), "not claimed, because these devices share one CPU"),
+        (made_plan((128, 128)), "none, because the even split is the fastest"),
+        (made_plan((100, 156), kind="cpu"), "none is reported, because these devices share one CPU"),
         (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 fits 101"),
         (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
     ],
@@ -271,7 +271,7 @@ def test_a_loss_that_the_printed_loop_corrects_names_the_loop():
     """The report said only that the loss changed, although the printed code had the right count."""
     count = "int((batch[1] != -100).sum())"
     text = " ".join(short(made_plan(checks=(Check("loss", 0.0, 0.19, depends=True, advice="a", count=count),))).split())
-    assert "changed by splitting: loss, up to 19% (show --code prints a loop that corrects it)" in text
+    assert "changed by splitting: loss, up to 19% (autosplit show --code prints a loop that avoids this)" in text
     both = short(made_plan(checks=(Check("loss", 0.1, 0.19, depends=True, advice="count", count=count),)))
     assert "up to 19% (--details)" in " ".join(both.split())
 
@@ -439,7 +439,7 @@ def test_without_a_gpu_one_line_names_cpu_and_sim():
 def test_a_device_without_samples_is_told_of():
     """The table had a GPU without samples, without a reason."""
     told = " ".join(short(solved_plan((100, 0), kind="sim")).split())
-    assert "No samples for sim:1: copying the model there takes longer than it saves." in told
+    assert "sim:1 gets no samples, because copying the model there takes longer than it saves." in told
 
 
 def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):

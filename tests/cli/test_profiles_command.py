@@ -79,7 +79,7 @@ def test_where_it_is_narrow_each_has_some_lines(stored, capsys, monkeypatch):
 
 def test_nothing_is_remembered(capsys):
     out = listed(capsys).replace("\n", " ")
-    assert out == f"There is no profile in {profiles_folder()}. Make one with autosplit tune FILE. "
+    assert out == f"The folder {profiles_folder()} has no profile. Make a profile with autosplit tune FILE. "
     assert json.loads(listed(capsys, "--json")) == {"folder": str(profiles_folder()), "profiles": []}
 
 
@@ -169,7 +169,7 @@ def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
     [
         ([], "Neither a key nor --all is given. Write autosplit profiles remove KEY"),
         (["ab", "--all"], "Keys and --all are both given"),
-        (["--all"], "--all would remove 3 profiles in"),
+        (["--all"], "--all removes 3 profiles in"),
         (["../../secret"], "There is no plan '../../secret'."),
         ([""], "There is no plan ''."),
     ],

@@ -109,7 +109,7 @@ def test_the_command_keeps_the_best_plan(tmp_path: Path, name: str) -> None:
     terminal.wait_for(r"steps, [\d,]+/s")  # there is a plan to keep
     terminal.process.send_signal(getattr(signal, name))
     assert terminal.end() == 4
-    assert "Interrupted: the best plan so far" in terminal.text
+    assert "The search was interrupted. The best plan so far" in terminal.text
     assert not Plan.load(best).complete
     assert len(profile_paths()) == 1
 

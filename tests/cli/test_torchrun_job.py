@@ -111,7 +111,7 @@ def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file,
     ("argv", "says"),
     [
         (["launch"], "the following arguments are required: [TORCHRUN OPTIONS] SCRIPT"),
-        (["launch", "train.py"], "No plan was named"),
+        (["launch", "train.py"], "You named no plan"),
         (["launch", "--plan", "none.json", "train.py"], "can't be read"),
     ],
 )

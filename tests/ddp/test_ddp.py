@@ -598,7 +598,7 @@ class TestTwoProcesses:
 
     def test_different_plans_are_refused_by_all(self, ranks: Any) -> None:
         said = found_by(ranks, "different plans")
-        expected = "Rank {} of 2 stops: the plan of rank 1 differs from rank 0's. Expected one plan for the whole job"
+        expected = "Rank {} of 2 stops: the plan of rank 1 differs from rank 0's. All ranks need the same plan"
         assert [text.startswith(expected.format(rank)) for rank, text in enumerate(said)] == [True, True]
 
     def test_notes_do_not_make_plans_different(self, ranks: Any) -> None:

@@ -192,7 +192,7 @@ def test_a_disagreement_is_named_on_all_ranks_before_the_first_step(ranks, name)
     """With a different seed on each rank, a job used 43 of 64 samples, some twice, and exited with 0."""
     _, expected = DISAGREEMENTS[name]
     for (text,) in found_by(ranks, name):
-        assert "The ranks' settings of a loop differ" in text
+        assert "The ranks' settings of this loop differ" in text
         assert expected in text
     assert len({text for (text,) in found_by(ranks, name)}) == 1
 
@@ -214,10 +214,10 @@ def test_only_the_first_step_of_a_loop_exchanges_settings(ranks):
 def test_ranks_that_read_different_checkpoints_load_neither(ranks):
     """On machines with separate disks, one rank loaded older weights, so the ranks trained different models."""
     for (text,) in found_by(ranks, "checkpoint older"):
-        assert "The ranks read different checkpoints: ['model'] of rank 1 differ from rank 0's" in text
+        assert "The ranks read different checkpoints, because ['model'] of rank 1 differ from those of rank 0" in text
         assert text.endswith("Nothing was changed on any rank.")
     for (text,) in found_by(ranks, "sharded"):
-        assert "Rank 1 sees another checkpoint in the folder than rank 0" in text
+        assert "Rank 1 and rank 0 see different checkpoints in the folder" in text
 
 
 def test_a_rank_may_keep_values_of_its_own_with_the_same_model(ranks):

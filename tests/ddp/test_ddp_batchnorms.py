@@ -248,4 +248,4 @@ def test_a_loop_that_is_left_leaves_no_norm_changed(ranks):
 
 def test_rank_0_keeps_the_statistics_and_needs_samples(ranks):
     for (message,) in found_by(ranks, "refusals"):
-        assert "those of rank 0 alone, which has no samples of (0, 8). Expected at least one" in message
+        assert "from rank 0 alone. Rank 0 has no samples of (0, 8). Expected at least one" in message

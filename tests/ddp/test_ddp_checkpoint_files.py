@@ -244,7 +244,7 @@ class TestFullDisk:
     @pytest.mark.parametrize(
         ("number", "expected"),
         [
-            (errno.ENOSPC, r"was not written. The disk is full: '.*' has .* free .* the tensors take"),
+            (errno.ENOSPC, r"was not written. The disk is full. The tensors take .*, and '.*' has .* free next to"),
             (errno.EDQUOT, "was not written. The disk quota is used up"),
             (errno.EIO, r"was not written. OSError: \[Errno 5\]"),
         ],

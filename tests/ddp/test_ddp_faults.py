@@ -403,7 +403,7 @@ class TestWaiting:
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
         """They printed nothing for half an hour."""
-        told = f"rank {victim} has sent nothing for 3 s. Its process is stopped"
+        told = f"rank {victim} has sent nothing for 3 s. Its process can't run, or it is stopped"
         found = job(tmp_path, in_a_step_beside_the_impatient, 2, victim, "is stopped", until_said=told, goes_on=True)
         assert told in found[1 - victim].said
         assert [ended.code for ended in found] == [0, 0], found
@@ -412,7 +412,7 @@ class TestWaiting:
     @pytest.mark.parametrize("victim", [slow(0), 1])
     def test_for_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
         """Without torchrun, no launcher ends the others."""
-        told = f"Rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have joined"
+        told = f"Rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, but some ranks are missing"
         found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
         assert told in found[1 - victim].said
 

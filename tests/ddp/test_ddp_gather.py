@@ -184,7 +184,7 @@ def test_outside_of_steps_every_row_is_gathered(ranks):
 def test_what_can_not_be_gathered_is_refused_on_all_ranks(ranks):
     for found in found_by(ranks, "refusals"):
         shapes, gradients, scalar, cut, *by_torch, padded, module = found
-        assert "different kinds of rows: (3,) of torch.float32 on rank 0, (4,) of torch.float32 on rank 1" in shapes
+        assert "different rows on the ranks: (3,) of torch.float32 on rank 0, (4,) of torch.float32 on rank 1" in shapes
         assert "(3,) of torch.float32 with gradients on rank 0, (3,) of torch.float32 on rank 1" in gradients
         assert "received a tensor ()" in scalar
         assert "with on_oom='cut'" in cut

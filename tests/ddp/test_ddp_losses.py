@@ -293,9 +293,9 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("undeclared", "The ranks ran a collective between the draw of a micro-batch and the backward of its loss"),
-        ("not counted", "loss_scope is 'ranks' in a step of 2 micro-batches"),
-        ("no samples", "some rank has no samples in a micro-batch"),
+        ("undeclared", "The ranks ran a collective before the backward of a micro-batch's loss"),
+        ("not counted", "loss_scope is 'ranks', and a step has 2 micro-batches"),
+        ("no samples", "a rank has no samples in a micro-batch"),
         ("noise scale", "loss_scope is 'ranks' and noise_scale:"),
         ("cut", "loss_scope is 'ranks' and on_oom='cut'"),
         ("unknown scope", "loss_scope is 'job'. Expected 'sample', or 'ranks'"),

@@ -322,7 +322,7 @@ class TestBackends:
         """Each rank sees one GPU. Only all ranks together can find out that it is the same GPU."""
         plan = plan_for("cuda:0", "cuda:1", "cuda:2")
         for said in chosen(monkeypatch, plan, ["GPU-0", "GPU-1", "GPU-0"]):
-            assert said.startswith("Ranks 0 and 2 each see a single GPU, and it is the same. Expected one GPU")
+            assert said.startswith("Ranks 0 and 2 both see only one GPU, the same one. The plan expects a separate GPU")
 
     def test_gloo_where_torch_was_built_without_nccl(self, monkeypatch):
         monkeypatch.setattr(dist, "is_backend_available", lambda _name: False)

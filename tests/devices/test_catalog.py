@@ -93,12 +93,12 @@ class TestUnmeasuredRates:
     def test_the_gpu_that_was_measured_is_named(self):
         assert unmeasured_rates([find_card("RTX3090"), find_card("H100-80GB")]) == ""
         text = unmeasured_rates(map(find_card, ("GB300", "GB300", "RTX4080", "B300")))
-        assert text.startswith("No kernel rates are measured for GB300 (GB200), RTX4080 (A100 and H100). ")
+        assert text.startswith("autosplit has no measured kernel rates for GB300 (GB200), RTX4080 (A100 and H100). ")
         assert find_card("GB300").sustained == find_card("GB200").sustained
         assert find_card("T4G").memory_power == find_card("T4").memory_power
 
     def test_gpus_without_known_kernels_are_named(self):
-        assert unmeasured_rates([find_card("MI300X")]).startswith("Memory and attention of MI300X are traced")
+        assert unmeasured_rates([find_card("MI300X")]).startswith("autosplit traces memory and attention for MI300X")
         assert "MI250X (MI300X)" in unmeasured_rates([find_card("MI250X")])
 
     def test_the_expected_errors_are_those_of_the_benchmark(self):
@@ -167,7 +167,7 @@ def test_a_card_is_found_by_the_name_that_its_driver_reports(reported, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("A100", "may be any of A100-40GB, A100-80GB"),
+        ("A100", "matches several GPUs: A100-40GB, A100-80GB"),
         ("RTX3091", "Expected a name such as RTX3090"),
         ("", "Expected a name such as A100-40GB, RTX3090"),
         ("no\nsuch card", "Expected a name such as"),

@@ -286,7 +286,7 @@ def test_the_command_prints_the_scaling_and_the_hours(tmp_path, monkeypatch, cap
     assert main(["compare", "train.py", "--devices", "sim:2x(2xL4)@EDR", "--effective-batch-size", "3"]) == 3
     assert "cluster" not in capsys.readouterr().err
     assert main(["compare", "--models", "any.txt", "--devices", "sim:2x(2xL4)@EDR"]) == 2
-    assert "--models makes a table without clusters" in capsys.readouterr().err
+    assert "--models can't be combined with clusters" in capsys.readouterr().err
 
 
 # The benchmark

@@ -93,13 +93,16 @@ def test_a_processor_has_a_price_too():
         ({"2xL4": None}, "is None."),
         (
             {"2xL40S": 1.2},
-            "price for '2xL40S', but this machine is not compared. Expected one of 'sim:2xL4', 'cpu:1GiB'. Name",
+            "price for '2xL40S', but this machine is not compared. The compared machines are 'sim:2xL4', 'cpu:1GiB'. Name",
         ),
         ({"L4": 1.2}, "price for 'L4', but this machine"),
         ({"2xNothing": 1.2}, "price for '2xNothing'"),
         ({"": 1.2}, "price for ''"),
         ({7: 1.2}, "price for 7"),
-        ({"2xL4": 1.2, "sim:2xL4": 1.5}, "prices 1.2 and 1.5 are both for sim:2xL4. Expected one price. Leave one out"),
+        (
+            {"2xL4": 1.2, "sim:2xL4": 1.5},
+            "sim:2xL4 has two prices, 1.2 and 1.5. Expected one price per machine. Leave one out",
+        ),
     ],
 )
 def test_bad_prices_name_what_was_given(prices, said):
@@ -112,7 +115,7 @@ def test_bad_prices_name_what_was_given(prices, said):
 @pytest.mark.parametrize(
     ("devices", "error", "said"),
     [
-        ([], InputError, "no devices to compare. Expected a spec for each machine, as in"),
+        ([], InputError, "no devices to compare. Name each machine, as in"),
         ("sim:2xL4", InputError, "devices is 'sim:2xL4'. Expected a list"),
         (7, InputError, "devices is 7. Expected a list"),
         (
@@ -357,7 +360,7 @@ def test_without_prices_the_table_says_that_the_fastest_comes_first():
     assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
     assert "\nsorted by samples/s\n" in printed(found, 100)
     assert any(
-        note.startswith("DDP would be faster (predicted): ") and "The table does not include it" in note
+        note.startswith("DDP would be faster (predicted): ") and "The table does not include DDP" in note
         for note in found.notes
     )
 
@@ -485,7 +488,9 @@ def test_exit_codes_of_misfits(script, answers, capsys):
     assert main(["compare", script(), *BOTH]) == 3
     out, err = capsys.readouterr()
     assert out.count("does not fit") == 2
-    assert err == "error: The workload fits none of 2 machines. The table shows what each of them lacks.\n"
+    assert (
+        err == "error: The workload fits none of the 2 machines. The table shows the memory that each machine lacks.\n"
+    )
 
 
 def test_an_interrupt_on_the_command_line(script, answers, capsys):
@@ -494,11 +499,13 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
     out, err = capsys.readouterr()
     assert "sim:2xL4" in out
     assert "- not compared: sim:T4" in out
-    assert err.startswith("error: Interrupted: the finished machines are shown. Run the command again")
+    assert err.startswith(
+        "error: The comparison was interrupted, so only the finished machines are shown. Run the command again"
+    )
     answers["sim:2xL4"] = tune.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "error: Interrupted before any plan was found. Run the command again.\n")
+    assert (out, err) == ("", "error: The command was interrupted before any plan was found. Run it again.\n")
 
 
 @pytest.mark.parametrize(
@@ -516,9 +523,9 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
         ([*BOTH, "--price", "2xL4=1e999"], "The price for '2xL4' is inf. Expected"),
         (
             [*BOTH, "--price", "3xL4=1"],
-            "price for '3xL4', but this machine is not compared. Expected one of 'sim:2xL4', 'sim:T4'",
+            "price for '3xL4', but this machine is not compared. The compared machines are 'sim:2xL4', 'sim:T4'",
         ),
-        ([*BOTH, "--price", "2xL4=1", "--price", "sim:2xL4=1"], "are both for sim:2xL4. Expected one"),
+        ([*BOTH, "--price", "2xL4=1", "--price", "sim:2xL4=1"], "sim:2xL4 has two prices"),
         ([*BOTH, "--reserve", "some"], "'some'"),
         ([*BOTH, "--n-trials", "0"], "n_trials"),
         ([*BOTH, "--time-limit-s", "nan"], "time_limit_s is nan"),
@@ -537,7 +544,7 @@ def test_bad_flags_are_refused_before_the_file_runs(script, answers, capsys, arg
 def test_tune_is_for_one_machine(script, answers, capsys):
     assert main(["tune", script(), *BOTH]) == 2
     assert capsys.readouterr().err == (
-        "error: --devices is given 2 times, but tune makes a plan for one machine. To compare several machines, run "
+        "error: You gave --devices 2 times, but tune plans for one machine. To compare machines, run "
         "autosplit compare train.py --devices sim:2xL4 --devices sim:T4\n"
     )
 
@@ -546,7 +553,7 @@ def test_one_of_several_processes_is_refused(script, answers, capsys, monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["compare", script(), *BOTH]) == 2
-    assert "in a job of several processes, but it tunes for one machine" in capsys.readouterr().err
+    assert "in a job of several processes, but it needs only one process" in capsys.readouterr().err
 
 
 def test_the_users_own_frames_are_shown(script, capsys):

@@ -64,15 +64,15 @@ def test_html_escapes_names_and_is_replaced_only_by_another_table(models, capsys
     Path("notes.html").write_text("mine")
     capsys.readouterr()
     assert main([*models, "-o", "notes.html"]) == 2
-    assert "is not a table of autosplit compare, so it is not replaced" in capsys.readouterr().err
+    assert "autosplit compare did not write it. The file was not replaced" in capsys.readouterr().err
     assert Path("notes.html").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compare", "--devices", "sim:L4"], "needs a workload or --models FILE"),
-        (["compare", "fine.py", "--models", "models.txt", "--devices", "sim:L4"], "and not both"),
+        (["compare", "--devices", "sim:L4"], "needs either a workload or --models FILE"),
+        (["compare", "fine.py", "--models", "models.txt", "--devices", "sim:L4"], "needs either a workload"),
         (["compare", "--models", "none.txt", "--devices", "sim:L4"], "--models none.txt can't be read"),
         (["compare", "--models", "empty.txt", "--devices", "sim:L4"], "contains no model"),
         (["compare", "--models", "models.txt"], "no devices to compare"),

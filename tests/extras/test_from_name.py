@@ -163,9 +163,9 @@ def hub():
         (
             "float16",
             torch.bfloat16,
-            "config.json has float16 weights, which diverge in training: the plan assumes bfloat16",
+            "config.json has float16 weights, which diverge in training. The plan assumes bfloat16",
         ),
-        (None, torch.float32, "sequences of 40 tokens are assumed"),
+        (None, torch.float32, "The plan assumes sequences of 40 tokens"),
     ],
 )
 def test_weights_are_of_the_dtype_that_the_configuration_says(save, dtype, weights, said):
@@ -274,7 +274,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
             "llama",
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
             {},
-            r"has quantised weights \(bitsandbytes\), so autosplit can predict neither memory nor time",
+            r"has quantised weights \(bitsandbytes\). autosplit can predict neither their memory nor their time",
         ),
     ],
 )

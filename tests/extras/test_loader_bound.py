@@ -210,7 +210,7 @@ SCENARIOS = {"fitted": fitted_by_ranks, "too few": fitted_by_too_few_ranks}
 def test_ranks_fit_their_plan_together(tmp_path):
     ranks = run_ranks(__name__, "SCENARIOS", 2, tmp_path, limit_s=300)
     assert found_by(ranks, "fitted") == [32.0, 32.0]  # 8 samples/s for 2 of each 8 samples
-    assert all("The job has 2 ranks and the plan has 3" in message for message in found_by(ranks, "too few"))
+    assert all("The job has 2 ranks, but the plan has 3" in message for message in found_by(ranks, "too few"))
 
 
 class Sleeping(Dataset):

@@ -73,7 +73,7 @@ def test_the_first_devices_line_has_the_samples_of_the_other_devices(solved):
 @pytest.mark.parametrize(
     ("changes", "name", "said"),
     [
-        ({"trials": ()}, "trials", "There were no trials"),
+        ({"trials": ()}, "trials", "computed from measurements, without trials"),
         ({"fit": None}, "landscape", "the plan has no time model"),
         ({"region": None}, "landscape", "DDP ranks have no gpu0_bsz"),
         (
@@ -90,7 +90,7 @@ def test_a_chart_that_cannot_be_drawn_has_the_reason(changes, name, said):
 
 
 def test_devices_that_share_a_cpu_are_not_compared():
-    assert "no gain over an even split is claimed" in charts(made_plan(kind="cpu"))["rates"].text
+    assert "reports no gain over an even split" in charts(made_plan(kind="cpu"))["rates"].text
 
 
 def test_one_device_has_a_curve_instead_of_the_landscape():

@@ -161,4 +161,4 @@ def test_the_command_prints_the_guess_and_the_next_command(tmp_path, monkeypatch
     assert "inputs   torch.randn(8, 3, 16, 16)" in out
     assert out.endswith("python -m autosplit tune workload.py\n")
     assert main(["init", "my-nets.py", "-o", "other.py"]) == 2
-    assert "is no Python name" in capsys.readouterr().err
+    assert "is not a Python name" in capsys.readouterr().err

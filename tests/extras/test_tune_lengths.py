@@ -163,7 +163,8 @@ def test_where_the_width_is_taken_for_the_length_the_plan_of_the_longest_is_kept
     assert found.lengths is not None
     assert len(found.lengths.points) == 1
     assert any(
-        "length 8 and below were not measured" in str(note) and "make_batch(n, l" in str(note) for note in found.notes
+        "did not measure samples of length 8 and below" in str(note) and "make_batch(n, l" in str(note)
+        for note in found.notes
     )
 
 

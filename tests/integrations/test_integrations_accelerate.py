@@ -351,7 +351,7 @@ def gathered_of_unlike_lengths() -> None:
     own = torch.zeros(accelerator.process_index + 1, accelerator.process_index + 2)
     with pytest.raises(
         InputError,
-        match=r"have the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\] in the processes. Expected .*pad_across_processes",
+        match=r"gather tensors of the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\]. Expected .*pad_across_processes",
     ):
         accelerator.gather({"logits": own})
     assert accelerator.gather(accelerator.pad_across_processes(own, dim=1)).shape == (3, 3)
@@ -485,7 +485,7 @@ class TestOneProcess:
                     optimizer.zero_grad()
             return shared.weights_of(model)
 
-        with pytest.warns(NoPlanWarning, match="so this training has equal batches") as caught:
+        with pytest.warns(NoPlanWarning, match="so all devices get equal batches") as caught:
             ours = weights(make_accelerator(gradient_accumulation_steps=2))
         assert len(caught) == 1
         assert torch.equal(ours, weights(make_accelerator(accelerate.Accelerator, gradient_accumulation_steps=2)))

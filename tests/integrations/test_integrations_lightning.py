@@ -336,7 +336,7 @@ class TestOneProcess:
         assert float((shared.weights_of(module) - shared.by_hand("bert", 16)["weights"][1]).abs().max()) < 1e-9
 
     def test_without_a_plan_it_is_lightnings_own(self):
-        with pytest.warns(NoPlanWarning, match="so this training has equal batches") as caught:
+        with pytest.warns(NoPlanWarning, match="so all devices get equal batches") as caught:
             shares = Shares()
         assert len(caught) == 1
         ours, _ = fitted(shares, shares.data(Data("gpt")), accumulate_grad_batches=2)

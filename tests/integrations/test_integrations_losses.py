@@ -272,10 +272,10 @@ REFUSED_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any], 
     "accelerate, class weights": (by_accelerate, "class weights", {}, "float(class_weights[labels].sum())"),
     "accelerate, outside": (by_accelerate, "class weights", {"outside": True}, "a cross entropy with class weights"),
     "accelerate, vision": (by_accelerate, "vision", {}, 'int((batch["labels"][:, 1:] != -100).sum())'),
-    "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "pass loss_scope='ranks' to the Accelerator"),
-    "trainer, boxes": (by_trainer, "boxes", {"count": boxes}, "pass loss_scope='ranks' to the Trainer"),
+    "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Accelerator"),
+    "trainer, boxes": (by_trainer, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Trainer"),
     "trainer, uncounted": (by_trainer, "boxes", {"loss_scope": "ranks"}, "in a step of 2 micro-batches"),
-    "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "pass loss_scope='ranks' to Shares"),
+    "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to Shares"),
 }
 
 WARNED_RUNS = {

@@ -450,7 +450,7 @@ class TestMistakes:
         """Too many samples raised the loader's IndexError. Too few left samples out without a message."""
         sampler = ScheduledBatchSampler(samples, 4, 10)
         loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler)
-        said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}.* Pass batch_sampler\\(len"
+        said = f"made for {samples} samples, but the data set has {NUM_SAMPLES}.* Pass batch_sampler\\(len"
         with pytest.warns(LeftOutWarning, match=said) if samples < 23 else pytest.raises(InputError, match=said):
             steps(loader, batch_size=4, effective_batch_size=10)
 

@@ -171,7 +171,9 @@ class TestPartsOfDataParallel:
 
         monkeypatch.setattr(torch, "cat", fails)
         wrapped = BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"])
-        with pytest.raises(OutOfMemoryError, match=r"^cpu is out of memory with the outputs of all 4") as caught:
+        with pytest.raises(
+            OutOfMemoryError, match=r"^cpu is out of memory, because it gathers the outputs of all 4"
+        ) as caught:
             wrapped(torch.zeros(4, 2))
         assert caught.value.device == "cpu"
         assert caught.value.__context__ is None

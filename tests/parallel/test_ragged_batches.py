@@ -155,7 +155,10 @@ class TestWhatIsCut:
             (np.zeros((4, 2)), r"inputs\[1\] is a ndarray of 4 items, as many as the batch has samples.*Whole"),
             ({1, 2, 3, 4}, r"inputs\[1\] is a set of 4 items"),
             (range(4), r"inputs\[1\] is a range of 4 items"),
-            (type("Graph", (), {"to": lambda self, device: self})(), r"inputs\[1\] is a Graph, an object that moves"),
+            (
+                type("Graph", (), {"to": lambda self, device: self})(),
+                r"inputs\[1\] is a Graph, which autosplit can't cut into samples, because it moves",
+            ),
             (pack_sequence([X]), "PackedSequence"),
         ],
         ids=["array", "set", "range", "object", "packed"],

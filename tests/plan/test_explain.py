@@ -260,7 +260,7 @@ class TestWhatElseThereIs:
         explanation = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu").explain()
         assert explanation.even is explanation.fastest is None
         assert explanation.alone == ()
-        assert "no gain over an even split or a single device is claimed" in str(explanation)
+        assert "autosplit reports no gain over an even split or a single device" in str(explanation)
 
     def test_a_gib_more_on_a_replica(self):
         # It can hold 20 samples more: (60, 40) at 240 instead of (80, 20) at 320.
@@ -318,7 +318,7 @@ class TestAdvice:
     def test_the_learning_rate_has_the_users_own_batch_as_its_base(self):
         """It was relative to the sample batch, whose size is arbitrary."""
         text = str(solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=8).explain())
-        assert "tuned for B samples per step, multiply it by 100 / B for SGD" in text
+        assert "tuned for B samples per step, scale it. For SGD with warm-up, multiply by 100 / B" in text
         assert "sample batch" not in text
 
     def test_a_stored_explanation_without_the_effective_batch_is_made_again(self):

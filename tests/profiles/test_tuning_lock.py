@@ -87,7 +87,7 @@ def test_after_the_limit_nobody_waits_any_longer(lock):
         assert not own.held
         assert own.gave_up is not None
         assert f"Process {holder.pid} " in own.gave_up
-        assert own.gave_up.endswith("The time limit of the wait has ended, so this process tuned it, too.")
+        assert own.gave_up.endswith("This process stopped waiting at its time limit, and tuned the workload itself.")
         assert own.notes == (Note("gave-up-waiting", own.gave_up),)
     holder.end()
 

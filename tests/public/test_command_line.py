@@ -118,7 +118,7 @@ class TestUsage:
             (("tune", "train.py", *SIM, "--n-trials", "none"), "--n-trials 'none' is not a whole number"),
             (("tune", "train.py", *SIM, "--profile", "maybe"), "profile"),
             (("probe", "train.py", "--role", "boss"), "--role 'boss' is not a role"),
-            (("probe", "train.py", "--time-limit-s", "nan"), "--time-limit-s nan is not above 0"),
+            (("probe", "train.py", "--time-limit-s", "nan"), "--time-limit-s is nan. Expected more than 0"),
             (("measure", "train.py", "--devices", "sim:2xL4", "--split", "4"), "split"),
             (("show", "nothing.json"), "nothing.json"),
             (("show", "train.py"), "not a plan"),

@@ -295,7 +295,7 @@ class TestTracker:
         scores = torch.rand(8, 64)
         with tracker(capacity=3 * scores.nbytes - 1) as seen:
             seen.adopt(scores, 0)
-            with pytest.raises(OutOfMemoryError, match="2048 bytes, holds 4096 and may hold 6143"):
+            with pytest.raises(OutOfMemoryError, match="2048 bytes, and 4096 of the 6143 allowed bytes are in use"):
                 aten._softmax_backward_data(scores, scores, -1, torch.float32)
             assert seen.live_bytes[0] == rounded(scores.nbytes)
 

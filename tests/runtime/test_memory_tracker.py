@@ -377,7 +377,7 @@ class TestOutOfMemory:
         assert (error.device, error.device_index) == ("cpu:1", 1)
         assert (error.requested_bytes, error.live_bytes, error.capacity_bytes) == (2048, 1024, 2048)
         assert str(error) == (
-            "cpu:1 is out of memory: it requested 2048 bytes, holds 1024 and may hold 2048. "
+            "cpu:1 is out of memory. It requested 2048 bytes, and 1024 of the 2048 allowed bytes are in use. "
             "Give it fewer samples or a larger budget."
         )
 

@@ -1040,12 +1040,12 @@ BAD = {
     ),
     "a single sample": (
         UserCodeError,
-        r"a single sample a batch by sample.unsqueeze\(0\)",
+        r"a single sample a batch with sample.unsqueeze\(0\)",
         lambda: quick(lambda: Workload(nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)), SIM),
     ),
     "an array of targets": (
         UserCodeError,
-        r"batch_size \(8\).*values other than tensors and lists, which are not cut: make them tensors",
+        r"batch_size \(8\).*values that autosplit does not cut. Make them tensors",
         lambda: quick(
             Workload(nn.Linear(4, 3), (torch.zeros(4, 4), np.zeros(4, np.int64)), loss_fn=listed_cross_entropy), SIM
         ),
@@ -1063,7 +1063,11 @@ BAD = {
         r"lacks 4 parameters .* requires_grad_\(False\)",
         lambda: quick(headed(), SIM),
     ),
-    "an optimizer of live ones": (WorkloadError, "other parameters than its argument", lambda: quick(straying(), SIM)),
+    "an optimizer of live ones": (
+        WorkloadError,
+        "did not use the parameters in its argument",
+        lambda: quick(straying(), SIM),
+    ),
     "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
     "unknown profile": (InputError, "profile is 'maybe'", lambda: quick(small(), SIM, profile="maybe")),
     "no trials": (InputError, "n_trials is 0", lambda: quick(small(), SIM, n_trials=0)),

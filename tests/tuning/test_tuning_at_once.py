@@ -375,7 +375,7 @@ def test_ctrl_c_while_waiting_is_exit_code_4_and_the_holder_goes_on(scenarios):
     notice, *rest = found["said"].splitlines()
     assert notice.startswith(f"Process {found['holder_pid']} has been tuning the same workload since ")
     assert notice.endswith(". --profile off does not wait.")
-    assert rest == ["error: Interrupted before any plan was found. Run the command again."]
+    assert rest == ["error: The command was interrupted before any plan was found. Run it again."]
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_who_waits_and_for_how_long(scenarios):
     found = found_in("turns_and_time_outs", scenarios)
     assert found["auto"] == "from-profile"  # a valid plan needs no wait
     assert found["refresh"].startswith(f"Process {found['holder']} has been tuning the same workload since ")
-    assert found["refresh"].endswith("The time limit of the wait has ended, so this process tuned it, too.")
+    assert found["refresh"].endswith("This process stopped waiting at its time limit, and tuned the workload itself.")
     assert found["replaced"]
 
 

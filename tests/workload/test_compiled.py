@@ -118,7 +118,7 @@ def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
     plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices=devices, max_batch_size=16, n_trials=2, profile="off")
     (said,) = [note for note in plan.notes if note.kind == "compiled"]
     if devices.startswith("sim"):
-        assert said.text.startswith("The time assumes that torch.compile fuses all kernels but products")
+        assert said.text.startswith("autosplit assumes that torch.compile fuses all kernels except matrix products")
         assert "compiled transformers in 16 bits took" in said.text
     else:
         assert "those of the uncompiled model" in said.text
@@ -141,7 +141,7 @@ def test_the_kind_of_a_model_is_that_of_most_parameters():
     convolutions = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64, 10))
     patches = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 256), nn.Linear(256, 64))
     compiled = torch.compile(convolutions, backend="eager")
-    assert "not simulated for CNNs" in compiled_times_note([compiled])
+    assert "autosplit does not simulate torch.compile for CNNs" in compiled_times_note([compiled])
     assert "compiled CNNs" in compiled_times_note([compiled])
     assert "compiled transformers" in compiled_times_note([patches])
     assert [fused_share_of([model]) for model in (compiled, patches, torch.compile(patches, backend="eager"))] == [

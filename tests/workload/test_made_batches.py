@@ -45,7 +45,7 @@ def test_a_batch_that_does_not_show_its_size_is_made_again():
     workload = Workload(nn.Linear(3, 1), ragged, make_batch=lambda n: (points(n), torch.zeros(2, 5)))
     assert workload.sample_batch_size == 4
     assert workload.sample_batch[0].shape == (64, 3)
-    assert any("make_batch(4) was used instead of it" in note.text for note in workload.assumptions())
+    assert any("it used make_batch(4) instead" in note.text for note in workload.assumptions())
 
 
 def test_wrong_numbers_of_samples_are_refused():

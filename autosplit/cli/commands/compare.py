@@ -48,14 +48,14 @@ def compare(
     """Tune for each machine in turn, and print one table. The time limit applies to all machines together."""
     if (spec is None) == (models is None):
         raise InputError(
-            "autosplit compare needs a workload or --models FILE, and not both. Name one of them.",
+            "autosplit compare needs either a workload or --models FILE. Name one of them.",
             code="compare-spec-or-models",
         )
     end_with_parent()
     if one_of_several():
         raise InputError(
-            "autosplit compare was started in a job of several processes, but it tunes for one machine at a time. Run "
-            "it without torchrun.",
+            "autosplit compare was started in a job of several processes, but it needs only one process. Run it "
+            "without torchrun.",
             code="compare-one-process",
         )
     if samples is not None:
@@ -63,7 +63,7 @@ def compare(
     if models is not None:
         if samples is not None or any(map(is_cluster, devices)):
             raise InputError(
-                "--models makes a table without clusters and without --samples. Compare one workload instead.",
+                "--models can't be combined with clusters or --samples. Compare one workload instead.",
                 code="compare-models-cluster",
             )
         from autosplit.cli.commands.compare_models import compare_models
@@ -108,14 +108,20 @@ def _compare_one(
                 raise
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
-        failed("Interrupted: the finished machines are shown. Run the command again for all of them.", EXIT_INTERRUPTED)
+        failed(
+            "The comparison was interrupted, so only the finished machines are shown. Run the command again for "
+            "all machines.",
+            EXIT_INTERRUPTED,
+        )
     comparison = replace(comparison, samples=samples)
     print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
     if comparison.best is None:
         return failed(
-            f"The workload fits none of {len(machines)} machines. The table shows what each of them lacks.", EXIT_MISFIT
+            f"The workload fits none of the {len(machines)} machines. The table shows the memory that each machine "
+            "lacks.",
+            EXIT_MISFIT,
         )
     return 0
 

@@ -125,7 +125,11 @@ def compare_models(
     elif output is None:
         sys.stdout.write(FORMATS[kind](found))
     if interrupted:
-        return failed("Interrupted: the finished models are shown. Run the command again.", EXIT_INTERRUPTED)
+        return failed(
+            "The comparison was interrupted, so only the finished models are shown. Run the command again "
+            "for all models.",
+            EXIT_INTERRUPTED,
+        )
     return _exit_code(found)
 
 
@@ -195,7 +199,7 @@ def _check_output(output: str | None) -> None:
         )
     if target.exists() and not (target.is_file() and MARK.encode() in target.read_bytes()[:512]):
         raise InputError(
-            f"--output {output} exists and is not a table of autosplit compare, so it is not replaced. Choose another "
-            "name.",
+            f"--output {output} exists, but autosplit compare did not write it. The file was not replaced. Choose "
+            "another name.",
             code="output-is-no-table",
         )

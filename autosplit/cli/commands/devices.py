@@ -34,7 +34,7 @@ def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console
     if devices:
         print_plain(_table(devices), console)
     else:
-        text = "no GPU here: tune with --devices cpu, or for GPUs elsewhere with --devices sim:2xRTX3090"
+        text = "This machine has no GPU. Tune with --devices cpu, or simulate GPUs with --devices sim:2xRTX3090."
         print_plain(Text(text), console)
     own = [f"{_label(device)}: {note}" for device in devices for note in device.notes]
     print_bullets([*notes, *own], console)

@@ -38,12 +38,16 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
     print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
         write(Path(save), cards_toml(found), f"--save {shown(save)}")
-        note(f"wrote the rates of the GPUs. With {GPUS_VARIABLE}={save}, sim: devices use them.", manner)
+        note(f"wrote the rates of the GPUs. Set {GPUS_VARIABLE}={save}, and sim: devices use them.", manner)
     if share is not None:
         from autosplit.devices.shared_result import shared_result
 
         write(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
-        note(f"wrote {share}. It has nothing that identifies you. Add it to docs/results in a pull request.", manner)
+        note(
+            f"wrote {share}. The file contains nothing that identifies you. To contribute it, add it to docs/results "
+            "in a pull request.",
+            manner,
+        )
     return 0
 
 

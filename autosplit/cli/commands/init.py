@@ -29,7 +29,7 @@ def init(
     rows["loss"] = written.loss_fn or "the model returns it"
     command = f"python -m autosplit tune {shlex.quote(written.path)}"
     lines = [f"wrote {written.path}", "", *(f"{name:<9}{text}" for name, text in rows.items()), ""]
-    guess = ["next  replace the guessed sample batch by a batch of your data, then run", f"      {command}"]
+    guess = ["next  replace the guessed sample batch with a batch of your data, then run", f"      {command}"]
     lines += guess if written.is_guess else [f"next  {command}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

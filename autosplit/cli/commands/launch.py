@@ -31,7 +31,10 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     note(f"plan: {found.description}", manner)
     with suppress(OSError, UnicodeDecodeError):  # torchrun reports errors of the script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
-            text = "Unless it calls autosplit.ddp.setup() elsewhere, each process trains its own model on all samples."
+            text = (
+                "Each process trains its own model on all samples, unless the script calls autosplit.ddp.setup() "
+                "in another module."
+            )
             note(f"{script} does not import autosplit. {text}", manner)
     found.run()
     raise AssertionError("execve replaces this process")

@@ -58,7 +58,7 @@ def probe(
         failed(str(error), error.exit_code)
     if interrupted:
         text = "the ceilings found so far are shown" if ceilings else "no ceiling was found yet"
-        failed(f"Interrupted: {text}. Run the command again for all of them.", EXIT_INTERRUPTED)
+        failed(f"The search was interrupted, and {text}. Run the command again for all ceilings.", EXIT_INTERRUPTED)
     if any(ceiling.batch_size for ceiling in ceilings):
         simulated = ceilings[0].device.startswith("sim:")
         no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
@@ -78,7 +78,8 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
             raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.", code="role")
     if time_limit_s is not None and not time_limit_s > 0:
         raise InputError(
-            f"--time-limit-s {time_limit_s:g} is not above 0 seconds. Leave it out for no limit.", code="time-limit"
+            f"--time-limit-s is {time_limit_s:g}. Expected more than 0 seconds. Leave it out for no limit.",
+            code="time-limit",
         )
     if plot is not None:
         _check_plot(plot)
@@ -175,7 +176,7 @@ def _check_plot(path: str) -> None:
         )
     if not Path(path).parent.is_dir():
         raise InputError(
-            f"--plot {path} is in a folder that does not exist. Create {Path(path).parent}, or choose another.",
+            f"--plot {path} is in a folder that does not exist. Create {Path(path).parent}, or choose another folder.",
             code="plot-folder",
         )
 

@@ -98,14 +98,14 @@ def _confirm(count: int, folder: Path) -> None:
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(
-            f"--all would remove {what}, but there is no terminal to ask for confirmation. Add --yes.",
+            f"--all removes {what}, but autosplit can't ask for confirmation without a terminal. Add --yes.",
             code="profiles-remove-unconfirmed",
         )
     sys.stderr.write(f"remove {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise InputError(
-            f"The answer was not y, so nothing was removed. Answer y to remove {what}, or name the keys.",
+            f"You did not answer y, so nothing was removed. Answer y to remove {what}, or name the keys.",
             code="profiles-remove-declined",
         )
 
@@ -116,7 +116,8 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
 
     if not found:
         print_plain(
-            Text(f"There is no profile in {folder}. Make one with autosplit tune FILE.", overflow="fold"), console
+            Text(f"The folder {folder} has no profile. Make a profile with autosplit tune FILE.", overflow="fold"),
+            console,
         )
         return
     rows = [_cells(profile) for profile in found]

@@ -77,7 +77,10 @@ def tune(
             unsaved = error
     if interrupted is not None:
         where = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
-        text = f"Interrupted: the best plan so far is shown and {where}. Run the command again to finish the search."
+        text = (
+            f"The search was interrupted. The best plan so far is shown and {where}. Run the command again to "
+            "finish the search."
+        )
         failed(text, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, keywords, model_options, saved), manner)
     if unsaved is not None:
@@ -90,8 +93,8 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
     if len(devices) > 1:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
-            f"--devices is given {len(devices)} times, but tune makes a plan for one machine. To compare several "
-            f"machines, run autosplit compare {shlex.quote(spec)} {several}",
+            f"You gave --devices {len(devices)} times, but tune plans for one machine. To compare machines, run "
+            f"autosplit compare {shlex.quote(spec)} {several}",
             code="devices-repeated",
         )
     return {"devices": devices[0]} if devices else {}
