@@ -95,7 +95,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
     if any(check.count for check in of_loss) and not count:
-        yield "# count= is left out, because autosplit did not write the plan's count. Run autosplit check."
+        yield "# The plan's count= is left out, because autosplit did not write it. Run autosplit check."
     # `count` corrects only the accumulation. If the split is wrong, too, the advice also has its correction.
     yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.split_error)
     if scaled:

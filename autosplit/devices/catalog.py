@@ -296,7 +296,7 @@ def find_card(name: str) -> GpuSpec:
     row = f"the row [cards.{row_name(name)}]" if len(name) <= 60 else "its row"
     raise DeviceError(
         f"GPU {shown(name)} is not in the catalogue of {len(gpu_catalog())} GPUs. Expected a name such as "
-        f"{', '.join(near)}. To add this GPU, run `python -m autosplit doctor --save gpus.toml` on a machine with it, "
-        f"which writes {row}. Then set {GPUS_VARIABLE}=gpus.toml.",
+        f"{', '.join(near)}. On a machine with this GPU, `python -m autosplit doctor --save gpus.toml` writes "
+        f"{row}. Then set {GPUS_VARIABLE}=gpus.toml.",
         code="gpu-name-unknown",
     )

@@ -313,8 +313,8 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
             return place
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
-        f"You gave a price for {shown(name)}, but this machine is not compared. The compared machines are {named}. "
-        "Name one of these, or add the machine to devices.",
+        f"You gave a price for {shown(name)}, but this machine is not compared. Expected one of {named}. Name one "
+        "of these, or add the machine to devices.",
         code="price-machine",
     )
 

@@ -85,9 +85,9 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
         even = replace(even, samples_per_s=search.rate(even.batch_size, even.accumulation_steps))
         lost_share, compared = _lost(plan, ranks, search, even)
         if not exact:
-            notes += _nearest_notes(ranks, search, even, tool, f" autosplit predicts: {compared}.")
+            notes += _nearest_notes(ranks, search, even, tool, f" Predicted: {compared}.")
         elif lost_share > BINDING_SHARE:
-            notes.append(f"{tool.called} runs DDP. autosplit predicts: {compared}.")
+            notes.append(f"{tool.called} runs DDP. Predicted: {compared}.")
         notes += _faster_notes(plan, search, even, tool)
     elif not exact:
         notes += _nearest_notes(ranks, search, even, tool, "")

@@ -365,7 +365,7 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
     tuned.answer = tune.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
-    assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}. Run the command again" in err
+    assert f"The best plan so far is shown and saved as {tmp_path / 'kept.json'}. Run the command again" in err
     assert out.startswith("interrupted: the best plan so far")
     assert f"python -m autosplit show {tmp_path / 'kept.json'} --code" in out
 
@@ -744,10 +744,8 @@ def test_an_interrupted_probe_shows_what_it_has(script, probed, capsys):
     probed.answers["cpu:1", "rank"] = KeyboardInterrupt()
     assert main(["probe", script(), *TWO]) == 4
     out, err = capsys.readouterr()
-    assert (
-        err
-        == "error: The search was interrupted, and the ceilings found so far are shown. Run the command again for all ceilings.\n"
-    )
+    shown = "The search was interrupted, and the ceilings found so far are shown."
+    assert err == f"error: {shown} Run the command again for all ceilings.\n"
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" cpu:")] == ["cpu:0"]
 
 

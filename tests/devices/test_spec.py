@@ -267,7 +267,7 @@ BAD_SPECS = {
     "sim:H100": "matches several GPUs: H100-80GB, H100-PCIe",
     "sim:RTX3091": "RTX3090",
     "sim:3080": "RTX3080-10GB",
-    "sim:xyz": "GPUs of the catalogue",
+    "sim:xyz": "not in the catalogue of",
     "sim:2RTX3090": "GPU '2RTX3090' contains a count",
     "sim:T4+RTX 3090x2@8GiB": "write 'sim:2xRTX 3090'",
     "sim:0xRTX3090": "count '0'",

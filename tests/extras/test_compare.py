@@ -93,7 +93,7 @@ def test_a_processor_has_a_price_too():
         ({"2xL4": None}, "is None."),
         (
             {"2xL40S": 1.2},
-            "price for '2xL40S', but this machine is not compared. The compared machines are 'sim:2xL4', 'cpu:1GiB'. Name",
+            "price for '2xL40S', but this machine is not compared. Expected one of 'sim:2xL4', 'cpu:1GiB'. Name",
         ),
         ({"L4": 1.2}, "price for 'L4', but this machine"),
         ({"2xNothing": 1.2}, "price for '2xNothing'"),
@@ -523,7 +523,7 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
         ([*BOTH, "--price", "2xL4=1e999"], "The price for '2xL4' is inf. Expected"),
         (
             [*BOTH, "--price", "3xL4=1"],
-            "price for '3xL4', but this machine is not compared. The compared machines are 'sim:2xL4', 'sim:T4'",
+            "price for '3xL4', but this machine is not compared. Expected one of 'sim:2xL4', 'sim:T4'",
         ),
         ([*BOTH, "--price", "2xL4=1", "--price", "sim:2xL4=1"], "sim:2xL4 has two prices"),
         ([*BOTH, "--reserve", "some"], "'some'"),

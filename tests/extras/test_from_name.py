@@ -267,8 +267,8 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
         ("gpt2", {}, {"seq_len": 41}, "seq_len 41 is more than the 40 positions of .*. Pass a smaller"),
         ("roberta", {}, {"seq_len": 38}, "seq_len 38 is more than the 37 positions"),
         ("gpt2", {}, {"seq_len": 0}, "seq_len is 0. Expected a whole number of 1 or more"),
-        ("gpt2", {}, {"image_size": 32}, "image_size can't be set for .*: it is a text model"),
-        ("vit", {}, {"seq_len": 8}, "seq_len can't be set for .*: it is an image classifier"),
+        ("gpt2", {}, {"image_size": 32}, "image_size can't be set for .*, because it is a text model"),
+        ("vit", {}, {"seq_len": 8}, "seq_len can't be set for .*, because it is an image classifier"),
         ("vit", {}, {"image_size": 48}, r"can't use images of 48 x 48 pixels: ValueError: .*such as its own, 32 x 32"),
         (
             "llama",
@@ -406,9 +406,9 @@ def test_classifiers_have_images_and_a_loss():
         (5, {}, "'?5'? names no model. Expected hf:PATH of a config.json, timm:NAME or torchvision:NAME"),
         ("timm:hf-hub:some/model", {}, "timm has no model 'hf-hub:some/model'"),
         ("timm:resnet18", {"image_size": 32}, r"timm:resnet18 can't use images of 32 x 32 pixels: .*its own, 24 x 24"),
-        ("timm:resnet18", {"task": "classification"}, "task can't be set for timm:resnet18: it is"),
+        ("timm:resnet18", {"task": "classification"}, "task can't be set for timm:resnet18, because it is"),
         ("torchvision:maskrcnn", {}, "torchvision has no classifier 'maskrcnn'. Expected one of its 1. Check its"),
-        ("torchvision:googlenet", {"seq_len": 8}, "seq_len can't be set for torchvision:googlenet: it is"),
+        ("torchvision:googlenet", {"seq_len": 8}, "seq_len can't be set for torchvision:googlenet, because it is"),
     ],
 )
 def test_unknown_classifiers_and_sizes_are_refused(spec, options, said):
