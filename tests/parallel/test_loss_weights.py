@@ -162,7 +162,7 @@ class TestWhereNobodySaysIt:
         call = {"x": torch.randn(16, 8, 4), "labels": padded()}
         wrapped = BalancedDataParallel(None, TokenMean(), ["cpu"] * 2, split=(4, 12))
         with pytest.warns(
-            ReduceWarning, match=r"whether the loss of TokenMean ignores labels of -100.*Pass reduce='tokens'"
+            ReduceWarning, match=r"whether the loss of TokenMean ignores labels of -100.*pass reduce='tokens'"
         ):
             wrapped(**call)
         with warnings.catch_warnings():

@@ -256,5 +256,5 @@ class TestHeldInterrupts:
 
 
 def test_a_ceiling_that_does_not_exist_still_names_bytes():
-    with pytest.raises(DoesNotFitError, match="does not fit cpu:0"):
+    with pytest.raises(DoesNotFitError, match="does not fit on cpu:0"):
         find_ceiling(classifier(small(), torch.optim.SGD), "cpu:1KiB")
