@@ -139,7 +139,7 @@ def _in_a_cell(text: str) -> str:
 
 def command_line() -> str:
     """Return docs/command-line.md: the help of each command at a width of 80 columns."""
-    parts = ["# Command line", "Made from each command's `--help` by `python docs/make.py`."]
+    parts = ["# Command line", "`python docs/make.py` writes this page from the `--help` of each command."]
     names = re.findall(r"^  ([a-z]+) ", _help().split("Commands:")[1], re.MULTILINE)
     for name in ["", *names]:
         parts.append(f"## autosplit {name}".rstrip())

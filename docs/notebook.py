@@ -45,7 +45,9 @@ def page(book: Any) -> str:
         parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
         parts += [_shown(one) for one in cell.get("outputs", ())]
         if cell is book.cells[0]:
-            parts.append("As a notebook it is `examples/tune_and_train.ipynb`. Made by `python docs/notebook.py`.")
+            parts.append(
+                "The notebook is `examples/tune_and_train.ipynb`. `python docs/notebook.py` writes this page from it."
+            )
     return "\n\n".join(parts) + "\n"
 
 

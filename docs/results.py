@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 INTRODUCTION = """# Contributed results
 
-Made by `python docs/results.py` from the files in `docs/results`. To add a machine, run
+`python docs/results.py` writes this page from the files in `docs/results`. To add a machine, run
 `autosplit doctor --share NAME.json` on it, and move the file to `docs/results`. Then run `python docs/results.py`, and
 open a pull request. The file has no user, path, process, host name or UUID.
 [The JSON page](json.md#sharedresult) describes its keys.

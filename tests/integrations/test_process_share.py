@@ -423,7 +423,10 @@ class TestExamining:
         torch.manual_seed(0)
         finding = examine_others(loss, batch, otherwise="samples")
         assert math.isnan(finding.error)
-        with pytest.warns(UnevenLossWarning, match=rf"(?i)could not examine what the loss is a mean over.*{why}(?s:.*)Pass count= to Shares"):
+        with pytest.warns(
+            UnevenLossWarning,
+            match=rf"(?i)could not examine what the loss is a mean over.*{why}(?s:.*)Pass count= to Shares",
+        ):
             warn_of_finding(finding, where="Shares")
 
 
