@@ -276,13 +276,11 @@ class _Layout(RawDescriptionHelpFormatter):
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise InputError with the message of argparse, which begins with the flag."""
         message = message.removeprefix("argument ").replace(": '", " '", 1)
         end = "" if message[-1] in ".?" else "."
         raise InputError(f"{message}{end} See {self.prog} --help.", code="command-line")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise InputError for words that the parser does not know, and suggest the nearest option."""
         import difflib
 
         wrong = next((word for word in unknown if word.startswith("-")), None)

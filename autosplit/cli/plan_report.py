@@ -113,7 +113,6 @@ def _section(heading: str, lines: Sequence[str], style: str = "bold") -> Iterato
 
 
 def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
-    """Yield lines to copy, which are not wrapped at any width of the terminal."""
     from rich.text import Text
 
     yield Text(f"\n{heading}\n" if heading else "", "bold")
@@ -164,7 +163,6 @@ def _limit_lines(plan: Plan) -> list[str]:
 
 
 def _notes_to_act_on(plan: Plan) -> list[str]:
-    """Return notes that may require action: checks whose subject changes, and notes other than remarks."""
     is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
     depends = dependence_line(plan.checks) if is_cut else ""
     notes = [*([depends] if depends else []), *(note.text for note in plan.notes if note.kind not in REMARKS)]

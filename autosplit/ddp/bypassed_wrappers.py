@@ -41,7 +41,6 @@ class BypassWatch(StepListener):
 
 
 def _is_usual(model: DistributedDataParallel) -> bool:
-    """Return whether DDP itself synchronises this model."""
     return not (private(model, "_use_python_reducer") or private(model, "_delay_all_reduce_all_params"))
 
 

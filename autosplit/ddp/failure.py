@@ -172,7 +172,6 @@ class Watch:
             self._line.say(word)
 
     def _failure_behind(self, error: BaseException) -> Word | None:
-        """Return the failure of another rank that led to this error, or None."""
         if not isinstance(error, Exception) or isinstance(error, RankFailedError):
             return None  # Ctrl-C, or an inner context has found the cause
         broken_off = _is_broken_off(error)

@@ -142,7 +142,6 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
 
 
 def _of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
-    """Return a DDP plan with one rank for each entry, and the batch size of that entry."""
     effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
     before = [plan.ddp.ranks[entry] for entry in entries]
     sizes = tuple(rank.batch_size for rank in before)

@@ -124,7 +124,6 @@ def _process_group(place: Place, watch: Watch, ctx: Context, store: Any) -> Iter
 
 @contextmanager
 def _joining(place: Place) -> Iterator[None]:
-    """Print a message if the ranks need long to join, and explain torch's errors."""
     try:
         with told_if_long(
             f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, but "

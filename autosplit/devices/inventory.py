@@ -159,7 +159,6 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """Return the bytes that NVML reports for this process, or None if NVML does not list them."""
     processes = _read(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None

@@ -59,7 +59,6 @@ def _known_values() -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device as torch copies a module's parameters."""
     return tensor.to(device)
 
 

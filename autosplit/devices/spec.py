@@ -199,7 +199,6 @@ def _budget(item: str, text: str) -> int:
 
 
 def _sim_piece(tail: str) -> tuple[Device, ...]:
-    """Parse ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
         raise DeviceError(
             f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.",
@@ -263,7 +262,6 @@ def _absent_advice(found: Found) -> str:
 
 
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
-    """Parse an accelerator kind such as ``cuda``, or a kind with one index."""
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
         raise DeviceError(

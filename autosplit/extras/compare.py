@@ -454,7 +454,6 @@ def _of_clusters(machines: Sequence[ComparedMachine]) -> Iterator[str]:
 
 
 def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
-    """Yield remarks if the plans are not comparable, or if DDP would be faster."""
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (

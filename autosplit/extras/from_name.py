@@ -413,7 +413,6 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
 
 
 def _class_labels(config: Any) -> Tensor:
-    """Make labels for the loss of a configuration: single-label classes, multi-label classes, or numbers."""
     if getattr(config, "problem_type", None) is None:  # otherwise some models infer it from the labels
         config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
     if config.problem_type == "single_label_classification":
@@ -484,7 +483,6 @@ def class_loss(outputs: Any, labels: Tensor) -> Tensor:
 def _images(
     what: str, own: Any, image_size: int | None, model: Any, *, channels: int
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Make images of the requested size, which the model must accept, or of the model's own size."""
     sides = [*own] * (2 // len(own)) if isinstance(own, (list, tuple)) else [own, own]
     asked = sides if image_size is None else [image_size, image_size]
     pixels = torch.randn(SAMPLES, channels, *asked)

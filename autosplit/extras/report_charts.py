@@ -129,7 +129,6 @@ def _kinds(shown: dict[str, str], **legend: Any) -> Spec:
 
 
 def _named(names: Iterable[tuple[str, str]]) -> Iterator[Spec]:
-    """Yield the layers that write the name and the numbers above each bar."""
     values = [{"row": row, "name": name, "figures": figures} for row, (name, figures) in enumerate(names)]
     for field, align, x in (("name", "left", 0), ("figures", "right", "width")):
         mark = {"type": "text", "align": align, "dy": -22}

@@ -148,7 +148,6 @@ def _guessed_batch(model: nn.Module, shape: tuple[int, ...] | None, place: str) 
 
 
 def _model_in(module: ModuleType, place: str) -> str:
-    """Return the name of the module's last model class that can be made without arguments."""
     own = {
         name: value
         for name, value in vars(module).items()

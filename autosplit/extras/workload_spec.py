@@ -51,7 +51,6 @@ def built_workload(spec: str, **options: Any) -> Workload:
 
 
 def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
-    """Check a model's name, and return the function that builds its workload."""
     from autosplit.extras.from_name import model_by_name, workload_from_name
     from autosplit.extras.low_bit_adamw import named_optimizer
 

@@ -113,7 +113,6 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Return the device with the index that its tensors report."""
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device

@@ -327,7 +327,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return (0,) * len(self.devices), 0  # device 0 runs an empty batch, as in nn.DataParallel
 
     def _lone_device(self) -> int | None:
-        """Return the index of the only device that gets samples, or None."""
         running = current_accumulation()
         split = self._split if running is None or running.split is None else running.split
         active = [index for index, size in enumerate(split or ()) if size]

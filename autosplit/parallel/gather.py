@@ -183,7 +183,6 @@ class Gathering:
         return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
 
     def _join_lists(self, outputs: list[Any]) -> Any:
-        """Concatenate lists with one item for each sample."""
         items = [
             map_tensors(partial(self.link.bring, position=position), item)
             for position, output in enumerate(outputs)
@@ -388,7 +387,6 @@ def _rows(tensor: Tensor, dim: int) -> int | None:
 
 
 def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> str:
-    """Return code that moves the batch to dimension `dim`, for an error message."""
     for other in range(tensors[0].dim()):
         if all(tensor.size(other) == share for tensor, share in zip(tensors, shares, strict=True)):
             return f"output.transpose({dim}, {other})"

@@ -199,7 +199,6 @@ def _nodes_below(node: Any) -> Iterator[Any]:
 
 
 def _name(node: Any) -> str:
-    """Return the operation of a node, for example ``Mean`` for ``MeanBackward0``."""
     return type(node).__name__.partition("Backward")[0]
 
 

@@ -474,7 +474,6 @@ def _scheduled_steps(
 def _held_steps(
     loader: Iterable[Any], count: Count, *, most_batches: int | None = None, enough: int | None = None
 ) -> Iterator[OptimizerStep]:
-    """Yield a step for every `most_batches` batches, or when their counts reach `enough`."""
     held: list[Any] = []
     sizes: list[float] = []
     index = 0

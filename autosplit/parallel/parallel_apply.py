@@ -123,7 +123,6 @@ def _named_oom(
 
 
 def _failed_device(message: str, devices: Sequence[torch.device], active: list[int]) -> int | None:
-    """Return the index of the device that ran out of memory, parsed from the error message."""
     for position, index in enumerate(active):
         if f"in replica {position} on device" in message:
             return index

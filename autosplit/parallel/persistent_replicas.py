@@ -413,7 +413,6 @@ _NO_TASK = -1
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method, and does not keep the method's object alive."""
     known = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> None:

@@ -182,7 +182,6 @@ def _even_text(even: EvenRanks) -> str:
 
 
 def _faster_notes(plan: PlanRecord, search: EvenProblem, even: EvenRanks, tool: Tool) -> list[str]:
-    """Return a note if the tool would be faster without the slowest devices."""
     kept, better = search.without_slow() or ((), even)
     gain = (better.samples_per_s or 0.0) / (even.samples_per_s or 1.0)
     if gain <= 1 + BINDING_SHARE:

@@ -74,7 +74,6 @@ class _Start:
 
     @classmethod
     def of(cls, plan: PlanRecord) -> _Start:
-        """Derive the ranks per machine and the GPU indices from a plan."""
         count = len(plan.devices)
         counts = plan.machine.get("ranks_per_machine")
         numbers = counts if isinstance(counts, list) and all(isinstance(n, int) and n > 0 for n in counts) else []
@@ -89,7 +88,6 @@ class _Start:
         return len(self.machines) > 1
 
     def by_torchrun(self) -> str:
-        """Return torchrun's command line, which is the same for each machine."""
         before = "" if self.visible is None else f"{self.variable}={_comma(self.visible)} "
         if not self.several:
             return f"{before}torchrun --standalone --nproc-per-node={self.machines[0]} {SCRIPT}"
@@ -98,7 +96,6 @@ class _Start:
         return f"{before}torchrun --nnodes={len(self.machines)} --nproc-per-node={here} {rendezvous} {SCRIPT}"
 
     def remark(self) -> list[str]:
-        """Explain the placeholders in the command line of `by_torchrun`."""
         if not self.several:
             return []
         listed = ", ".join(map(str, self.machines))
@@ -236,7 +233,6 @@ def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
 
 
 def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    """Return the plan's numbers as environment variables, for autosplit and for the user's scripts."""
     _precision(plan)
     notes = first_notes(plan)
     variables: dict[str, str] = {}

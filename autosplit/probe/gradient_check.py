@@ -162,7 +162,6 @@ def _batch_of(workload: Workload) -> Any:
 
 
 def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
-    """Return the bytes of the gradients that are in memory at a time, in float64."""
     return KEPT_GRADIENTS * 8 * sum(t.numel() for module in modules for t in (*module.parameters(), *module.buffers()))
 
 

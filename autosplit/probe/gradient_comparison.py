@@ -186,7 +186,6 @@ class Comparison:
 
     @property
     def _weights(self) -> tuple[float, float]:
-        """The weights that `plan.steps` gives the micro-batches."""
         if self.workload.loss_reduction == "sum":
             return 1.0, 1.0
         first, second = self.copy.micro_sizes
@@ -333,7 +332,6 @@ class _Differences:
     parts: tuple[Gradients, ...] = ()
 
     def over(self, tolerance: float) -> bool:
-        """Return whether any difference exceeds a tolerance."""
         return max(*self.split.values(), self.accumulation or 0.0) > tolerance
 
 

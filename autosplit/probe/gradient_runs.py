@@ -254,7 +254,6 @@ class QuietCopy:
             yield
 
     def _record(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Replace an optimizer's step by a function that records the gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         steps = 0
 
@@ -272,7 +271,6 @@ class QuietCopy:
         optimizer.step = step  # type: ignore[method-assign]  # a copy that is dropped after the check
 
     def _named_optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-        """Yield each optimizer with its name or position, and with the name of its model if the models have names."""
         if self.trainee.workload.step is None:
             return
         given, models = self.trainee.optimizers, self.trainee.models

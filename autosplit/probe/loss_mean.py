@@ -208,7 +208,6 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
 
 
 def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, list[LabelMean]]:
-    """Return the loss of a batch, and the means of the cross entropies in its graph."""
     with torch.enable_grad():
         loss = loss_of(batch)
     number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)

@@ -219,7 +219,6 @@ def store(key: str, plan: Plan) -> Path:
 
 
 def _sweep(path: Path, least_s: float = LEFT_OVER_S) -> None:
-    """Remove old partly written files, whose writers were killed."""
     for left_over in path.parent.glob(f".{path.name}.*"):
         if time.time_ns() - _written_ns(left_over) >= least_s * 1e9:
             _discard(left_over)

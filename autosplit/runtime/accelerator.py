@@ -219,7 +219,6 @@ class AcceleratorRuntime:
             return self._guarded(lambda: use(self._prepared(shape)), shape)
 
     def _alone_on(self, shape: StepShape) -> torch.device | None:
-        """Return the device of a single-device step, or None."""
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         return self._gpus[active[0]] if shape.alone else None
 

@@ -187,7 +187,6 @@ class AffineTraces:
             self._hold(law, lone)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
-        """Return the trace model for steps of this kind, or None if each step is traced."""
         unit = _unit_of(shape, ones_apart=ones_apart)
         if unit not in self._laws and not self.given_up:
             try:

@@ -122,7 +122,6 @@ def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any])
 
 
 def _dense(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the dense CPU tensors among values and inside lists of them."""
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             is_dense = isinstance(item, Tensor) and not is_lazy(item) and item.layout is torch.strided

@@ -277,7 +277,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, start_method: str) -> None:
-    """Make the object, and run calls of its methods until the parent closes the pipe."""
     multiprocessing.set_start_method(start_method, force=True)
     _settle_in()
     served: Any = None

@@ -167,7 +167,6 @@ def kernel_seconds(
 
 
 def _fusion(codes: Codes, fused_share: float) -> Numbers:
-    """Return `fused_share` for the kernels that a compiler fuses, and 1 for products, attention and the optimizer."""
     fused = ~_masks()[6][codes[0]] & (codes[2] != _PARTS.index("update"))
     return np.where(fused, fused_share, 1.0)
 

@@ -470,7 +470,6 @@ class Tracker(TorchDispatchMode, Placement):
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
-    """Return the device of an op's inputs, and whether only a scalar input determines it."""
     scalar_device = _PROVISIONAL
     for tensor, record in zip(inputs, held, strict=True):
         if record is not None and record.device >= 0:

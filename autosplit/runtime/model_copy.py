@@ -101,7 +101,6 @@ def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], N
 
 
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Models, bool]:
-    """Return the workload's model or models, and whether a factory has just built them."""
     if workload.models is not None:
         return workload.models.map(eager_of), False
     build: Any = workload.model

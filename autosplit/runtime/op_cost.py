@@ -317,7 +317,6 @@ def _convolution_backward(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]
 
 
 def _product(outer: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """Return a convolution as a matrix product: positions by channels, summed over a window."""
     return _positions(outer), weight.shape[0] // groups, math.prod(weight.shape[1:]), groups
 
 

@@ -351,7 +351,6 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
 
 
 def _bytes_to_train(workload: Workload) -> int:
-    """Return the bytes of the model, of a copy of it, and of the copy's gradients."""
     return 3 * sum(parameter.nbytes for module in workload.modules for parameter in module.parameters())
 
 

@@ -342,7 +342,6 @@ class _Composed:
         self._events: dict[tuple[int, int, _Played], list[Event]] = {}
 
     def fits_together(self) -> bool:
-        """Return whether all traces have the same number of transfers, so that they can be combined."""
         return all(
             len(_moves(self._replica_events(device, samples, phase))) == len(_moves(self._primary().events(phase)))
             for device, samples in self._different_replicas()
@@ -443,6 +442,5 @@ def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Mo
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
-    """Return the transfers that involve every replica."""
     moves = (event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination))
     return [move for move in moves if (move.purpose, move.destination) != ("buffer", 0)]

@@ -362,7 +362,6 @@ def _moves(event: Event, purpose: str) -> bool:
 
 
 def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, ...]:
-    """Return the events of a phase. All events of a custom step without phases are in the first phase."""
     return tuple(event for name, events in phases if name == wanted for event in events)
 
 
@@ -468,7 +467,6 @@ def _followed_fake(
     device: torch.device = CPU,
     kernels: GpuKernels | None = None,
 ) -> Tracer | Exception:
-    """Return a tracer that has traced a step with fake tensors, or the error that prevented it."""
     try:
         return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device, kernels=kernels)
     except AutosplitError:

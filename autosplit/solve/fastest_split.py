@@ -127,18 +127,15 @@ def _bracket(
 
 
 def _last_s(times: Times, floors: Sequence[int], shares: Sequence[int]) -> float:
-    """Return when the last device with more samples than its floor finishes."""
     return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
 
 
 def _next_s(times: Times, low: Sequence[int], high: Sequence[int]) -> float:
-    """Return when the first sample beyond `low` would finish."""
     open_ones = (time(least + 1) for time, least, most in zip(times, low, high, strict=True) if least < most)
     return min(open_ones, default=math.inf)
 
 
 def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[int]) -> list[int]:
-    """Return the most samples of each device, from `low` to `high`, that finish by `finish_s`."""
     known: dict[tuple[int, int, int], int] = {}  # identical devices share one result
     counts = []
     for time, least, most in zip(times, low, high, strict=True):
@@ -177,7 +174,6 @@ def _clamped(level: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
 
 
 def _hand_out(batch_size: int, times: Times, shares: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """Give each remaining sample to the device that would finish it first."""
     shares = list(shares)
     # (when the next sample would end, samples so far, device): a tuple sorts by its first entry first.
     queue = [(_seconds(times, i, n + 1), n, i) for i, n in enumerate(shares) if n < caps[i]]

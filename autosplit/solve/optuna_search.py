@@ -145,7 +145,6 @@ class _Search:
             _log_trial(trial, "from the interrupted search")
 
     def is_over(self) -> bool:
-        """Return whether all trials ran, the time limit has ended or no gain is expected."""
         if len(self.done) >= self.n_trials or self.num_asked >= (1 + MOST_REPEATS) * self.n_trials:
             why = f"{len(self.done)} of {self.n_trials} trials ran"
         elif self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
@@ -164,7 +163,6 @@ class _Search:
         return self._proposed[1]
 
     def make_trial(self, study: Any) -> None:
-        """Request a configuration from the study, evaluate it if it is new, and store the result."""
         self.num_asked += 1
         drawn = self._prepare(study)
         with _talking_to_optuna():

@@ -310,7 +310,6 @@ class Problem:
         return replace(self, fit=replace(self.fit, step_time=step_time))
 
     def _line(self, index: int) -> tuple[float, float]:
-        """Return a device's bytes at any batch size, and its bytes per sample."""
         if index > 0 or self.ranks:
             return float(self.ceilings[index].fixed_bytes), float(self.ceilings[index].bytes_per_sample)
         plane = self.region.primary

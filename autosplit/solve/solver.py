@@ -170,7 +170,6 @@ class Solver:
         return list(alike.values())
 
     def _own_cost(self, other: int, ceiling: int) -> float:
-        """Return the seconds per sample of a device at its ceiling if no other device runs."""
         time, most = self._unfitted, max(1, ceiling)
         own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
         return own_s / most + time.gather_s_per_sample[other + 1]
@@ -202,7 +201,6 @@ class Solver:
         return self.space.effective_of(configuration) / self.step_time.counted_seconds(self._counted(configuration))
 
     def _counted(self, configuration: Configuration) -> dict[tuple[int, ...], int]:
-        """Return the distinct splits of an optimizer step and the number of micro-steps with each."""
         split = self.split_of(configuration)
         full, rest = divmod(self.space.effective_of(configuration), configuration.batch_size)
         counted = {split: full} if full else {}
@@ -241,7 +239,6 @@ class Solver:
     def _of_team(
         self, batch_size: int, steps: int, team: tuple[int, ...], *, with_first: bool = True
     ) -> Configuration | None:
-        """Return the fastest configuration of a batch for this team, with or without device 0."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "`best` requires it"
         if not with_first and (shares[0] or not self._unfitted.host_s):
@@ -251,12 +248,10 @@ class Solver:
         return found if found is not None and self.holds(found) else None
 
     def _alone(self, batch_size: int, steps: int) -> Configuration | None:
-        """Return the configuration with all samples on device 0, which needs no copies and no gather."""
         found = Configuration(batch_size, batch_size, steps)
         return found if self._unfitted.leaves_out and self.holds(found) else None
 
     def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the split with the shortest compute time under these ceilings, or None if no split fits."""
         key = (batch_size, ceilings)
         if key not in self._splits:
             self._splits[key] = None

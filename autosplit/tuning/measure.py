@@ -165,16 +165,13 @@ class _Configuration:
 
     @property
     def begin(self) -> StepShape:
-        """The first part of the step, which has the same peak memory as the whole step."""
         return StepShape(self.splits[:2])
 
     def of_rank(self, index: int, num_ranks: int) -> StepShape:
-        """Return the part of a DDP step that runs on a device of this process."""
         own = tuple(n if place == index else 0 for place, n in enumerate(self.split))
         return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=num_ranks)
 
     def own_shape(self, rank: int) -> StepShape:
-        """Return the part of a DDP step that runs on the only device of a rank."""
         own = (self.split[rank],)
         return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=len(self.split))
 

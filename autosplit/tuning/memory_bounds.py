@@ -75,7 +75,6 @@ class MemoryBounds:
             raise does_not_fit(self.prober, 0)
 
     def _alone(self, role: Role) -> Ceiling:
-        """Find device 0's ceiling if the other devices have no samples."""
         if self.prober.limited_by_time:
             # Without accumulation, all samples of a step must run at once, even if a smaller batch is as fast.
             needed = 0 if self.why_single is None else self.request.least_effective

@@ -124,7 +124,6 @@ class RankSteps:
     # The dry pass
 
     def _dry(self, sizes: tuple[int, ...]) -> int:
-        """Run this rank's part of a step without the other ranks, and return its peak in bytes."""
         start_s = time.perf_counter()
         self.steps += 1
         if self.device.type == "cpu":

@@ -93,7 +93,6 @@ def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[W
 
 
 def _machine(runtime: SimulatedRuntime, what: Changed, indices: Collection[int]) -> SimulatedRuntime:
-    """Return a machine on which these devices differ in one property."""
     devices, capacities = runtime.devices, runtime.capacities_bytes
     if what == "alone":
         devices, capacities = tuple(devices[i] for i in indices), tuple(capacities[i] for i in indices)

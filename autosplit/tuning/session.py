@@ -312,7 +312,6 @@ class Session(ABC):
         self._report(f"searching, trial {min(len(self.trials) + 1, self.request.n_trials)}")
 
     def _confirm(self) -> None:
-        """Begin the last stage, which confirms the plan and measures its alternatives."""
         self.stage = "confirming"
         self._report("the plan")
 
@@ -323,7 +322,6 @@ class Session(ABC):
         self._reports[self.stage] += 1
 
     def _done_share(self) -> float:
-        """Estimate the fraction of this stage that is done, by typical counts."""
         count = len(self.worker.job.devices)
         if self.stage == "search":
             return searched_share(len(self.trials), self.request.n_trials)

@@ -291,7 +291,6 @@ def worker_for(request: Request, source_of: Callable[[Variant], Source], *, isol
 
 
 def _tuned_variants(tuning: _Tuning, wanted: tuple[str | None, ...], lengths: Sequence[int] | None) -> Plan:
-    """Tune for each requested combination of precision and checkpointing, and for all lengths."""
     lacking = itertools.chain(*tuning.workers.ask(_without_bf16, wanted))
     precisions, notes = native_ones(wanted, [*lacking])
     length = None if lengths is None else max(lengths)

@@ -126,7 +126,6 @@ def compiled_times_note(modules: Iterable[nn.Module]) -> str:
 
 
 def _is_convolutional(modules: list[nn.Module]) -> bool:
-    """Return whether most parameters are in convolutions."""
     parts = [part for module in modules for part in module.modules()]
     own = [(part, sum(p.numel() for p in part.parameters(recurse=False))) for part in parts]
     in_convolutions = sum(count for part, count in own if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))

@@ -49,7 +49,6 @@ def qualified_name(kind: Any) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module belongs to Python or an installed package, not to the user's files."""
     root = module.partition(".")[0]
     if root == "torch" or root in sys.stdlib_module_names:
         return root != "__main__"

@@ -86,7 +86,6 @@ def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 
 def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
-    """Return the number of elements per sample of a batch, and its number of samples."""
     where = f"Batch {index} of the loader"
     kind = _ragged(batch)
     if kind is not None:

@@ -137,7 +137,6 @@ def _agree(tensors: list[Tensor], layout: Layout) -> bool:
 
 
 def _other_sizes(tensors: Iterable[Tensor], size: int, dim: int) -> set[int]:
-    """Return the sizes in the other dimensions of all tensors that have `size` at `dim`."""
     held = [tensor.shape for tensor in tensors if tensor.size(dim) == size]
     return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 

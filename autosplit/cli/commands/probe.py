@@ -98,7 +98,6 @@ def _find_ceilings(
     isolate: bool | None = None,
     **keywords: Any,
 ) -> None:
-    """Append the ceiling of each device in each role to `ceilings` (0 if nothing fits), and the reason to `misfits`."""
     from autosplit.devices.spec import parse_devices
     from autosplit.extras.workload_spec import workload_of_spec
     from autosplit.oom import DoesNotFitError

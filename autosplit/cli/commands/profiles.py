@@ -162,7 +162,6 @@ def _cells(profile: Profile) -> dict[str, str]:
 
 
 def _model_text(profile: Profile) -> str:
-    """Return a model's class without its module: ``Linear, 16 parameters``."""
     if profile.model is None:
         return ""
     names = ", ".join(name.rpartition(".")[2] for name in profile.model.split(", "))
