@@ -152,7 +152,6 @@ def _device_of_batches(plan: Plan, of: str) -> str:
 
 
 def _batch_and_loss(plan: Plan) -> tuple[str, str]:
-    """Return the loop variables for a batch of the loader, and the expression for its loss."""
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
     stars = {"tensor": "", "arguments": "*", "keywords": "**"}[plan.called_with]

@@ -121,7 +121,6 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
 
 
 def _strategies(plan: Plan, explanation: Explanation) -> Iterator[tuple[str, str]]:
-    """Yield DDP's throughput and its gain over equal ranks, and the recommended strategy."""
     ddp = plan.ddp
     if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or plan.shares_processor:
         return

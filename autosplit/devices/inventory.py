@@ -248,7 +248,6 @@ def _read(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
 
 
 def _pynvml_distribution_note() -> str | None:
-    """Return a note if the older distribution `pynvml` is installed, which shadows `nvidia-ml-py`."""
     try:
         version = importlib.metadata.version("pynvml")
     except importlib.metadata.PackageNotFoundError:

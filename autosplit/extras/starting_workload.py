@@ -194,7 +194,6 @@ def _float_shapes(layer: Any) -> list[tuple[int, ...]]:
 
 
 def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str) -> tuple[Sample, Any]:
-    """Return the first inputs that the model's forward accepts, and its output for two samples."""
     model.eval()
     tried: list[str] = []
     for sample in _candidates(model, shape):

@@ -374,7 +374,6 @@ class SharesMixin(Mixed):
             self.model.train(was_training)
 
     def _divides_by_items(self, batch: Any) -> bool:
-        """Return whether the user's `compute_loss_func` divides by `num_items_in_batch`."""
         if self.compute_loss_func is None or "labels" not in batch:
             return False
         first, second = (

@@ -123,7 +123,6 @@ class CallCuts:
 
 
 def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield each tensor, list and tuple of a call, with its place and size."""
     if isinstance(tree, Tensor) and tree.dim() > dim:
         yield place, tree, tree.size(dim)
     if level >= DEPTH and is_plain_sequence(tree):

@@ -203,7 +203,6 @@ class Gathering:
         return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(outputs, place)
 
     def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
-        """Return whether lists probably have one item for each sample."""
         first, size = outputs[0], len(outputs[0])
         tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
         if not tensors:

@@ -187,7 +187,6 @@ def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
 
 
 def _nodes(loss: Tensor) -> Iterable[Any]:
-    """Return the 64 nodes of a graph that are nearest to the loss."""
     return itertools.islice(_nodes_below(loss.grad_fn), _MOST_NODES)
 
 

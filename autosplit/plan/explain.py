@@ -251,7 +251,6 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
 
 
 def _knee(plan: PlanRecord) -> Knee | None:
-    """Return the fastest tried batch, if the plan has a smaller batch that is almost as fast."""
     rates = [(rate, trial.batch_size) for trial in plan.trials if (rate := trial.samples_per_s) is not None]
     if plan.request.get("effective_batch_size") is not None or not rates:
         return None

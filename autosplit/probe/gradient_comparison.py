@@ -205,7 +205,6 @@ class Comparison:
     # Causes other than BatchNorm
 
     def _cause(self, whole: Gradients, rest: _Differences) -> Check:
-        """Return the cause of a difference that remains with frozen BatchNorm layers: batch, model, or loss."""
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
         # If some weights of the parts' gradients yield the whole gradient, no sample affects another sample.

@@ -283,7 +283,6 @@ class _Whole:
         return tuple(peaks)
 
     def _untraced_buckets(self) -> int:
-        """Return the bytes of DDP's buckets, or 0 if the trace contains the buckets."""
         beside = self._shape.num_ranks > 1 and not self._in_buckets
         return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
 

@@ -275,7 +275,6 @@ class CeilingStore:
 
 
 def _unusable(storage: str | None, error: Exception) -> InputError:
-    """Return the error for an unusable storage, with the driver's reason and without the URL's password."""
     told: BaseException = error
     while told.__cause__ is not None:
         told = told.__cause__

@@ -288,7 +288,6 @@ class Problem:
     # Parts
 
     def _steps_worth_a_look(self) -> int | None:
-        """Return the most forwards per optimizer step to try, or None if nothing fits."""
         sizes, several = self.effective_batch_sizes, self.region_of(2)
         if sizes is None or not self.accumulates or several.largest_batch == 0:
             return 1 if (1 if sizes is None else sizes[0]) <= self.region.largest_batch else None
@@ -296,7 +295,6 @@ class Problem:
         return None if fewest > MOST_FORWARDS else min(most, MOST_FORWARDS) + MORE_FORWARDS
 
     def _most_forwards(self) -> int | None:
-        """Return the most forwards per optimizer step to try, or None if solving would take too long."""
         most_counts = MOST_COMBINED // len(self.ceilings) ** 2
         if self.effective_batch_sizes is None or not self.accumulates:
             return 1 if most_counts >= 1 else None

@@ -168,7 +168,6 @@ class JointSession(Session):
         return rank_answer(ddp, self._fit(best))
 
     def _fit(self, best: Trial) -> Fit:
-        """Return the time model that was fitted to the trials, in the form that `Problem` solves."""
         fitted = self.solver.refitted(self.trials).step_time
         curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in curve.points)) for curve in fitted.curves)
         busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))

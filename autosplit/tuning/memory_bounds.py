@@ -115,7 +115,6 @@ class MemoryBounds:
         return self.kept
 
     def _keep_alone(self) -> Ceiling:
-        """Find device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if self.primary_kept is None:
             self.primary_kept = alone = self._measured_primary
             if alone.batch_size and not self.prober.limited_by_time:
