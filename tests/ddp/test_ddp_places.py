@@ -204,7 +204,7 @@ class TestLoopback:
         with raises(InputError, "rendezvous-loopback", "this-one") as caught:
             explain_loopback(error, Place(0, 4, 0, 2))
         assert caught.value.__cause__ is error
-        assert f"received {address} as the address" in str(caught.value)
+        assert f"received the loopback address {address} as the address" in str(caught.value)
 
     @pytest.mark.parametrize(
         ("address", "place"),

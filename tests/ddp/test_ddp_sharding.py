@@ -778,7 +778,7 @@ class TestBadFolders:
             parts,
             "not a folder with a .metadata file. Expected a folder that save_sharded wrote",
         )
-        refused(ctx, path / ".metadata", parts, "It is a file. Expected a folder .* load_checkpoint")
+        refused(ctx, path / ".metadata", parts, "The path is a file. Expected a folder .* load_checkpoint")
         with pytest.raises(CheckpointError, match="is not a file"):
             ctx.load_checkpoint(path, **parts)
 
