@@ -132,8 +132,8 @@ def profiles_folder() -> Path:
         if found.is_absolute():  # older versions of platformdirs return "~/.cache"
             return found / "profiles"
     raise ProfileError(
-        f"autosplit has no folder for profiles. AUTOSPLIT_CACHE_DIR is {given!r}, and the home directory is unknown. "
-        "Set AUTOSPLIT_CACHE_DIR or HOME to a folder.",
+        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown. Expected a folder for profiles. Set "
+        "AUTOSPLIT_CACHE_DIR or HOME to a folder.",
         code="cache-folder",
     )
 

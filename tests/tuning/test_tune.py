@@ -1060,7 +1060,7 @@ BAD = {
     "float64 on fakes": (UserCodeError, "must have the same dtype", lambda: quick(small_of_float64(), SIM)),
     "an optimizer of a part": (
         WorkloadError,
-        r"lacks 4 parameters .* requires_grad_\(False\)",
+        r"4 parameters get a gradient but are not in the optimizer.* requires_grad_\(False\)",
         lambda: quick(headed(), SIM),
     ),
     "an optimizer of live ones": (
