@@ -86,7 +86,7 @@ class DataDependent:
         if self.bounded:
             text = (
                 f"The number of rows that {_listed(self.bounded)} returns depends on values, but traces have no "
-                "values. The trace assumes the largest number. Real steps may take less memory and time."
+                "values. The trace assumes the upper bound. Real steps may take less memory and time."
             )
             found.append(Note("rows-depend-on-values", text))
         if self._values is not None and self._values.replayed:

@@ -98,7 +98,8 @@ def test_a_plan_leaves_room_for_what_it_is_asked_to():
     ]
     assert plan.ceilings[0] < plain.ceilings[0]
     assert plan.explain().sentences()["fits"] == (
-        "Each step leaves 870 KiB for loading a checkpoint and for a copy of model and optimizer that is being saved."
+        "Each step leaves 870 KiB free for loading a checkpoint and for a copy of model and optimizer that is "
+        "being saved."
     )
     assert Plan.from_json(plan.to_json(), source="a test") == plan
 
