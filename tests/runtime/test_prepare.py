@@ -137,7 +137,7 @@ def test_what_can_not_be_followed_is_not_built_where_it_would_fill_this_machine(
     assert "real-tensors" in kinds(followed.notes)
     assert "values-from-sample" in kinds(followed.notes)
     monkeypatch.setattr(prepare, "available_host_bytes", lambda: 95)
-    said = r"\(DataDependentOutputException: .*take 96 B, "
+    said = r"\(DataDependentOutputException: .*needs 96 B, "
     with ExitStack() as closing, pytest.raises(WorkloadError, match=said):
         staged(picky, SIM, closing)
 
