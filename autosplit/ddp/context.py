@@ -426,6 +426,7 @@ class Context(CheckpointMethods):
         for wrapped in list(self._models.wrapped):
             part_from_group(wrapped)
         self._models.wrapped.clear()
+        self._slow_ranks.store = None
 
     def _synchronised(
         self,

@@ -10,8 +10,8 @@ computed all gradients, before it waits for the gradients of other ranks:
     rank 1   | load | forward       | backward           | update |
              begin                       end of rank 0   end of rank 1
 
-DDP waits in a callback at the end of the backward. Autograd runs these callbacks in the order in which they were added.
-The callback that records the end is added when the backward begins, so it runs before DDP's.
+DDP waits in a callback at the end of the backward. Autograd runs the oldest callback first. The callback that records
+the end is added when the backward begins, so it runs before DDP's.
 
 Note [Windows]
 ~~~~~~~~~~~~~~
@@ -89,8 +89,10 @@ class SlowRanks(StepListener):
     """Measure this rank's own time. On rank 0, warn of a slow rank and solve the split again.
 
     Attributes:
-        agreed: The plan with the split to which all ranks switch before the next step, or None.
+        agreed: The plan for the next step, if the ranks have agreed on another split. Otherwise None.
         keeps_batch: Whether another split must have the same samples per forward.
+        store: The ranks' store, None before it was looked up, or False without a store. Set it to None when the process
+            group ends, because a reference keeps the store's thread alive.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -98,27 +100,29 @@ class SlowRanks(StepListener):
         self.keeps_batch = False
         self._rank, self._world_size = rank, world_size
         self._clock: Any = _DeviceClock(device.type) if is_accelerator(device.type) else _HostClock()
-        self._store: Any = None
+        self.store: Any = None
         self._prefix = f"autosplit/times/{next(_CONTEXTS)}"
         self._has_warned = False
         self._steps = 0
+        self._loaded_s: float | None = None
         self._open: deque[tuple[Any, Any, float, float]] = deque()
         self._times: list[tuple[float, float, float]] = []
 
     def begin_loop(self) -> None:
-        """Do not measure the next step, in which workers and kernels start."""
+        """Leave out the next step, because workers and kernels start in it."""
         self._is_first = True
 
     # Measure. See Note [Own time]
 
     def begin_step(self) -> None:
         """Start to measure a step, before its first batch is drawn."""
-        self._begun_s, self._loaded_s = time.perf_counter(), 0.0
-        self._begin, self._end, self._is_last = self._clock.mark(), None, False
+        self._begun_s, self._begin = time.perf_counter(), self._clock.mark()
+        self._loaded_s = self._end = None
 
     def draw(self, is_last: bool) -> None:
         """Record the time that the step's first batch took to load."""
-        self._loaded_s = self._loaded_s or time.perf_counter() - self._begun_s
+        if self._loaded_s is None:
+            self._loaded_s = time.perf_counter() - self._begun_s
         self._is_last = is_last
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -140,15 +144,12 @@ class SlowRanks(StepListener):
             self._times.append((own_s, *self._open.popleft()[2:]))
         self._is_first = False
         self._steps += 1
-        window, place = divmod(self._steps, WINDOW)
-        if place == 0:
-            self._tell(window)
-        elif window == 0:
-            return
-        elif place == WINDOW // 2 and self._rank == 0:
-            self._judge(window, plan, effective_batch_size, rebalances=rebalances)
-        elif place == 3 * WINDOW // 4 and rebalances:
-            self._switch(window, plan)
+        try:
+            self._exchange(plan, effective_batch_size, rebalances=rebalances)
+        except RuntimeError:
+            if rebalances:  # without the store, the ranks could switch at different steps
+                raise
+            self.store = False
 
     # Switch
 
@@ -191,23 +192,34 @@ class SlowRanks(StepListener):
 
     def _has_store(self) -> bool:
         """Return whether the ranks have a store. Groups of MPI have none."""
-        if self._store is None:
+        if self.store is None:
             find = getattr(dist.distributed_c10d, "_get_default_store", None)
             store = None if find is None else find()
-            self._store = False if store is None else dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
-        return bool(self._store)
+            self.store = False if store is None else dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
+        return bool(self.store)
+
+    def _exchange(self, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
+        window, place = divmod(self._steps, WINDOW)
+        if window and place == 0:
+            self._tell(window)
+        elif window and place == WINDOW // 2 and self._rank == 0:
+            self._judge(window, plan, effective_batch_size, rebalances=rebalances)
+        elif window and place == 3 * WINDOW // 4 and rebalances:
+            self._switch(window, plan)
 
     def _tell(self, window: int) -> None:
         means = [sum(column) / len(self._times) for column in zip(*self._times, strict=True)]
         self._times.clear()
-        self._store.set(f"times/{self._rank}", json.dumps([window, *means]))
+        key = f"times/{self._rank}"
+        self.store.set(key, json.dumps([window, *means]))
+        self.store.check([key])  # set() returns before the store has the value, and check() returns after
 
     def _judge(self, window: int, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
         keys = [f"times/{rank}" for rank in range(self._world_size)]
-        told = [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else []
+        told = [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else []
         decision = None
         if told and all(len(one) == 4 and one[0] == window for one in told):
-            self._store.delete_key(f"split/{window - 1}")  # every rank has read it before it wrote its times
+            self.store.delete_key(f"split/{window - 1}")  # every rank has read it before it wrote its times
             own_s, loaded_s, step_s = (list(column) for column in list(zip(*told, strict=True))[1:])
             text = _complaint(plan, effective_batch_size, own_s, loaded_s, max(step_s))
             solved = None
@@ -218,10 +230,10 @@ class SlowRanks(StepListener):
                 decision = [solved.split, solved.accumulation_steps, solved.samples_per_s, text]
             elif text is not None:
                 self._warn(plan, f"{text} {_advice(own_s, loaded_s, rebalances=rebalances)}")
-        self._store.set(f"split/{window}", json.dumps(decision))
+        self.store.set(f"split/{window}", json.dumps(decision))
 
     def _switch(self, window: int, plan: Plan) -> None:
-        decision = json.loads(self._store.get(f"split/{window}"))
+        decision = json.loads(self.store.get(f"split/{window}"))
         if decision is None:
             return
         *solution, text = decision
@@ -235,7 +247,7 @@ class SlowRanks(StepListener):
         if not self._has_warned:
             self._has_warned = True
             plan.note(Note("slow-rank", text))
-            warnings.warn(text, SlowRankWarning, stacklevel=5)
+            warnings.warn(text, SlowRankWarning, stacklevel=6)
 
 
 def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
