@@ -460,7 +460,7 @@ class Context(CheckpointMethods):
                 if step.cuts is None and self.world_size > 1 and not self._has_watched:
                     self._has_watched = True
                     mine.append(BypassWatch(self._models.wrapped))
-                step.listeners[:0] = [*mine, self._slow_ranks]
+                step.listeners[:0] = [*mine, self._slow_ranks] if self.world_size > 1 else mine
                 self._step = weakref.ref(step)
                 self._slow_ranks.begin_step()
                 yield step

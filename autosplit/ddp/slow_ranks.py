@@ -116,8 +116,9 @@ class SlowRanks(StepListener):
 
     def begin_step(self) -> None:
         """Start to measure a step, before its first batch is drawn."""
-        self._begun_s, self._begin = time.perf_counter(), self._clock.mark()
         self._loaded_s = self._end = None
+        if self._world_size > 1:
+            self._begun_s, self._begin = time.perf_counter(), self._clock.mark()
 
     def draw(self, is_last: bool) -> None:
         """Record the time that the step's first batch took to load."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error, weights
+from gpus import KIND
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import for_workers, found_by, job_of
@@ -23,8 +24,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
+from autosplit.accelerators import backend
 from autosplit.ddp import slow_ranks
-from autosplit.ddp.rebalance import LEAST_GAIN, planned_s, refuse_rebalance, solved_again, with_split
+from autosplit.ddp.rebalance import LEAST_GAIN, planned_s, solved_again, with_split
 from autosplit.errors import InputError
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 
@@ -162,12 +164,14 @@ SWITCHING: dict[str, tuple[tuple[int, ...], int, int, int, dict[str, Any]]] = {
     "in the middle of an epoch": ((4, 4), 8, 203, 40, {}),
     "after an epoch's last step": ((4, 4), 8, 14 * 8, 30, {}),
     "with accumulation": ((3, 5), 24, 203, 30, {}),
-    "with cuts": ((4, 4), 24, 203, 30, {"on_oom": "cut"}),
-    "with counts": ((4, 4), 24, 203, 30, {"count": lambda batch: len(batch[0])}),
     "and back": ((4, 4), 8, 203, 60, {"seconds": recovers}),
 }
-WITH_WORKERS = {"with workers": ((4, 4), 8, 203, 20, {"workers": 2})}
-"""The workers have loaded batches of the old split ahead when the ranks switch."""
+MORE_SWITCHING = {
+    "with cuts": ((4, 4), 24, 203, 30, {"on_oom": "cut"}),
+    "with counts": ((4, 4), 24, 203, 30, {"count": lambda batch: len(batch[0])}),
+    # The workers have loaded batches of the old split ahead when the ranks switch.
+    "with workers": ((4, 4), 8, 203, 20, {"workers": 2}),
+}
 
 
 def scenarios(cases: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def scenarios(cases: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SLOW_SCENARIOS = scenarios(WITH_WORKERS)
+SLOW_SCENARIOS = scenarios(MORE_SWITCHING)
 SCENARIOS = scenarios(SWITCHING)
 SCENARIOS["warns"] = lambda: trained((4, 4), 8, 203, num_steps=60)
 SCENARIOS["long steps"] = lambda: trained((4, 4), 8, 203, num_steps=40, waits=False, rebalance="auto")
@@ -185,7 +189,7 @@ SCENARIOS["two loaders"] = with_two_loaders
 SCENARIOS["own time"] = until_other_rank_is_done
 
 jobs = job_of("test_slow_ranks", "SCENARIOS", 2)
-jobs_with_workers = job_of("test_slow_ranks", "SLOW_SCENARIOS", 2)
+more_jobs = job_of("test_slow_ranks", "SLOW_SCENARIOS", 2)
 
 
 def on_one_device(effective: int, number: int, num_steps: int) -> tuple[list[Any], list[Any]]:
@@ -227,8 +231,9 @@ def test_another_split_trains_as_one_device(jobs, name):
 
 
 @pytest.mark.slow
-def test_batches_that_workers_loaded_ahead_are_loaded_again(jobs_with_workers):
-    check_follows(found_by(jobs_with_workers, "with workers"), WITH_WORKERS["with workers"])
+@pytest.mark.parametrize("name", MORE_SWITCHING)
+def test_other_loops_train_as_one_device(more_jobs, name):
+    check_follows(found_by(more_jobs, name), MORE_SWITCHING[name])
 
 
 def test_the_slow_rank_gets_fewer_samples(jobs):
@@ -356,18 +361,28 @@ def test_advice_names_a_slow_loader():
 
 
 @pytest.mark.parametrize(
-    ("value", "can_switch", "meets", "code"),
+    ("options", "code"),
     [
-        ("on", True, False, "rebalance-value"),
-        ("auto", False, False, "rebalance-unsupported"),
-        ("auto", True, True, "rebalance-unsupported"),
+        ({"rebalance": "on"}, "rebalance-value"),
+        ({"rebalance": "auto", "loss_scope": "ranks"}, "loss-scope-combined"),
     ],
 )
-def test_unsuited_loops_are_refused(value, can_switch, meets, code):
+def test_unsuited_options_are_refused(options, code):
+    ctx = ddp.Context(make_plan((4, 4), 8), 0, torch.device("cpu"))
+    loader = DataLoader(Samples(16), batch_sampler=ctx.batch_sampler(16))
     with pytest.raises(InputError) as caught:
-        refuse_rebalance(value, can_switch=can_switch, meets=meets)
+        ctx.steps(loader, **options)
     assert caught.value.code == code
-    refuse_rebalance("off", can_switch=can_switch, meets=meets)
+
+
+def test_unsuited_loaders_and_models_are_refused():
+    ctx = ddp.Context(make_plan((4, 4), 8), 0, torch.device("cpu"))
+    with pytest.raises(InputError, match="no batch sampler of ctx"):
+        ctx.steps([torch.zeros(4)], rebalance="auto")
+    ctx._models.meet_always = True
+    loader = DataLoader(Samples(16), batch_sampler=ctx.batch_sampler(16))
+    with pytest.raises(InputError, match="SyncBatchNorm or is sharded"):
+        ctx.steps(loader, rebalance="auto")
 
 
 class Event:
@@ -432,3 +447,16 @@ def test_a_lost_store_ends_training_only_if_ranks_might_switch(monkeypatch):
     run_steps(alone(monkeypatch, BrokenStore()), 2 * WINDOW, rebalances=False)
     with pytest.raises(RuntimeError):
         run_steps(alone(monkeypatch, BrokenStore()), 2 * WINDOW, rebalances=True)
+
+
+@pytest.mark.gpu
+def test_the_times_of_a_real_device():
+    backend(KIND).set_device(0)
+    clock = slow_ranks._DeviceClock(KIND)
+    numbers = torch.ones(64, 64, device=f"{KIND}:0")
+    begin = clock.mark()
+    for _ in range(20):
+        numbers = numbers @ numbers / 64
+    end = clock.mark()
+    backend(KIND).synchronize()
+    assert 0 < clock.seconds(begin, end) < 60
