@@ -225,6 +225,7 @@ def check_follows(both: list[dict[str, Any]], case: tuple[Any, ...]) -> None:
         assert sorted(itertools.chain(*epochs)) == list(range(number))
 
 
+@pytest.mark.slow  # the setup of its jobs takes 13 s
 @pytest.mark.parametrize("name", SWITCHING)
 def test_another_split_trains_as_one_device(jobs, name):
     check_follows(found_by(jobs, name), SWITCHING[name])
