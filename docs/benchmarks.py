@@ -169,6 +169,13 @@ def _second_gpu() -> list[str]:
         f"On this GPU, {tests['PASSED']} of the {tests['PASSED'] + tests['FAILED']} tests for one GPU passed. The "
         "other test computed a memory limit before its process had a CUDA context. It was corrected.\n"
     )
+    loops = {one["name"].removeprefix("step of "): one["loop_s"] for one in stages["steps"]}
+    slower = sorted(one["step_s"] / loops[name] for name, one in _read("gpu/h200_kernels")["steps"].items())
+    host = (
+        f"A second machine with an H200 had a slower CPU. The same loops took {slower[0]:.2f} to {slower[-1]:.2f} times as "
+        "long there, because the CPU limits steps of many small kernels (GPT, BERT, Llama, LoRA). No prediction of a "
+        "GPU's time can be closer than this for such steps.\n"
+    )
     files = (
         "All findings are in `benchmarks/results/gpu/h200_before.json` (before the corrections), `h200.json` (after "
         "them) and `h200_kernels.json` (the time of each kernel).\n"
@@ -176,6 +183,7 @@ def _second_gpu() -> list[str]:
     return [
         *_opened("On a GPU that was never fitted", text, "gpu", found),
         *_table(columns, steps),
+        host,
         passed,
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps"), ceilings),
         "The search for the CNN ran out of steps at 92% of its ceiling. Since then it takes longer strides.\n",
