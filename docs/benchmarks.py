@@ -172,8 +172,8 @@ def _second_gpu() -> list[str]:
     loops = {one["name"].removeprefix("step of "): one["loop_s"] for one in stages["steps"]}
     slower = sorted(one["step_s"] / loops[name] for name, one in _read("gpu/h200_kernels")["steps"].items())
     host = (
-        f"A second machine with an H200 had a slower CPU. The same loops took {slower[0]:.2f} to {slower[-1]:.2f} times as "
-        "long there, because the CPU limits steps of many small kernels (GPT, BERT, Llama, LoRA). No prediction of a "
+        "A second machine with an H200 had a slower CPU. The same loops took "
+        f"{slower[0]:.2f} to {slower[-1]:.2f} times as long there, because the CPU limits steps of many small kernels (GPT, BERT, Llama, LoRA). No prediction of a "
         "GPU's time can be closer than this for such steps.\n"
     )
     files = (
