@@ -173,8 +173,8 @@ def _second_gpu() -> list[str]:
     slower = sorted(one["step_s"] / loops[name] for name, one in _read("gpu/h200_kernels")["steps"].items())
     host = (
         "A second machine with an H200 had a slower CPU. The same loops took "
-        f"{slower[0]:.2f} to {slower[-1]:.2f} times as long there, because the CPU limits steps of many small kernels (GPT, BERT, Llama, LoRA). No prediction of a "
-        "GPU's time can be closer than this for such steps.\n"
+        f"{slower[0]:.2f} to {slower[-1]:.2f} times as long there, because the CPU limits steps of many small kernels "
+        "(GPT, BERT, Llama, LoRA). No prediction of a GPU's time can be closer than this for such steps.\n"
     )
     files = (
         "All findings are in `benchmarks/results/gpu/h200_before.json` (before the corrections), `h200.json` (after "
