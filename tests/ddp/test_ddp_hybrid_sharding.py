@@ -110,35 +110,37 @@ def large_model() -> nn.Module:
     return nn.Sequential(nn.Linear(30, 60), *(Block() for _ in range(4)), nn.Linear(60, 30))
 
 
+def predicted_bytes(model: nn.Module, layers: Any, ranks: int, *, reshards: bool = True, several: bool = False) -> int:
+    """Return the predicted peak of AdamW, which has two tensors per parameter."""
+    groups = groups_of(model, layers)
+    parameters, gradients = state_bytes([parameter for group in groups for parameter in group], ranks)
+    return parameters + 3 * gradients + gathered_bytes(groups, ranks, reshards=reshards, several=several)
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any, forwards: int) -> None:
+    for number in range(forwards):
+        model.set_requires_gradient_sync(number == forwards - 1)
+        model(torch.ones(1, 30, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def peak(*, layers: Any = Block, forwards: int = 1, shard_size: int = 2, **options: Any) -> dict[str, int]:
-    """Return the peak of a step of AdamW with one sample per rank, and the prediction, in bytes."""
+    """Return the peak of a step with one sample per rank, the prediction, and the bytes of this rank's shards."""
     with ddp.setup(hybrid_plan((1, 1, 1, 1), 4 * forwards, shard_size)) as ctx:
-        model = large_model()
-        groups = groups_of(model, layers)
-        every = [parameter for group in groups for parameter in group]
-        reshards = options.get("reshard_after_forward", True)
-        gathered = gathered_bytes(groups, shard_size, reshards=reshards, several=forwards > 1)
-        parameters, gradients = state_bytes(every, shard_size)
-        del groups, every
+        model, reshards = large_model(), options.get("reshard_after_forward", True)
+        predicted = predicted_bytes(model, layers, shard_size, reshards=reshards, several=forwards > 1)
+        parameters, _ = state_bytes(model.parameters(), shard_size)
         model = ctx.shard(model, layers=layers, **options)
         optimizer = torch.optim.AdamW(model.parameters())
-
-        def step() -> None:
-            for number in range(forwards):
-                model.set_requires_gradient_sync(number == forwards - 1)
-                model(torch.ones(1, 30)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step()
+        steps_of(model, optimizer, ctx.device, forwards)
         states = [value for state in optimizer.state.values() for value in state.values()]
         local = [value.to_local() if hasattr(value, "to_local") else value for value in [*model.parameters(), *states]]
         tracker = Peak(local)
         with tracker:
-            step()
+            steps_of(model, optimizer, ctx.device, forwards)
         held = sum(value.numel() * value.element_size() for value in local)
-        predicted = parameters + 3 * gradients + gathered  # AdamW has two tensors per parameter
-        return {"peak": tracker.peak_bytes, "predicted": predicted, "held": held, "shards": parameters + 2 * gradients}
+        return {"peak": tracker.peak_bytes, "predicted": predicted, "held": held, "shards": 3 * parameters}
 
 
 MEMORY: dict[str, Callable[[], Any]] = {
