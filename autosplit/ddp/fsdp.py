@@ -47,9 +47,7 @@ def shard(
     from torch.distributed.fsdp import fully_shard
 
     refuse_options(options, fully_shard, _NOT_TAKEN)
-    _refuse_model(model)
-    chosen = _chosen(model, layers)
-    _refuse_ties(model, chosen)
+    chosen = _suitable(model, layers)
     _compare(model)
     _take_from_rank_0(model, device)
     if "mesh" not in options:
@@ -77,9 +75,13 @@ def _mesh(kind: str, shard_size: int | None) -> DeviceMesh:
 
 
 def groups_of(model: nn.Module, layers: Layers | None) -> list[list[nn.Parameter]]:
-    """Return the parameters that FSDP2 gathers together: those of the root, then those of each layer."""
+    """Return the parameters that FSDP2 gathers together: those of the root, then those of each layer.
+
+    Raises:
+        InputError: FSDP2 can't shard the model in this way, see `Context.shard`.
+    """
     groups: list[list[nn.Parameter]] = []
-    for part in (*_chosen(model, layers), model):  # inner layers first
+    for part in (*_suitable(model, layers), model):  # inner layers first
         taken = {parameter for group in groups for parameter in group}
         groups.insert(0, [parameter for parameter in part.parameters() if parameter not in taken])
     return groups
@@ -151,6 +153,14 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
             full = full.narrow(dim, min(begin, full.size(dim)), size)
     part.to_local().copy_(full)
     return part
+
+
+def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
+    """Return the layers, inner layers first. Raise InputError if FSDP2 can't shard the model in this way."""
+    _refuse_model(model)
+    chosen = _chosen(model, layers)
+    _refuse_ties(model, chosen)
+    return chosen
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -90,7 +90,7 @@ def sharded_plan(
         reshard_after_forward: The same option as for `ctx.shard`.
 
     Raises:
-        InputError: `shard_size` does not divide the number of ranks. `layers` selects no module.
+        InputError: `shard_size` does not divide the number of ranks. Or `ctx.shard` can't shard the model.
         PlanError: The plan has no ranks, a single rank, no time model, or no parts of device 0's memory. Or the
             effective batch does not fit.
 
@@ -216,10 +216,7 @@ class _Variant:
     def _fit(self) -> Fit:
         gather_s, reduce_s = self.seconds
         fit = self.fit.among(range(len(self.before.ddp.ranks)))
-        curves = tuple(
-            TimeCurve(tuple((samples, max(seconds, gather_s)) for samples, seconds in curve.points))
-            for curve in fit.step_time.curves
-        )
+        curves = tuple(_at_least(curve, gather_s, _effective(self.before)) for curve in fit.step_time.curves)
         return Fit(replace(fit.step_time, curves=curves), reduce_s + BACKWARD_SHARE * gather_s)
 
     def planned(self, solution: Solution) -> Plan:
@@ -312,6 +309,13 @@ def unequal_ceilings(problem: Problem, shard_bytes: int) -> list[int]:
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (middle_s, high_s) if fits(within(middle_s)) else (low_s, middle_s)
     return within(low_s)
+
+
+def _at_least(curve: TimeCurve, seconds: float, most: int) -> TimeCurve:
+    """Return a curve with a minimum time. Up to `most` samples, it equals the larger of both."""
+    reached = curve.most_within(seconds, 1, most)
+    sizes = {*(samples for samples, _ in curve.points), reached, min(reached + 1, most), most}
+    return TimeCurve(tuple((samples, max(seconds, curve(samples))) for samples in sorted(sizes)))
 
 
 def _measured(plan: Plan) -> tuple[Fit, int]:

@@ -187,6 +187,13 @@ class TestCommunication:
         gathers_s = once_s / 2 * (2 * PARAMETERS - ROOT) / PARAMETERS
         assert found.fit.all_reduce_s == pytest.approx(once_s * (1 / 2 + 2 * (1 / 2) / 2) + gathers_s * 2 / 3)
 
+    def test_computation_that_takes_longer_hides_the_gathers(self):
+        """The measured sizes, up to 8 samples, take less time than the gathers. The plan's 32 samples take more."""
+        found = sharded_plan(make_plan(all_reduce_s=0.04, speeds=(0.004, 0.004)), make_model(), layers=Layer)
+        times = [found.fit.step_time.curves[0](samples) for samples in (1, 8, 9, 10, 32)]
+        assert times == pytest.approx([0.0388, 0.0388, 0.0388, 0.04, 0.128], rel=1e-3)
+        assert found.samples_per_s == pytest.approx(64 / (0.128 + 0.002))
+
     def test_a_step_without_computation_takes_the_sum_of_all_collectives(self):
         plan = make_plan(all_reduce_s=0.04, speeds=(1e-9, 1e-9))
         found = sharded_plan(plan, make_model(), layers=Layer)
@@ -264,6 +271,16 @@ class TestRefusals:
         found = sharded_plan(make_plan(), make_model(), layers=Layer)
         with raises(InputError, "plan-is-for-sharded-model", "Call ctx.shard"):
             Context(found, 0, torch.device("cpu")).wrap(nn.Linear(1, 1))
+
+    def test_a_model_that_can_not_be_sharded(self):
+        model = nn.Linear(1, 1)
+        model.scale = nn.Parameter(torch.ones(()))
+        with raises(InputError, "fsdp-model", "scale"):
+            sharded_plan(make_plan(), model)
+        tied = nn.Sequential(Layer(), Layer())
+        tied[1].weight = tied[0].weight
+        with raises(InputError, "fsdp-tied-parameters"):
+            sharded_plan(make_plan(), tied, layers=Layer)
 
     def test_other_devices(self):
         found = sharded_plan(make_plan(), make_model(), layers=Layer)
