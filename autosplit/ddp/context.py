@@ -97,6 +97,7 @@ class Context(CheckpointMethods):
             InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
                 DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
                 statistics would be used. Moving the model replaced parameters that an optimizer has.
+                The plan is for a sharded model (`autosplit.sharded_plan`).
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -105,6 +106,12 @@ class Context(CheckpointMethods):
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
+        if self.plan.ddp.shard_size is not None:
+            raise InputError(
+                "ctx.wrap was called with a plan for a sharded model, whose batch sizes may not fit a whole model on "
+                "each rank. Call ctx.shard, or pass setup the plan that tune returned.",
+                code="plan-is-for-sharded-model",
+            )
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
         if sync_batchnorm:
@@ -137,8 +144,9 @@ class Context(CheckpointMethods):
         rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
         Buffers are not synchronised after this call. Each rank computes BatchNorm statistics from its own samples, and
-        checkpoints contain rank 0's. The plan's batch sizes assume unsharded models, so a sharded model leaves memory
-        free.
+        checkpoints contain rank 0's. The batch sizes of a plan from `tune` assume unsharded models, so a sharded model
+        leaves memory free. `autosplit.sharded_plan` returns larger batch sizes, and the number of ranks per shard
+        group. Each group then has a copy of the model, and the groups all-reduce their gradients.
 
         Args:
             model: The same model on every rank. Rank 0's weights and buffers are first sent to the other ranks.
@@ -165,7 +173,8 @@ class Context(CheckpointMethods):
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
-        shard(model, device=self.device, layers=layers, options=kwargs)
+        shard_size = self.plan.ddp.shard_size
+        shard(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
         self._models.sharded[model] = None
         self._models.meet_always = True  # every forward and backward gathers parameters
         return model
