@@ -63,13 +63,13 @@ class Stage:
 
 
 STAGES = (
-    Stage("tests", "gpu_stages", 105),
+    Stage("tests", "gpu_stages", 78),
     Stage("doctor", "gpu_stages", 30),
-    Stage("ceilings", "gpu_stages", 85),
-    Stage("steps", "gpu_stages", 110),
-    Stage("tune", "gpu_stages", 60),
+    Stage("ceilings", "gpu_stages", 80),
+    Stage("steps", "gpu_stages", 125),
+    Stage("tune", "gpu_stages", 45),
     Stage("ranks", "gpu_stages", 35),
-    Stage("behaviour", "gpu_checks", 60),
+    Stage("behaviour", "gpu_checks", 82),
     Stage("kernels", "gpu_kernels", 80),
     Stage("memory", "gpu_checks", 40),
 )

@@ -37,6 +37,7 @@ def page() -> str:
         _fit,
         _balanced,
         _ddp,
+        _slow_ranks,
         _loader,
         _lengths,
         _noise_scale,
@@ -168,6 +169,13 @@ def _second_gpu() -> list[str]:
         f"On this GPU, {tests['PASSED']} of the {tests['PASSED'] + tests['FAILED']} tests for one GPU passed. The "
         "other test computed a memory limit before its process had a CUDA context. It was corrected.\n"
     )
+    loops = {one["name"].removeprefix("step of "): one["loop_s"] for one in stages["steps"]}
+    slower = sorted(one["step_s"] / loops[name] for name, one in _read("gpu/h200_kernels")["steps"].items())
+    host = (
+        "A second machine with an H200 had a slower CPU. The same loops took "
+        f"{slower[0]:.2f} to {slower[-1]:.2f} times as long there, because the CPU limits steps of many small kernels "
+        "(GPT, BERT, Llama, LoRA). No prediction of a GPU's time can be closer than this for such steps.\n"
+    )
     files = (
         "All findings are in `benchmarks/results/gpu/h200_before.json` (before the corrections), `h200.json` (after "
         "them) and `h200_kernels.json` (the time of each kernel).\n"
@@ -175,6 +183,7 @@ def _second_gpu() -> list[str]:
     return [
         *_opened("On a GPU that was never fitted", text, "gpu", found),
         *_table(columns, steps),
+        host,
         passed,
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps"), ceilings),
         "The search for the CNN ran out of steps at 92% of its ceiling. Since then it takes longer strides.\n",
@@ -512,6 +521,45 @@ def _ddp() -> list[str]:
         )
         parts += [gained, *_claims(one["claims"])]
     return parts
+
+
+def _slow_ranks() -> list[str]:
+    found = _read("slow_ranks")
+    before, after = (tuple(found["splits"][place]) for place in (0, -1))
+    text = (
+        f"Two ranks train with the split {before}. A sample sleeps {1000 * found['sample_s']:.0f} ms, so the ranks do "
+        f"not compete for a CPU. From step {found['slow_from_step']} on, rank 1 takes {found['slower']} times as long. "
+        f'`rebalance="auto"` changes the split to {after} after step {found["split_changed_after_step"]}. The fastest '
+        f"of the neighbouring splits, {tuple(found['best_split'])}, was measured on its own."
+    )
+    rows = [
+        (what, f"{1000 * found[name]:.1f}")
+        for what, name in (
+            ("ranks equally fast", "equal_ranks_s"),
+            ("rank 1 is slow", "slow_rank_s"),
+            ("after the change of the split", "after_s"),
+            ("fastest split", "best_s"),
+        )
+    ]
+    claims = [
+        (
+            "step after the change, divided by a step of the fastest split",
+            f"{found['after_over_best']:.3f}",
+            1.1,
+            "yes" if found["after_over_best"] <= 1.1 else "**no**",
+        ),
+        (
+            "largest difference of float64 weights from training in one process",
+            f"{found['weights_apart']:.1g}",
+            "1e-9",
+            "yes" if found["weights_apart"] <= 1e-9 else "**no**",
+        ),
+    ]
+    return [
+        *_opened("Slow ranks", text, "slow_ranks", found),
+        *_table(("optimizer step", "ms"), rows),
+        *_table(("claim", "measured", "limit", "holds"), claims),
+    ]
 
 
 def _loader() -> list[str]:

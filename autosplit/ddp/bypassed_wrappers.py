@@ -1,4 +1,4 @@
-"""Detect training that bypasses DistributedDataParallel: ``wrapper.module(...)`` or a method of the wrapped model.
+"""Detect training without DistributedDataParallel: no wrapper, ``wrapper.module(...)``, or a method of the model.
 
 DDP synchronises the gradients of a backward only if the wrapper ran the forward. Otherwise the ranks' weights drift
 apart.
@@ -6,6 +6,8 @@ apart.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,4 +57,24 @@ def _refuse(model: DistributedDataParallel) -> None:
         "micro-batch's loss did not come from the wrapper's forward. Call the wrapper that ctx.wrap returned, not "
         f"wrapper.module or its methods. To train with a method of {name}, call it from {name}.forward.",
         code="wrapper-bypassed",
+    )
+
+
+class UnwrappedWarning(UserWarning):
+    """The ranks of a job train models that do not synchronise their gradients."""
+
+
+def warn_of_unwrapped(*, stacklevel: int) -> None:
+    """Warn if no model synchronises its gradients. Models that the user wrapped in DDP or FSDP2 count."""
+    kinds = (type(one) for one in gc.get_objects())
+    if any(
+        kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or kind.__name__.startswith("FSDP")
+        for kind in kinds
+    ):
+        return
+    warnings.warn(
+        "No model was wrapped with ctx.wrap or ctx.shard, so each rank trains a separate model. Call model = "
+        "ctx.wrap(model) before the loop, and train what it returns.",
+        UnwrappedWarning,
+        stacklevel=stacklevel,
     )

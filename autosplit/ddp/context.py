@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -17,7 +15,7 @@ from torch.utils.data import DataLoader
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
-from autosplit.ddp.bypassed_wrappers import BypassWatch
+from autosplit.ddp.bypassed_wrappers import BypassWatch, warn_of_unwrapped
 from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.find_plan import hint_for_size
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
@@ -27,6 +25,8 @@ from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_h
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.ddp.rank_models import Models, Ranks
+from autosplit.ddp.rebalance import refuse_rebalance
+from autosplit.ddp.slow_ranks import SlowRanks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
@@ -42,18 +42,6 @@ from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
-
-
-class UnwrappedWarning(UserWarning):
-    """The ranks of a job train models that do not synchronise their gradients."""
-
-
-def _has_own_wrapper() -> bool:
-    kinds = (type(one) for one in gc.get_objects())
-    return any(
-        kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or kind.__name__.startswith("FSDP")
-        for kind in kinds
-    )
 
 
 class Context(CheckpointMethods):
@@ -73,18 +61,24 @@ class Context(CheckpointMethods):
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
-        self.plan = plan
         self.rank = rank
         self.world_size = len(plan.ddp.ranks)
         self.device = device
-        self.settings: RankSettings = plan.ddp.ranks[rank]
-        self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
-        self.batch_size = self._slice.batch_size
+        self._slices: list[RankSlice] = []
+        self._follow(plan)
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
+        self._slow_ranks = SlowRanks(rank, self.world_size, device)
         self._models = Models()
         self._loop: object = None
         self._has_watched = False
         self._step: weakref.ref[OptimizerStep] | None = None
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self.settings: RankSettings = plan.ddp.ranks[self.rank]
+        self._slice = RankSlice(self.rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
+        self._slices.append(self._slice)
+        self.batch_size = self._slice.batch_size
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
         """Move a model to this rank's device and wrap it in DistributedDataParallel.
@@ -103,6 +97,7 @@ class Context(CheckpointMethods):
             InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
                 DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
                 statistics would be used. Moving the model replaced parameters that an optimizer has.
+                The plan is for a sharded model (`autosplit.sharded_plan`).
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -111,6 +106,12 @@ class Context(CheckpointMethods):
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
+        if self.plan.ddp.shard_size is not None:
+            raise InputError(
+                "ctx.wrap was called with a plan for a sharded model, whose batch sizes may not fit a whole model on "
+                "each rank. Call ctx.shard, or pass setup the plan that tune returned.",
+                code="plan-is-for-sharded-model",
+            )
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
         if sync_batchnorm:
@@ -143,8 +144,9 @@ class Context(CheckpointMethods):
         rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
         Buffers are not synchronised after this call. Each rank computes BatchNorm statistics from its own samples, and
-        checkpoints contain rank 0's. The plan's batch sizes assume unsharded models, so a sharded model leaves memory
-        free.
+        checkpoints contain rank 0's. The batch sizes of a plan from `tune` assume unsharded models, so a sharded model
+        leaves memory free. `autosplit.sharded_plan` returns larger batch sizes, and the number of ranks per shard
+        group. Each group then has a copy of the model, and the groups all-reduce their gradients.
 
         Args:
             model: The same model on every rank. Rank 0's weights and buffers are first sent to the other ranks.
@@ -171,7 +173,8 @@ class Context(CheckpointMethods):
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
-        shard(model, device=self.device, layers=layers, options=kwargs)
+        shard_size = self.plan.ddp.shard_size
+        shard(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
         self._models.sharded[model] = None
         self._models.meet_always = True  # every forward and backward gathers parameters
         return model
@@ -260,6 +263,7 @@ class Context(CheckpointMethods):
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
+        rebalance: Literal["off", "auto"] = "off",
     ) -> Iterator[OptimizerStep]:
         """Yield the optimizer steps of one epoch of this rank's loader.
 
@@ -290,19 +294,25 @@ class Context(CheckpointMethods):
                 micro-batches of all ranks. See `Plan.steps`.
             device: The device to which every micro-batch is moved, usually `device` of this context. Default: batches
                 stay where the loader created them.
+            rebalance: Pass ``"auto"`` on every rank to change the ranks' batch sizes if one rank is slow. Every 200
+                optimizer steps the split is solved again from the measured times, within the plan's ceilings. The
+                steps keep their samples, and `batch_size`, `settings` and `plan` of this context change. The loader
+                starts its workers again after a change.
 
         Returns:
             The optimizer steps. Iterate each to its end.
 
         Raises:
             InputError: The batch sampler belongs to another rank or plan, or the loader draws the whole data set on
-                each rank. ``"cut"`` does not support models that synchronise in the forward (SyncBatchNorm, `shard`).
+                each rank. ``"cut"`` and ``"auto"`` do not support models that synchronise in the forward
+                (SyncBatchNorm, `shard`). ``"auto"`` needs a `batch_sampler` or `loader` of this context.
                 `noise_scale` does not support models that are sharded or have a communication hook. While iterating:
                 the ranks' settings differ, a step was left unfinished, or a batch has no tensor to count.
 
         Warns:
             CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
             EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
+            SlowRankWarning: The other ranks wait for one rank for more than 10% of a step. Only rank 0 warns.
         """
         plan = self.plan
         cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=plan.note)
@@ -310,13 +320,20 @@ class Context(CheckpointMethods):
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}
         estimate["device"] = device
-        options = {"count=": count is not None, "on_oom=": on_oom, "noise_scale=": noise_scale is not None}
+        options: dict[str, Any] = {
+            "count=": count is not None,
+            "on_oom=": on_oom,
+            "noise_scale=": noise_scale is not None,
+        }
+        options["rebalance="] = rebalance
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
         if spans_ranks:
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, rebalances=rebalance == "auto")
             refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
+        can_switch = isinstance(sampler, ScheduledBatchSampler) and not isinstance(sampler, TokenBatchSampler)
+        refuse_rebalance(rebalance, can_switch=can_switch, meets=self._models.meet_always)
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and draws_everything(loader):
                 raise InputError(
@@ -336,29 +353,24 @@ class Context(CheckpointMethods):
                 made = compared(made, self.effective_batch_size, stacklevel=3)
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
             return self._synchronised(made, settings, watches=loss_scope is None)
-        if sampler.rank_slice != self._slice:
+        if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
                 f"{self.rank}'s sampler, because all ranks must take equally many micro-batches. Create the loader "
                 "with batch_sampler=ctx.batch_sampler(len(dataset)).",
                 code="batch-sampler-of-other-rank",
             )
-        sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         over_ranks = partial(totals_over_ranks, device=self.device)
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
-        made = steps(loader, **sizes, count=count, **given)
-        return self._synchronised(made, settings, watches=loss_scope is None)
+        begin = partial(self._begun, loader, sampler, count=count, **given)
+        made = self._slow_ranks.switching(begin(), sampler, self._follow, begin)
+        return self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
 
-    def _warn_if_unwrapped(self) -> None:
-        """Warn if no model synchronises its gradients. Models that the user wrapped in DDP or FSDP2 count."""
-        if self.world_size == 1 or self._models.wrapped or self._models.sharded or _has_own_wrapper():
-            return
-        warnings.warn(
-            "No model was wrapped with ctx.wrap or ctx.shard, so each rank trains a separate model. Call model = "
-            "ctx.wrap(model) before the loop, and train what it returns.",
-            UnwrappedWarning,
-            stacklevel=3,
-        )
+    def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
+        """Begin to iterate over a loader of `batch_sampler`, with the present split."""
+        if sampler.rank_slice != self._slice:
+            sampler.follow(self._slice)
+        return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)
 
     def _other_plan(self, parameters: int) -> str:
         return hint_for_size(parameters, self.world_size)
@@ -410,6 +422,7 @@ class Context(CheckpointMethods):
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:
+            self._slow_ranks.keeps_batch = True  # another batch size would compare a sample with other samples
             step.expect_gather()
         return found
 
@@ -422,9 +435,15 @@ class Context(CheckpointMethods):
         for wrapped in list(self._models.wrapped):
             part_from_group(wrapped)
         self._models.wrapped.clear()
+        self._slow_ranks.store = None
 
     def _synchronised(
-        self, made: Iterator[OptimizerStep], settings: Callable[[], dict[str, Any]], *, watches: bool = False
+        self,
+        made: Iterator[OptimizerStep],
+        settings: Callable[[], dict[str, Any]],
+        *,
+        watches: bool = False,
+        rebalances: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
@@ -432,8 +451,10 @@ class Context(CheckpointMethods):
         Do not use DDP's `no_sync`. After an exception it would stay open, so no later step would be synchronised.
         """
         require_equal_settings(settings())
-        self._warn_if_unwrapped()
+        if self.world_size > 1 and not (self._models.wrapped or self._models.sharded):
+            warn_of_unwrapped(stacklevel=3)
         self._loop = loop = object()
+        self._slow_ranks.begin_loop()
         # FSDP2 models run collectives in the forward, which do not belong to the loss.
         watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())
         try:
@@ -448,10 +469,12 @@ class Context(CheckpointMethods):
                 if step.cuts is None and self.world_size > 1 and not self._has_watched:
                     self._has_watched = True
                     mine.append(BypassWatch(self._models.wrapped))
-                step.listeners[:0] = mine
+                step.listeners[:0] = [*mine, self._slow_ranks] if self.world_size > 1 else mine
                 self._step = weakref.ref(step)
+                self._slow_ranks.begin_step()
                 yield step
                 watched.end()
+                self._slow_ranks.end_step(self.plan, self.effective_batch_size, rebalances=rebalances)
         finally:
             watched.end()
             # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.

@@ -25,6 +25,7 @@ from autosplit.errors import InputError
 from autosplit.torch_versions import fsdp_groups, reset_fsdp
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
@@ -35,20 +36,22 @@ _NOT_TAKEN = ("module", "dp_mesh_dims")
 
 
 def shard(
-    model: nn.Module, *, device: torch.device, layers: Layers | None = None, options: Mapping[str, Any]
+    model: nn.Module,
+    *,
+    device: torch.device,
+    layers: Layers | None = None,
+    shard_size: int | None = None,
+    options: Mapping[str, Any],
 ) -> nn.Module:
-    """Shard a model's parameters over all ranks, in place. See `Context.shard`."""
-    from torch.distributed.device_mesh import DeviceMesh
+    """Shard a model's parameters over groups of `shard_size` ranks, or all ranks, in place. See `Context.shard`."""
     from torch.distributed.fsdp import fully_shard
 
     refuse_options(options, fully_shard, _NOT_TAKEN)
-    _refuse_model(model)
-    chosen = _chosen(model, layers)
-    _refuse_ties(model, chosen)
+    chosen = _suitable(model, layers)
     _compare(model)
     _take_from_rank_0(model, device)
-    assert dist.group.WORLD is not None, "the context has a group"
-    options = {"mesh": DeviceMesh.from_group(dist.group.WORLD, device.type), **options}
+    if "mesh" not in options:
+        options = {"mesh": _mesh(device.type, shard_size), **options}
     if options["mesh"].size() != dist.get_world_size():
         raise InputError(
             f"mesh has {options['mesh'].size()} ranks. Expected all {dist.get_world_size()}, because each rank has "
@@ -58,6 +61,30 @@ def shard(
     for part in (*chosen, model):
         fully_shard(part, **options)
     return model
+
+
+def _mesh(kind: str, shard_size: int | None) -> DeviceMesh:
+    """Return a mesh of all ranks, or a 2-D mesh: FSDP2 shards over its rows and replicates over its columns."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert dist.group.WORLD is not None, "the context has a group"
+    if shard_size in (None, dist.get_world_size()):
+        return DeviceMesh.from_group(dist.group.WORLD, kind)
+    rows = torch.arange(dist.get_world_size()).view(-1, shard_size)
+    return DeviceMesh(kind, rows, mesh_dim_names=("replicate", "shard"))
+
+
+def groups_of(model: nn.Module, layers: Layers | None) -> list[list[nn.Parameter]]:
+    """Return the parameters that FSDP2 gathers together: those of the root, then those of each layer.
+
+    Raises:
+        InputError: FSDP2 can't shard the model in this way, see `Context.shard`.
+    """
+    groups: list[list[nn.Parameter]] = []
+    for part in (*_suitable(model, layers), model):  # inner layers first
+        taken = {parameter for group in groups for parameter in group}
+        groups.insert(0, [parameter for parameter in part.parameters() if parameter not in taken])
+    return groups
 
 
 def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
@@ -126,6 +153,14 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
             full = full.narrow(dim, min(begin, full.size(dim)), size)
     part.to_local().copy_(full)
     return part
+
+
+def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
+    """Return the layers, inner layers first. Raise InputError if FSDP2 can't shard the model in this way."""
+    _refuse_model(model)
+    chosen = _chosen(model, layers)
+    _refuse_ties(model, chosen)
+    return chosen
 
 
 def _refuse_model(model: nn.Module) -> None:

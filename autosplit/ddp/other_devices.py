@@ -81,13 +81,20 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
     Raises:
         DeviceError: The plan has no device of this kind, or is for simulated GPUs.
         PlanError: The plan has no ranks. Or the devices differ, and the plan has no time model or its optimizer step
-            does not fit.
+            does not fit. Or the devices differ, and the plan is for a sharded model.
     """
     refuse_unfit(plan)
     entries = _entries(plan, devices)
-    found = _of_entries(plan, entries, devices)
+    found = of_entries(plan, entries, devices)
     if sorted(entries) == [*range(len(plan.devices))]:
         return found
+    if plan.ddp.shard_size is not None:
+        raise PlanError(
+            f"The plan is for a sharded model on {len(plan.devices)} devices, and the job has {len(devices)} or others "
+            f"({', '.join(map(str, devices))}). Expected the plan's devices, because a rank's memory depends on their "
+            "number. Call setup with the unsharded plan, or start the job on the plan's devices.",
+            code="sharded-plan-for-other-devices",
+        )
     effective = found.effective_batch_size
     capacities = tuple(rank.ceiling.capacity_bytes for rank in found.ddp.ranks)
     lack = Lack(capacities, waiting_bytes=0, least_batch=plan.ddp.least_batch)
@@ -141,7 +148,8 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
     )
 
 
-def _of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
+def of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
+    """Return a plan for DDP only with one rank for each entry, and the batch size of that entry."""
     effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
     before = [plan.ddp.ranks[entry] for entry in entries]
     sizes = tuple(rank.batch_size for rank in before)

@@ -197,6 +197,8 @@ class OptimizerStep:
         watched = WatchedParameter.of(loss)
         weighted, before = loss * weight, updates_so_far()
         scaled = weighted if scaler is None else scaler.scale(weighted)
+        for listener in self.listeners:
+            listener.begin_backward(scaled)
         with self._around_backward(now, scaled, weight, scaler):
             scaled.backward() if now.attempt is None else now.attempt.backward(scaled.backward, loss)
         self._watched = watched if (goes_on := self._drawn < len(self)) else None

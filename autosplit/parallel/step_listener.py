@@ -35,6 +35,9 @@ class StepListener:
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:
         """Examine the first loss of the step that has a weight, before its backward."""
 
+    def begin_backward(self, loss: Tensor) -> None:
+        """Act before the backward of a micro-batch. `loss` is the weighted and scaled loss."""
+
     def silenced(self) -> AbstractContextManager[None]:
         """Run a backward of weight 0 in this context. It runs only because the other ranks wait for it."""
         return nullcontext()

@@ -142,6 +142,8 @@ class DdpPlan:
         least_batch: The fewest samples per rank: 2 if a BatchNorm layer gets one value per sample, otherwise 1.
         even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
             None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
+        shard_size: Ranks per shard group, if the batch sizes are for a model that FSDP2 shards (`sharded_plan`). None
+            if each rank has the whole model.
     """
 
     ranks: tuple[RankSettings, ...]
@@ -152,6 +154,7 @@ class DdpPlan:
     options: DdpOptions = DdpOptions()
     least_batch: int = 1
     even_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
+    shard_size: Annotated[int, Meta(ge=2)] | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from folders import TESTS
 from gpus import COUNT, KIND
 from ranks import found_by, run_ranks
 from short_budgets import short_budgets
+from test_ddp_hybrid_sharding import Block, large_model, predicted_bytes, steps_of
 from torch import distributed as dist
 from torch import nn
 
@@ -118,6 +120,26 @@ def sharded() -> dict[str, Any]:
     }
 
 
+def sharded_memory() -> dict[str, float]:
+    """Return the allocator's peak of a step with a sharded model, as a part of the prediction."""
+    found = {}
+    with ddp.setup(plan_of_cards()) as ctx:
+        for forwards in (1, 2):
+            model = large_model().to(ctx.device)
+            predicted = predicted_bytes(model, Block, 2, several=forwards > 1)
+            model = ctx.shard(model, layers=Block)
+            optimizer = torch.optim.AdamW(model.parameters())
+            steps_of(model, optimizer, ctx.device, forwards)
+            before = torch.accelerator.memory_allocated(ctx.device)
+            torch.accelerator.reset_peak_memory_stats(ctx.device)
+            steps_of(model, optimizer, ctx.device, forwards)
+            found[f"{forwards} forwards"] = torch.accelerator.max_memory_allocated(ctx.device) / predicted
+            del model, optimizer
+            gc.collect()
+            assert torch.accelerator.memory_allocated(ctx.device) < before / 10
+    return found
+
+
 def resumed() -> float:
     """Train, save, load into another model, and compare."""
     path = Path(os.environ["SCENARIO_FOLDER"]) / "last.pt"
@@ -196,6 +218,7 @@ def without_memory() -> dict[str, Any]:
 ON_CARDS: dict[str, Callable[[], Any]] = {
     "trained": trained,
     "sharded": sharded,
+    "sharded memory": sharded_memory,
     "resumed": resumed,
     "without memory": without_memory,
     "tuned": tuned_and_trained,
@@ -224,6 +247,11 @@ class TestTwoRanks:
         for rank, found in enumerate(found_by(ranks, "sharded")):
             assert found["error"] < 1e-12
             assert found["contexts"] in (None, [rank])
+
+    @pytest.mark.skipif(KIND != "emu", reason="a GPU's libraries also have workspaces")
+    def test_a_sharded_model_needs_the_predicted_memory(self, ranks: Any) -> None:
+        for found in found_by(ranks, "sharded memory"):
+            assert all(0.75 < ratio < 1.02 for ratio in found.values()), found
 
     def test_save_and_load(self, ranks: Any) -> None:
         assert found_by(ranks, "resumed") == [0.0, 0.0]

@@ -13,7 +13,7 @@ from ranks import found_by, job_of
 from torch import Tensor, nn
 
 from autosplit import ddp
-from autosplit.ddp.context import UnwrappedWarning
+from autosplit.ddp.bypassed_wrappers import UnwrappedWarning
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
 

@@ -1,0 +1,353 @@
+"""Solve a plan's DDP ranks again for a model that FSDP2 shards. See Note [Memory of a sharded model].
+
+Note [Memory of a sharded model]
+
+A shard group has N ranks. P, G and O are the bytes of all parameters, gradients and optimizer state. Each rank holds
+1/N of them, with the first dimension of each parameter rounded up to a multiple of N (`FSDPParam` in torch's
+distributed/fsdp/_fully_shard/_fsdp_param.py). p and g are the parameters and gradients of the largest layer, and p_r
+and g_r those of the root group, which has all other parameters. While the activations are largest, these tensors also
+exist (`FSDPParamGroup` in _fsdp_param_group.py of torch 2.13):
+
+    p_r        the root's parameters, which stay gathered until the backward (`FSDPState._lazy_init`)
+    p          the parameters of the layer that runs
+    p          the buffer of another layer's all-gather (`wait_for_unshard`, and `pre_backward`, which prefetches)
+    g_r + g    the gradients of the root, and of the layer that runs
+    g          the input of the previous layer's reduce-scatter, which `post_backward` frees one layer later
+
+    one forward per step         (P + G + O) / N + p_r + 2 p + g_r + 2 g
+    several forwards per step    (P + G + O) / N + p_r + 2 p + G + g
+
+With several forwards, FSDP2 keeps whole gradients until the last backward (`set_requires_gradient_sync`). With
+``reshard_after_forward=False``, all layers stay gathered and none is prefetched: P replaces p_r + 2 p. If the layers
+are small, another moment may need more: the root's all-gather (2 p_r + p), the reduce-scatter of its gradients (2 g_r),
+or the update, where torch's foreach optimizers have temporary tensors of G / N.
+
+On emulated GPUs with a caching allocator, each of two ranks needed 0.83 to 1.00 of the prediction in fourteen cases.
+
+Note [Communication of a sharded model]
+
+A ring all-reduce is a reduce-scatter and an all-gather, and each takes half of its time. Each forward gathers all
+parameters, and each backward gathers the layers again. These all-gathers overlap with the computation, so a forward and
+backward takes at least their time. In the last backward, the gradients are also reduce-scattered, and then all-reduced
+between the shard groups. The step waits for the part that this backward does not hide. Its share of the all-gathers is
+`BACKWARD_SHARE`, so a step without computation takes the sum of all collectives. All links count as equally fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.ddp.context import Context
+from autosplit.ddp.fsdp import Layers, groups_of
+from autosplit.ddp.other_devices import RankDevice, of_entries
+from autosplit.errors import InputError, PlanError
+from autosplit.notes import Note
+from autosplit.plan.other_model import warn_of_other_model
+from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import refuse_without_ranks
+from autosplit.profiles.less_memory import LINE_ERROR
+from autosplit.solve.memory import Ceiling, samples_within
+from autosplit.solve.problem import Problem, Solution
+from autosplit.solve.step_time import BACKWARD_SHARE, Fit, TimeCurve
+from autosplit.solve.trial import LEAST_DIFFERENCE
+from autosplit.text import counted_text, ms_text, rate_text, size_text
+
+
+def sharded_plan(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    layers: Layers | None = None,
+    shard_size: int | None = None,
+    reshard_after_forward: bool = True,
+) -> Plan:
+    """Return the plan for a model that `ctx.shard` shards over the ranks. Sharding leaves more memory for samples.
+
+        plan = autosplit.sharded_plan(autosplit.tune(workload), model, layers=Block)
+        with autosplit.ddp.setup(plan) as ctx:
+            model = ctx.shard(model, layers=Block)
+
+    The ceilings of the ranks and the throughput are predicted from the plan's measurements. No step is run. The
+    effective batch size stays the same. The returned plan is for DDP only, and `plan.ddp.shard_size` has the number of
+    ranks per shard group. Notes of kind ``"sharded"`` and ``"unequal-shards"`` explain the prediction.
+
+    The prediction assumes that FSDP2 gathers and reduces in the dtypes of the parameters. A `mp_policy` with a smaller
+    dtype needs less memory.
+
+    Args:
+        plan: A plan with DDP ranks.
+        model: The model of the plan, before `ctx.shard`. It may be on the meta device.
+        layers: The same layers as for `ctx.shard`.
+        shard_size: Ranks per shard group. It must divide the number of ranks. Consecutive ranks form a group. Groups
+            hold equal copies of the model, and all-reduce their gradients. Default: the smallest size whose predicted
+            throughput is at most 0.1% below the best.
+        reshard_after_forward: The same option as for `ctx.shard`.
+
+    Raises:
+        InputError: `shard_size` does not divide the number of ranks. Or `ctx.shard` can't shard the model.
+        PlanError: The plan has no ranks, a single rank, no time model, or no parts of device 0's memory. Or the
+            effective batch does not fit.
+
+    Warns:
+        OtherModelWarning: The plan was made for a model of another size.
+    """
+    fit, optimizer_bytes = _measured(plan)
+    warn_of_other_model(plan, model, stacklevel=2)
+    count = len(plan.ddp.ranks)
+    sizes = [size for size in range(2, count + 1) if count % size == 0]
+    if shard_size is not None and shard_size not in sizes:
+        raise InputError(
+            f"shard_size is {shard_size}. Expected one of {sizes}: a divisor of the plan's {count} ranks.",
+            code="shard-size",
+        )
+    groups = groups_of(model, layers)
+    variants = [
+        _Variant(plan, fit, groups, optimizer_bytes, size, reshard_after_forward, several)
+        for size in sizes
+        for several in (False, True)
+        if shard_size in (None, size)
+    ]
+    solved = [(one, one.problem.solve()) for one in variants]
+    found = [(one, solution) for one, solution in solved if solution is not None]
+    if not found:
+        raise PlanError(
+            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks, because each rank needs "
+            f"{size_text(min(one.fixed_bytes for one in variants))} for the sharded model. Pass layers with fewer "
+            "parameters each, or tune for larger devices.",
+            code="sharded-plan-does-not-fit",
+        )
+    enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
+    fast = [pair for pair in found if pair[1].samples_per_s >= enough]
+    chosen, solution = min(fast, key=lambda pair: (pair[0].size, pair[1].accumulation_steps))
+    return chosen.planned(solution).with_notes(last=[chosen.note(solution), chosen.unequal_note(solution)])
+
+
+def state_bytes(parameters: Iterable[Tensor], ranks: int = 1) -> tuple[int, int]:
+    """Return one rank's bytes of parameters and of gradients. `ranks` ranks shard each parameter."""
+    sizes = [
+        (-(-one.shape[0] // ranks) * (one.numel() // one.shape[0]) * one.element_size(), one.requires_grad)
+        for one in parameters
+        if one.numel()
+    ]
+    return sum(nbytes for nbytes, _ in sizes), sum(nbytes for nbytes, trains in sizes if trains)
+
+
+def gathered_bytes(groups: Sequence[Sequence[Tensor]], ranks: int, *, reshards: bool, several: bool) -> int:
+    """Return a rank's bytes of gathered tensors. See Note [Memory of a sharded model].
+
+    Args:
+        groups: The parameters of the root, then those of each layer.
+        ranks: Ranks per shard group.
+        reshards: `reshard_after_forward` of FSDP2.
+        several: Whether an optimizer step has several forwards.
+    """
+    padded = [(ranks * held, ranks * trained) for held, trained in (state_bytes(group, ranks) for group in groups)]
+    (root, root_grads), layers = padded[0], padded[1:]
+    largest, largest_grads = (max([0, *(sizes[kind] for sizes in layers)]) for kind in (0, 1))
+    every, every_grads = (sum(sizes[kind] for sizes in padded) for kind in (0, 1))
+    held = root + largest if reshards else every
+    waiting = every_grads if several else 0
+    forward = max(held, 2 * root) + largest + waiting
+    backward = held + (largest if reshards else 0) + largest_grads + (waiting or root_grads + largest_grads)
+    return max(forward, backward, 2 * root_grads, every_grads // ranks)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A choice of the shard groups, and of one or several forwards per optimizer step."""
+
+    before: Plan
+    fit: Fit
+    groups: Sequence[Sequence[Tensor]]
+    optimizer_bytes: int
+    size: int
+    reshards: bool
+    several: bool
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shards of parameters, gradients and optimizer state."""
+        whole, shard = (state_bytes(itertools.chain(*self.groups), ranks) for ranks in (1, self.size))
+        return sum(shard) + self.optimizer_bytes * shard[1] // max(1, whole[1])
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of one rank's shards and gathered tensors."""
+        gathered = gathered_bytes(self.groups, self.size, reshards=self.reshards, several=self.several)
+        return self.shard_bytes + gathered
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The problem of the ranks with a sharded model."""
+        plan, whole = self.before, state_bytes(itertools.chain(*self.groups))
+        # An accumulating DDP rank has its buckets and the accumulated gradients (see `views_buckets` in runtime).
+        copies = 2 if plan.accumulates and plan.effective_batch_sizes is not None else 1
+        more_bytes = self.fixed_bytes - whole[0] - copies * whole[1] - self.optimizer_bytes
+        effective = _effective(plan)
+        return Problem.of(
+            self._fit,
+            tuple(_moved(rank.ceiling, more_bytes, effective) for rank in plan.ddp.ranks),
+            None,
+            effective_batch_sizes=(effective, effective),
+            max_batch_size=plan.max_batch_size,
+            accumulates=self.several and plan.accumulates,
+            least_batch=plan.ddp.least_batch,
+        )
+
+    @functools.cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of the all-gathers of a forward and backward, and of the reductions of a step."""
+        count = len(self.before.ddp.ranks)
+        nbytes, trained = state_bytes(itertools.chain(*self.groups))
+        # A ring all-reduce of n ranks sends (n - 1) / n of the gradients twice.
+        once_s = self.fit.all_reduce_s * count / (2 * (count - 1))
+        within, others = (self.size - 1) / self.size, count // self.size
+        again = nbytes - state_bytes(self.groups[0])[0] if self.reshards else 0
+        gather_s = once_s * within * (nbytes + again) / max(1, trained)
+        return gather_s, once_s * (within + 2 * (others - 1) / others / self.size)
+
+    @property
+    def _fit(self) -> Fit:
+        gather_s, reduce_s = self.seconds
+        fit = self.fit.among(range(len(self.before.ddp.ranks)))
+        curves = tuple(_at_least(curve, gather_s, _effective(self.before)) for curve in fit.step_time.curves)
+        return Fit(replace(fit.step_time, curves=curves), reduce_s + BACKWARD_SHARE * gather_s)
+
+    def planned(self, solution: Solution) -> Plan:
+        """Return the plan of a solution."""
+        plan, split = self.before, solution.split
+        devices = [RankDevice(one.label, one.name, one.uuid) for one in plan.devices]
+        ceilings = self.problem.ceilings
+        peaks = [ceiling.bytes_at(samples) for ceiling, samples in zip(ceilings, split, strict=True)]
+        ranks = tuple(
+            replace(
+                rank, batch_size=n, accumulation_steps=solution.accumulation_steps, ceiling=ceiling, peak_bytes=peak
+            )
+            for rank, n, ceiling, peak in zip(plan.ddp.ranks, split, ceilings, peaks, strict=True)
+        )
+        ddp = replace(plan.ddp, ranks=ranks, samples_per_s=solution.samples_per_s, measured=False, shard_size=self.size)
+        made = of_entries(replace(plan, ddp=ddp), range(len(split)), devices)
+        placed = tuple(
+            replace(one, ceiling=ceiling, peak_bytes=peak, busy_s=curve(n), memory=None)
+            for one, n, ceiling, peak, curve in zip(
+                made.devices, split, ceilings, peaks, self._fit.step_time.curves, strict=True
+            )
+        )
+        return replace(made, devices=placed, fit=self._fit, lengths=None)
+
+    def note(self, solution: Solution) -> Note:
+        """Return the note on memory and communication."""
+        gather_s, reduce_s = self.seconds
+        groups = counted_text(len(self.before.ddp.ranks) // self.size, "shard group")
+        text = (
+            f"Predicted for FSDP2 with {groups} of {self.size} ranks: {size_text(self.fixed_bytes)} per rank without "
+            f"activations, and {rate_text(solution.samples_per_s)}. Ranks with whole models train "
+            f"{rate_text(self.before.ddp.samples_per_s)}. Predicted from DDP's all-reduce of "
+            f"{ms_text(self.fit.all_reduce_s)}, the all-gathers of a forward and backward take {ms_text(gather_s)} and "
+            f"the reductions of a step {ms_text(reduce_s)}."
+        )
+        return Note("sharded", text)
+
+    def unequal_note(self, solution: Solution) -> Note:
+        """Return the note on the gain of unequal shards over all ranks. torch 2.13 has no unequal shards."""
+        most, rate = sum(ceiling.batch_size for ceiling in self.problem.ceilings), solution.samples_per_s
+        found = [(rate, most)]
+        for several in (False, True):
+            every = replace(self, size=len(self.before.ddp.ranks), several=several)
+            ceilings = unequal_ceilings(every.problem, every.shard_bytes)
+            answer = every.problem.with_caps(ceilings).solve()
+            if answer is not None:
+                found.append((answer.samples_per_s, sum(ceilings)))
+        best_rate, best_most = max(found)
+        text = (
+            f"Unequal shards, which torch {torch.__version__.partition('+')[0]} does not have, would allow "
+            f"{best_most} samples per forward and {rate_text(best_rate)} instead of {most} and {rate_text(rate)} "
+            "(predicted)."
+        )
+        return Note("unequal-shards", text)
+
+
+def unequal_ceilings(problem: Problem, shard_bytes: int) -> list[int]:
+    """Return the ranks' ceilings if a rank with free memory holds a part of the other ranks' shards.
+
+    All ranks together must have memory for their samples and for all shards. Find the longest time such that each rank
+    has the most samples that it can train within this time.
+
+    Args:
+        problem: The problem of the ranks with equal shards.
+        shard_bytes: Bytes of each rank's equal shard.
+    """
+    curves, ceilings = problem.step_time.curves, problem.ceilings
+    # Bytes for samples if the rank holds no shard.
+    rooms = [int((1 - LINE_ERROR) * one.capacity_bytes) - one.fixed_bytes + shard_bytes for one in ceilings]
+    bounds = [
+        samples_within(
+            room,
+            ceiling.bytes_per_sample,
+            problem.region.max_batch_size if ceiling.limited_by == "memory" else ceiling.batch_size,
+        )
+        for ceiling, room in zip(ceilings, rooms, strict=True)
+    ]
+
+    def within(seconds: float) -> list[int]:
+        return [curve.most_within(seconds, 0, most) for curve, most in zip(curves, bounds, strict=True)]
+
+    def fits(split: Sequence[int]) -> bool:
+        used = sum(ceiling.bytes_per_sample * n for ceiling, n in zip(ceilings, split, strict=True))
+        return sum(rooms) - used >= len(rooms) * shard_bytes
+
+    low_s, high_s = 0.0, max(curve(most) for curve, most in zip(curves, bounds, strict=True))
+    if fits(within(high_s)):
+        return within(high_s)
+    for _ in range(60):  # more halvings than a float has digits
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if fits(within(middle_s)) else (low_s, middle_s)
+    return within(low_s)
+
+
+def _at_least(curve: TimeCurve, seconds: float, most: int) -> TimeCurve:
+    """Return a curve with a minimum time. Up to `most` samples, it equals the larger of both."""
+    reached = curve.most_within(seconds, 1, most)
+    sizes = {*(samples for samples, _ in curve.points), reached, min(reached + 1, most), most}
+    return TimeCurve(tuple((samples, max(seconds, curve(samples))) for samples in sorted(sizes)))
+
+
+def _measured(plan: Plan) -> tuple[Fit, int]:
+    """Return the plan's time model and the bytes of the whole optimizer state. Raise PlanError without them."""
+    refuse_without_ranks(plan)
+    memory = plan.devices[0].memory
+    lacks = "no time model" if plan.fit is None else "no parts of device 0's memory" if memory is None else None
+    if len(plan.ddp.ranks) == 1:
+        lacks = "a single rank"
+    elif plan.ddp.shard_size is not None:
+        lacks = "a sharded model already"
+    if lacks is not None or plan.fit is None or memory is None:
+        raise PlanError(
+            f"The plan has {lacks}. Expected several DDP ranks with an unsharded model, and the measured times and "
+            "memory parts of a plan from tune(). Tune again for several devices, and pass that plan.",
+            code="plan-not-shardable",
+        )
+    return plan.fit, memory.optimizer_bytes
+
+
+def _effective(plan: Plan) -> int:
+    return Context(plan, 0, torch.device("cpu")).effective_batch_size
+
+
+def _moved(ceiling: Ceiling, more_bytes: int, most: int) -> Ceiling:
+    """Return the ceiling with another number of fixed bytes. Only a ceiling that memory limits can grow, up to `most`.
+
+    The larger batch is predicted by the line of the memory model.
+    """
+    points = tuple((samples, nbytes + more_bytes, ran) for samples, nbytes, ran in ceiling.points)
+    moved = replace(ceiling, fixed_bytes=ceiling.fixed_bytes + more_bytes, points=points, confirmed=False)
+    bound = most if ceiling.limited_by == "memory" else ceiling.batch_size
+    size = moved.most_within(int((1 - LINE_ERROR) * ceiling.capacity_bytes), bound)
+    limit = "memory" if size < bound else ceiling.limited_by
+    return replace(moved, batch_size=size, peak_bytes=moved.bytes_at(size), limited_by=limit)

@@ -1,0 +1,135 @@
+"""Elastic jobs: torchrun starts the ranks again with other devices, and the plan is solved again for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from elastic_training import EFFECTIVE, EPOCHS, in_one_process, make_plan
+from folders import ROOT, TESTS
+from raised import raises
+from ranks import free_port
+
+from autosplit.ddp import other_devices
+from autosplit.ddp.other_devices import own_device
+from autosplit.ddp.rendezvous import Place
+from autosplit.devices.accelerator import Visible
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.plan import Plan
+
+PATIENCE_S = 400
+"""How long to wait for an event. torchrun notices a lost machine after some seconds, on an idle machine."""
+
+
+@contextmanager
+def machine(folder: Path, port: int, *, hosts: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """Start torchrun's agent as on one machine of an elastic job. Kill it and its rank at the end."""
+    options = f"is_host={hosts},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", options]
+    command += ["--local-addr", "127.0.0.1", "--max-restarts", "20", "--monitor-interval", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise a machine cannot join again (docs/ddp.md)
+    with (folder / f"log{hosts}").open("ab") as log:
+        agent = subprocess.Popen(
+            [*command, str(TESTS / "elastic_training.py"), str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield agent
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        for line in (folder / "pids").read_text().splitlines() if (folder / "pids").exists() else ():
+            owner, pid = map(int, line.split())  # torchrun starts each rank in its own session
+            if owner == agent.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+def wait_for(folder: Path, agent: subprocess.Popen[bytes], happened: Callable[[list[str]], bool]) -> None:
+    """Wait until the lines of rank 0's events fulfil a condition."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not happened(events(folder)):
+        waits = time.monotonic() < end_s and agent.poll() is None
+        assert waits, (events(folder), *(path.read_text()[-3000:] for path in folder.glob("log*")))
+        time.sleep(0.1)
+
+
+def events(folder: Path) -> list[str]:
+    path = folder / "events"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def may_train_until(folder: Path, step: int) -> None:
+    (folder / "new").write_text(str(step))
+    (folder / "new").replace(folder / "limit")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_machine_that_leaves_and_comes_back_changes_no_weight(tmp_path: Path) -> None:
+    """Train with two machines, kill one, go on with one, and go on with two again. No sample is lost or repeated."""
+    make_plan().save(tmp_path / "plan.json")
+    may_train_until(tmp_path, 0)
+    port = free_port()
+    with machine(tmp_path, port, hosts=True) as first:
+        with machine(tmp_path, port, hosts=False):
+            wait_for(tmp_path, first, lambda lines: "started 2 0" in lines)
+            may_train_until(tmp_path, 4)
+            wait_for(tmp_path, first, lambda lines: "done 2 4" in lines)
+        may_train_until(tmp_path, 7)
+        wait_for(tmp_path, first, lambda lines: "done 1 7" in lines)
+        with machine(tmp_path, port, hosts=False):
+            wait_for(tmp_path, first, lambda lines: "started 2 7" in lines)
+            may_train_until(tmp_path, 10**6)
+            assert first.wait(timeout=PATIENCE_S) == 0
+    trained = torch.load(tmp_path / "weights.pt")
+    for name, value in in_one_process().items():
+        torch.testing.assert_close(trained[name], value, atol=1e-9, rtol=0)
+    sizes = {tuple(map(int, line.split()[1:])) for line in events(tmp_path) if line.startswith("sizes")}
+    assert sizes == {(9, 3), (12,)}
+    steps = [int(line.split()[2]) for line in events(tmp_path) if line.startswith("done")]
+    assert sorted(set(steps)) == list(range(1, EPOCHS * 5 + 1))
+
+
+class TestOwnDevice:
+    """A rank of an elastic job takes the GPU of its local rank, and says which GPU that is."""
+
+    GPUS = (Visible("Fast", "GPU-1"), Visible("Slow", "GPU-2"))
+
+    def gpu_plan(self) -> Plan:
+        plan = make_plan()
+        devices = [{**vars(one), "kind": "cuda", "label": f"cuda:{n}"} for n, one in enumerate(plan.devices)]
+        return Plan(**{**vars(plan), "devices": tuple(type(plan.devices[0])(**one) for one in devices)})
+
+    @pytest.mark.parametrize(("local_rank", "seen", "index"), [(1, GPUS, 1), (None, GPUS, 1), (1, GPUS[1:], 0)])
+    def test_the_gpu_of_the_local_rank(self, local_rank, seen, index, monkeypatch):
+        monkeypatch.setattr(other_devices, "visible_devices", lambda _kind: seen)
+        own = own_device(self.gpu_plan(), Place(1, 2, local_rank))
+        assert (own.label, own.name, own.uuid) == (f"cuda:{index}", "Slow", "GPU-2")
+
+    def test_a_process_without_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(other_devices, "visible_devices", lambda _kind: self.GPUS)
+        with raises(DeviceError, "rank-device-absent"):
+            own_device(self.gpu_plan(), Place(2, 3, 2))
+
+
+def test_a_step_that_does_not_fit_the_devices_left():
+    """One device holds 16 samples, and a custom step of 48 can't be accumulated."""
+    plan = make_plan(accumulates=False)
+    one = own_device(plan, Place(0, 1))
+    with raises(PlanError, "plan-for-other-devices", f"{EFFECTIVE} samples"):
+        other_devices.plan_for_devices(plan, [one])
