@@ -1,7 +1,7 @@
 """A training script of an elastic job, for tests/ddp/test_ddp_elastic.py: torchrun ... elastic_training.py FOLDER.
 
-Rank 0 appends lines to FOLDER/events: ``started WORLD STEP``, ``sizes SIZE ...`` and ``done WORLD STEP``. Before a step,
-every rank waits until FOLDER/limit has at least its number.
+Rank 0 appends lines to FOLDER/events: ``started WORLD STEP``, ``sizes SIZE ...`` and ``done WORLD STEP``. Before each
+step, every rank waits until FOLDER/limit is higher than the number of finished steps.
 """
 
 from __future__ import annotations
