@@ -63,6 +63,19 @@ def in_one_process() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def tuned(folder: Path) -> Plan:
+    """Tune for the machines that are there, or take their saved plan. Append the number of real steps to FOLDER/tuned."""
+    inputs, targets = zip(*made_data()[:8], strict=True)
+    workload = autosplit.Workload(make_model(), (torch.stack(inputs), torch.stack(targets)), F.cross_entropy)
+    plan = autosplit.tune(
+        workload, devices="cpu:8MiB", strategy="ddp", effective_batch_size=EFFECTIVE, max_batch_size=12, n_trials=1
+    )
+    if os.environ["RANK"] == "0":
+        with (folder / "tuned").open("a") as file:
+            file.write(f"{len(plan.devices)}\n")
+    return plan
+
+
 def main(folder: Path) -> None:
     def tell(*words: object) -> None:
         if ctx.rank == 0:
@@ -71,7 +84,8 @@ def main(folder: Path) -> None:
 
     with (folder / "pids").open("a") as file:
         file.write(f"{os.getppid()} {os.getpid()}\n")
-    with autosplit.ddp.setup(folder / "plan.json", elastic=True) as ctx:
+    path = folder / "plan.json"
+    with autosplit.ddp.setup(path, elastic=True) if path.exists() else autosplit.ddp.setup(tuned(folder)) as ctx:
         model = ctx.wrap(make_model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = ctx.loader(made_data(), shuffle=True, seed=3)

@@ -37,6 +37,7 @@ def machine(folder: Path, port: int, *, hosts: bool) -> Iterator[subprocess.Pope
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", options]
     command += ["--local-addr", "127.0.0.1", "--max-restarts", "20", "--monitor-interval", "0.2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    environment["AUTOSPLIT_CACHE_DIR"] = str(folder / "cache")
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise a machine cannot join again (docs/ddp.md)
     with (folder / f"log{hosts}").open("ab") as log:
         agent = subprocess.Popen(
@@ -80,9 +81,11 @@ def may_train_until(folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_machine_that_leaves_and_comes_back_changes_no_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_plan", [True, False], ids=["a plan for both", "tuned at each start"])
+def test_a_machine_that_leaves_and_comes_back_changes_no_weight(has_plan: bool, tmp_path: Path) -> None:
     """Train with two machines, kill one, go on with one, and go on with two again. No sample is lost or repeated."""
-    make_plan().save(tmp_path / "plan.json")
+    if has_plan:
+        make_plan().save(tmp_path / "plan.json")
     may_train_until(tmp_path, 0)
     port = free_port()
     with machine(tmp_path, port, hosts=True) as first:
@@ -99,10 +102,14 @@ def test_a_machine_that_leaves_and_comes_back_changes_no_weight(tmp_path: Path) 
     trained = torch.load(tmp_path / "weights.pt")
     for name, value in in_one_process().items():
         torch.testing.assert_close(trained[name], value, atol=1e-9, rtol=0)
-    sizes = {tuple(map(int, line.split()[1:])) for line in events(tmp_path) if line.startswith("sizes")}
-    assert sizes == {(9, 3), (12,)}
     steps = [int(line.split()[2]) for line in events(tmp_path) if line.startswith("done")]
     assert sorted(set(steps)) == list(range(1, EPOCHS * 5 + 1))
+    sizes = {tuple(map(int, line.split()[1:])) for line in events(tmp_path) if line.startswith("sizes")}
+    if has_plan:
+        assert sizes == {(9, 3), (12,)}
+    else:
+        assert {len(split) for split in sizes} == {1, 2}
+        assert set((tmp_path / "tuned").read_text().split()) == {"1", "2"}
 
 
 class TestOwnDevice:
