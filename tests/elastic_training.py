@@ -64,7 +64,7 @@ def in_one_process() -> dict[str, torch.Tensor]:
 
 
 def tuned(folder: Path) -> Plan:
-    """Tune for the machines that are there, or take their saved plan. Append the number of real steps to FOLDER/tuned."""
+    """Tune for the machines that are there, or take their saved plan. Append the number of ranks to FOLDER/tuned."""
     inputs, targets = zip(*made_data()[:8], strict=True)
     workload = autosplit.Workload(make_model(), (torch.stack(inputs), torch.stack(targets)), F.cross_entropy)
     plan = autosplit.tune(
