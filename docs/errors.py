@@ -21,7 +21,7 @@ code stays the same if the message changes, so compare the code, never the text:
             ...
 
 `exit_code` is the exit code of the command line: 2 for bad input, 3 if the workload does not fit, 5 if your own code
-raised. In the messages below, `{...}` stands for a value.
+raised. In the messages below, `{...}` is a value.
 
 | code | error | message |
 | --- | --- | --- |

@@ -36,7 +36,7 @@ KINDS = {
     "optimizer": "optimizer state",
     "activations": "activations and others",
 }
-"""Kinds of storages that the tracker tells apart, with their labels."""
+"""The tracker's kinds of storages, with their labels."""
 
 WIDTH = 400
 

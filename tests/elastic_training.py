@@ -49,7 +49,7 @@ def made_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def in_one_process() -> dict[str, torch.Tensor]:
-    """Return the weights that one process gets from whole optimizer steps in the same order."""
+    """Return the weights of a single process from whole optimizer steps in the same order."""
     model, data = make_model(), made_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sampler = shares_plan((EFFECTIVE,), EFFECTIVE).batch_sampler(NUM_SAMPLES, shuffle=True, seed=3)

@@ -32,7 +32,7 @@ NUM_SAMPLES, EFFECTIVE, SIZES = 200, 48, (9, 3)
 """Samples of an epoch (four steps of 48 and one of 8), samples per optimizer step, and per forward on each device."""
 
 EPOCHS, STOPS_AT = 2, 6
-"""Epochs, and the number of the optimizer step in which a node is killed. It is in the second epoch."""
+"""Epochs, and the optimizer step that kills a node. It is in the second epoch."""
 
 LARGE, SMALL = "1MiB", "512KiB"
 OPTIONS: dict[str, Any] = {
@@ -98,7 +98,7 @@ def stops(marker: Path) -> None:
 
 
 def in_one_process() -> dict[str, torch.Tensor]:
-    """Return the weights that one process gets from whole optimizer steps in the same order."""
+    """Return the weights of a single process from whole optimizer steps in the same order."""
     model, data = make_model(), made_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = planned((EFFECTIVE,))

@@ -65,7 +65,7 @@ SUITES = {
     "a flaky test": (PRELUDE + FLAKY, "", 2, 0, ["test_flaky[a b]"]),
     "a crash of a worker": (PRELUDE + CRASHES_ONCE, "", 1, 0, ["test_crashes"]),
     "a crash of pytest": (PRELUDE + CRASHES_ONCE, "", 0, 3, []),
-    "a flaky test and one that always fails": (PRELUDE + FLAKY + FAILS, "", 0, 1, ["test_flaky[a b]"]),
+    "a flaky test and a failing test": (PRELUDE + FLAKY + FAILS, "", 0, 1, ["test_flaky[a b]"]),
     "a test that is skipped the second time": (PRELUDE + SKIPPED_LATER, "", 0, 1, []),
     "a teardown that always fails": (PRELUDE + BAD_TEARDOWN, "", 0, 1, []),
     # With workers, pytest runs the other file and exits with 1, as if tests had failed.
@@ -73,7 +73,7 @@ SUITES = {
     "no tests": ("", "", 0, 5, []),
 }
 
-IN_GATE = ("a flaky test and one that always fails", "a crash of a worker", "a collection error")
+IN_GATE = ("a flaky test and a failing test", "a crash of a worker", "a collection error")
 
 
 @pytest.mark.slow

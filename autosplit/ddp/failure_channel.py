@@ -27,10 +27,10 @@ from typing import Literal
 import msgspec
 
 JOIN_S = 10.0
-"""Seconds in which a rank tries to connect to rank 0."""
+"""Longest time, in seconds, for a rank to connect to rank 0."""
 
 _TRY_S = 3.0
-"""Seconds in which a rank tries to connect to one of rank 0's addresses."""
+"""Longest time, in seconds, for a rank to connect to one of rank 0's addresses."""
 
 _SILENT_AFTER_S, _SIGN_EVERY_S, _SIGNS = 6, 3, 3
 """A machine counts as down if its system has not answered for 6 + 3 * 3 = 15 s."""
@@ -40,7 +40,7 @@ _PIECE_BYTES = 65536
 _RANK_BYTES = 4
 
 _GREETING_S = 1.0
-"""Seconds in which a new connection must send the token. Rank 0 reads no messages meanwhile."""
+"""Longest time, in seconds, for a new connection to send the token. Rank 0 reads no messages meanwhile."""
 
 
 @dataclass(frozen=True)

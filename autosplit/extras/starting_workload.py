@@ -32,7 +32,7 @@ BATCH_SIZE = 8
 """Number of samples in the file's sample batch."""
 
 _FIRST_LAYERS = 4
-"""Number of layers from which inputs are guessed. The first registered layer is not always the first to run."""
+"""`init` guesses the inputs of so many layers. The first registered layer is not always the first to run."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def write_workload(
     path = Path(output) if output is not None else (Path(place).parent if is_file else Path()) / "workload.py"
     if path.exists() and not force:
         raise InputError(
-            f"{path} exists. Expected a new file. Choose another one with --output, or replace it with --force.",
+            f"{path} exists. Expected a new file. Choose another file with --output, or replace it with --force.",
             code="init-output-exists",
         )
     if is_file and not Path(place).stem.isidentifier():

@@ -68,7 +68,7 @@ class OwnLoss:
             warnings.warn(
                 f"autosplit can't tell what the loss is a mean over: it is {reading.text}, and the model did not "
                 "compute it. autosplit treats it as a mean over samples. If that is wrong, pass count= to the "
-                "Accelerator: a function that returns the number by which a batch's loss is divided.",
+                "Accelerator, a function that returns the divisor of a batch's loss.",
                 UnevenLossWarning,
                 stacklevel=5,
             )

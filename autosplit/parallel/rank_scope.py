@@ -76,8 +76,7 @@ def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
     """Raise InputError if a step has several micro-batches and `count` is missing."""
     if micro_steps > 1 and count is None:
         raise InputError(
-            f"loss_scope is 'ranks', and a step has {micro_steps} micro-batches. autosplit needs the number by "
-            "which each loss is divided. Pass count=, a function that returns this number for a batch, such as its "
-            "boxes.",
+            f"loss_scope is 'ranks', and a step has {micro_steps} micro-batches. autosplit needs the divisor "
+            "of each loss. Pass count=, a function that returns this number for a batch, such as its boxes.",
             code="loss-scope-needs-count",
         )

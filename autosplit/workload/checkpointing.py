@@ -40,8 +40,8 @@ class Checkpointing:
         """Raise WorkloadError if there are several models, or if the model has no such layer."""
         if len(modules) > 1:
             raise WorkloadError(
-                f"checkpointing is given for {len(modules)} models. Expected one, because a plan names its layers. "
-                "Leave it out, and checkpoint the layers yourself.",
+                f"You passed checkpointing with {len(modules)} models. Expected one model, because a plan "
+                "names its layers. Leave it out, and checkpoint the layers yourself.",
                 code="checkpointing-several-models",
             )
         self.names_in(modules[0])

@@ -52,7 +52,7 @@ def test_every_predicted_setting_was_predicted():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(emulated.wanted(), reason="starts emulated devices of its own")
+@pytest.mark.skipif(emulated.wanted(), reason="starts its own emulated devices")
 @pytest.mark.parametrize("names", [("ranks",), for_release([stage.name for stage in gpu.STAGES])])
 def test_stages_end_on_an_emulated_device(names, tmp_path):
     try:

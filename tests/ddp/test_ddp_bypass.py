@@ -142,7 +142,7 @@ def test_with_cuts_autosplit_averages_the_gradients_itself(ranks):
 
 
 def test_a_model_that_nothing_wraps_is_warned_of(ranks):
-    """Each rank trained a model of its own, silently."""
+    """Each rank trained its own model, without a warning."""
     for found in found_by(ranks, "nothing"):
         (text,) = found
         assert "ctx.wrap(model) before the loop" in text

@@ -113,7 +113,7 @@ def test_a_machine_that_leaves_and_comes_back_changes_no_weight(has_plan: bool, 
 
 
 class TestOwnDevice:
-    """A rank of an elastic job takes the GPU of its local rank, and says which GPU that is."""
+    """A rank of an elastic job takes the GPU of its local rank, and reports its name and UUID."""
 
     GPUS = (Visible("Fast", "GPU-1"), Visible("Slow", "GPU-2"))
 

@@ -193,4 +193,4 @@ def test_what_can_not_be_gathered_is_refused_on_all_ranks(ranks):
             assert "unequal sizes: 6 on rank 0, 18 on rank 1 (elements)" in text
             assert "Call ctx.all_gather(tensor)" in text
         assert float(padded) == 24.0
-        assert module == "torch.distributed.distributed_c10d", "left as it was"
+        assert module == "torch.distributed.distributed_c10d", "torch's function is unchanged"

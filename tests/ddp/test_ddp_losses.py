@@ -235,7 +235,7 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor]]] = {
         partial(counted_loop, smoothed, weight_of_labels, INPUTS, LABELS),
         partial(in_one_process, smoothed, 16, INPUTS, LABELS),
     ),
-    "sample weights, a micro-batch of which are 0": (
+    "sample weights, all 0 in one micro-batch": (
         partial(counted_loop, sample_weighted, lambda batch: batch[2].sum(), INPUTS, LABELS, SAMPLE_WEIGHTS),
         partial(in_one_process, sample_weighted, 16, INPUTS, LABELS, SAMPLE_WEIGHTS),
     ),

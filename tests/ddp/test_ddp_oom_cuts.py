@@ -114,7 +114,7 @@ SCENARIOS = {
     **{f"as ever, {effective}": partial(as_ever, SHARES, effective, 25) for effective in (16, 40)},
     "all ranks, too large": partial(trained, Faults(above=3), SHARES, 40, 20, on=(0, 1, 2)),
     "no share": partial(trained, Faults(10), (0, 9, 7), 40, 20, on=(1, 2)),
-    "no share, as ever": partial(as_ever, (0, 9, 7), 40, 20),
+    "a rank without samples": partial(as_ever, (0, 9, 7), 40, 20),
     "norm": partial(trained, Faults(10), SHARES, 40, 20, on=(1,), norm=True),
     "many runs": many_runs,
     "refused": refused,
@@ -142,7 +142,7 @@ def test_what_never_fits_is_cut_before_it_runs(ranks):
 
 
 def test_beside_a_rank_without_a_share(ranks):
-    told = found_by(ranks, "no share, as ever")[0]
+    told = found_by(ranks, "a rank without samples")[0]
     for found in found_by(ranks, "no share"):
         torch.testing.assert_close(found["weights"], told, rtol=1e-9, atol=1e-12)
 

@@ -41,7 +41,7 @@ def gpu_plan(**changes: object) -> Plan:
 
 @given(st.permutations(range(3)))
 def test_each_rank_finds_its_own_gpu(order: list[int]) -> None:
-    """Ray numbers the workers anew after each failure."""
+    """Ray numbers the workers again after each failure."""
     found = plan_for_devices(gpu_plan(), [RankDevice(f"cuda:{n}", NAMES[n], f"GPU-{n}") for n in order])
     assert [rank.batch_size for rank in found.ddp.ranks] == [SIZES[n] for n in order]
     assert [device.uuid for device in found.devices] == [f"GPU-{n}" for n in order]

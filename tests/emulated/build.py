@@ -35,7 +35,7 @@ def built_library() -> Path:
         return library
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise NoCompiler("no C++ compiler (g++, or the one that CXX names) to build the emulated devices with")
+        raise NoCompiler("no C++ compiler (g++, or $CXX) to build the emulated devices")
     KEPT.mkdir(parents=True, exist_ok=True)
     with FileLock(KEPT / "lock"):
         if not library.exists():

@@ -119,7 +119,7 @@ def test_an_image_classifier_takes_no_adapters():
 
 
 def adapted() -> nn.Module:
-    """Return a small model in float64 with adapters, the product of which is not zero."""
+    """Return a small model in float64 with adapters whose product is not zero."""
     import peft
 
     torch.manual_seed(0)

@@ -233,7 +233,7 @@ class TestLoader:
                 seen += batch["x"].tolist() if counts else []
                 unmarked += not counts
         assert sorted(seen) == [*range(50)]
-        assert unmarked == 5, "the 4 + 4 + 2 + 2 samples of which rank 1 has none, and 1 of 2 in the last step"
+        assert unmarked == 5, "rank 1 has none of 4 + 4 + 2 + 2 samples, and 1 of 2 in the last step"
 
     def test_what_the_loader_was_it_stays(self):
         def init(worker: int) -> None:
@@ -517,7 +517,7 @@ class TestOrder:
         sampler = loader_options(loader, share, seed=0)["batch_sampler"]
         assert (sampler.shuffle, sampler.drop_last) == (shuffle, drop_last)
         sampler = loader_options(loader, share, shuffle=not shuffle, seed=0, drop_last=not drop_last)["batch_sampler"]
-        assert (sampler.shuffle, sampler.drop_last) == (not shuffle, not drop_last), "unless it is said otherwise"
+        assert (sampler.shuffle, sampler.drop_last) == (not shuffle, not drop_last), "the keywords have priority"
 
     def test_samples_that_are_dealt_out_are_those_of_all(self):
         dealt = DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)

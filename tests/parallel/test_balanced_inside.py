@@ -200,7 +200,7 @@ class TestReplicas:
         for held in values:
             assert all(torch.equal(one, other) for one, other in zip(held, expected, strict=True))
         addresses = {held[0].data_ptr() for held in values}
-        assert len(addresses) == 3, "each device has a copy of its own"
+        assert len(addresses) == 3, "each device has its own copy"
 
     @pytest.mark.parametrize("grad", [True, False])
     def test_are_differentiable_as_the_grad_mode_says(self, grad, run):

@@ -30,9 +30,9 @@ SHAPES = {
     "alone": lambda n: StepShape(((n,),)),
     "alone, accumulating": lambda n: StepShape(((n,),) * 2),
     "a replica": lambda n: StepShape(((0, n),)),
-    "device 0 beside one": lambda n: StepShape(((n, 5),)),
-    "device 0 beside one, accumulating": lambda n: StepShape(((7, n),) * 2),
-    "device 0 beside two": lambda n: StepShape(((n, 6, 3),)),
+    "device 0 next to one": lambda n: StepShape(((n, 5),)),
+    "device 0 next to one, accumulating": lambda n: StepShape(((7, n),) * 2),
+    "device 0 next to two": lambda n: StepShape(((n, 6, 3),)),
     "a rank": lambda n: StepShape(((n,),), "rank", num_ranks=2),
     "evaluation": lambda n: StepShape(((n,),), "eval"),
 }

@@ -383,7 +383,7 @@ class TestSampleValues:
         return values
 
     def test_rows_of_a_sample_are_rounded_up(self):
-        """Five rows for two samples are two and a half each. Three are counted for each sample."""
+        """Five rows for two samples are two and a half each. The trace counts three for each sample."""
         values = self.recorded(20, 5, 40)
         for split, elements, rows in (((2,), 20, 6), ((5,), 50, 15), ((1,), 10, 3), ((1031,), 10310, 3093)):
             values.begin(split)

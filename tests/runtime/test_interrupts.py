@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows tells of a signal by sockets only")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows reports a signal only through a socket")
 
 SETUP = """
 import os, signal, sys, threading, time

@@ -111,7 +111,7 @@ class TestCounting:
             left = tracker.left_on(1)
         with follow() as tracker:
             tracker.adopt_left(left, 0)
-            assert tracker.live_bytes == [2048], "as long as somebody keeps it, it is there in the next step, too"
+            assert tracker.live_bytes == [2048], "a referenced tensor still counts in the next step"
             del average
             assert tracker.live_bytes == [1024]
 

@@ -51,7 +51,7 @@ class TestLargestFitting:
 
         found = largest_fitting(peak, capacity, least=0, most=len(peaks) - 1, start=start)
         assert found == max((n for n, y in enumerate(peaks) if n > 0 and y <= capacity), default=0)
-        assert len(set(looked)) == len(looked), "no size is looked at twice"
+        assert len(set(looked)) == len(looked), "the search computes no size twice"
 
     @given(st.integers(0, 10**9), st.integers(1, 10**8), st.integers(0, 65536), st.integers(1, 65536))
     def test_a_straight_line_takes_few_looks(self, fixed, slope, answer, start):

@@ -95,7 +95,7 @@ def check_sums(plan: Plan, effective: int) -> None:
 
 
 def one_alone(split: tuple[int, ...], index: int) -> StepShape:
-    """Return a step in which one rank alone has samples."""
+    """Return a step that gives samples to one rank only."""
     shares = tuple(share if place == index else 0 for place, share in enumerate(split))
     return StepShape((shares,), "rank", num_ranks=len(split))
 
@@ -145,7 +145,7 @@ class TestSimulated:
         assert abs(shares[0] - best) <= 8, (shares, best)
         for index, share in enumerate(shares):
             curve = plan.fit.step_time.curves[index]
-            assert share in dict(curve.points), "the rate is that of its own shares, not of a line between others"
+            assert share in dict(curve.points), "the rate is measured at this share, and not interpolated"
 
     def test_a_function_is_built_without_its_memory(self):
         plan = quick(functools.partial(small, optimizer=torch.optim.SGD), "sim:2xRTX3090", effective_batch_size=64)
@@ -1073,7 +1073,7 @@ BAD = {
     "no trials": (InputError, "n_trials is 0", lambda: quick(small(), SIM, n_trials=0)),
     "time limit of 0": (InputError, "time_limit_s is 0", lambda: quick(small(), SIM, time_limit_s=0)),
     "sample twice": (InputError, "sample_batch", lambda: tune(small(), net_batch(), devices=SIM)),
-    "option beside a workload": (InputError, "loss_fn given", lambda: quick(small(), SIM, loss_fn=F.cross_entropy)),
+    "option next to a workload": (InputError, "loss_fn given", lambda: quick(small(), SIM, loss_fn=F.cross_entropy)),
     "model alone": (WorkloadError, "without sample_batch", lambda: quick(net(), SIM)),
     "no workload": (WorkloadError, "workload is 3", lambda: quick(3, SIM)),
     "unknown device": (DeviceError, "RTX3091", lambda: quick(small(), "sim:RTX3091")),
@@ -1149,7 +1149,7 @@ class TestErrors:
         assert "ceilings-from-storage" in kinds(resumed.notes)
         again = quick(small(), SIM, **options)
         assert again.split == resumed.split
-        assert "trials-from-storage" not in kinds(again.notes), "it had come to its end: they are measured anew"
+        assert "trials-from-storage" not in kinds(again.notes), "the study had ended, so its trials are measured again"
 
     def test_a_sampler_of_ones_own_draws_all_trials(self):
         import optuna

@@ -27,7 +27,7 @@ from autosplit.solve.memory import Ceiling
 
 def names() -> None:
     assert_type(autosplit.__version__, str)
-    autosplit.tunes  # type: ignore[attr-defined]  # noqa: B018 - a misspelt name is told
+    autosplit.tunes  # type: ignore[attr-defined]  # noqa: B018 - a misspelt name is an error
 
 
 def tuning(model: nn.Module, batch: Tensor) -> None:
