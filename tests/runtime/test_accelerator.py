@@ -123,7 +123,7 @@ class TestWallsThatDoNotRaise:
     def test_the_allocator_has_to_give_back_in_three_steps(self, retries, steps, monkeypatch):
         """The first step may also free memory, because kernels are chosen in it.
 
-        On an H200, the second step of a CNN freed memory again, and the third step did not. Its ceiling was 8% too low.
+        On an H200, the second step of a BERT freed memory again, and the third step did not. Its ceiling was too low.
         """
         back_end, runtime = FakeBackEnd(monkeypatch, retries), None
         runtime = bare_runtime()
