@@ -81,7 +81,7 @@ def test_other_numbers_of_gpus_keep_the_effective_batch(devices: tuple[RankDevic
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with raises(DeviceError, "device-not-measured", "Rank 1 has the device New", "only: Fast, Slow"):
+    with raises(DeviceError, "device-not-measured", "Rank 1 has the device New", "only has measurements of Fast, Slow"):
         plan_for_devices(gpu_plan(), [FAST, RankDevice("cuda:0", "New")])
 
 
@@ -91,7 +91,7 @@ def test_a_cpu_is_found_by_its_budget() -> None:
     plan = replace(plan, devices=smaller)
     cpus = [RankDevice("cpu", "cpu", budget_bytes=n) for n in (2**20, 2**21)]
     assert plan_for_devices(plan, cpus).split == (1, 3)
-    with raises(DeviceError, "device-not-measured", "only: cpu with 2 MiB, cpu with 1 MiB"):
+    with raises(DeviceError, "device-not-measured", "only has measurements of cpu with 2 MiB, cpu with 1 MiB"):
         plan_for_devices(plan, [RankDevice("cpu", "cpu"), cpus[0]])
 
 
