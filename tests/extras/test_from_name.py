@@ -491,4 +491,4 @@ def test_every_command_takes_a_name(save, capsys):
         assert main([*words, "--seq-len", "8", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
     assert main(["check", str(Path(__file__)), "--image-size", "8"]) == 2
-    assert "image_size given for" in capsys.readouterr().err
+    assert "image_size can't be set for" in capsys.readouterr().err

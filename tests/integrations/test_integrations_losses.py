@@ -274,7 +274,7 @@ REFUSED_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any], 
     "accelerate, vision": (by_accelerate, "vision", {}, 'int((batch["labels"][:, 1:] != -100).sum())'),
     "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Accelerator"),
     "trainer, boxes": (by_trainer, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Trainer"),
-    "trainer, uncounted": (by_trainer, "boxes", {"loss_scope": "ranks"}, "in a step of 2 micro-batches"),
+    "trainer, uncounted": (by_trainer, "boxes", {"loss_scope": "ranks"}, "a step has 2 micro-batches"),
     "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to Shares"),
 }
 
