@@ -174,7 +174,9 @@ def test_a_cold_cache_is_told_from_a_slow_loader(monkeypatch):
     monkeypatch.setattr(loader_speed, "_cores", lambda: 1)
     cold = autosplit.measure_loader(DataLoader(Cached(), batch_size=4))
     slow = autosplit.measure_loader(DataLoader(Slow(), batch_size=4), time_limit_s=0.1)
-    assert any(str(note).startswith("because the samples were not in the disk cache") for note in cold.notes)
+    told = [str(note) for note in cold.notes if note.kind == "cold-cache"]
+    assert [text.startswith("The first pass loaded ") for text in told] == [True]
+    assert "because the samples were not in the disk cache. The second pass loaded" in told[0]
     assert "cold-cache" not in kinds(slow.notes)
     assert cold.tried[0].samples_per_s > 2 * cold.first_pass_samples_per_s
 
