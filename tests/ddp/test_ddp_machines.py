@@ -268,7 +268,9 @@ def test_a_name_that_means_loopback_is_explained(as_debian_installs_them):
     rank = next(rank for rank, agent in enumerate(agents) if agent.poll() is not None)
     machine = (machines.a, machines.b)[rank]
     assert agents[rank].returncode == 1
-    expected = f"Rank {rank} of 2, on {machine.name}, received the loopback address 127.0.1.1 as the address of another rank"
+    expected = (
+        f"Rank {rank} of 2, on {machine.name}, received the loopback address 127.0.1.1 as the address of another rank"
+    )
     assert expected in machine.log.read_text(encoding="utf-8")
 
 
