@@ -324,8 +324,8 @@ class Context(CheckpointMethods):
             "count=": count is not None,
             "on_oom=": on_oom,
             "noise_scale=": noise_scale is not None,
+            "rebalance=": rebalance,
         }
-        options["rebalance="] = rebalance
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
@@ -335,22 +335,7 @@ class Context(CheckpointMethods):
         can_switch = isinstance(sampler, ScheduledBatchSampler) and not isinstance(sampler, TokenBatchSampler)
         refuse_rebalance(rebalance, can_switch=can_switch, meets=self._models.meet_always)
         if not isinstance(sampler, ScheduledBatchSampler):
-            if self.world_size > 1 and draws_everything(loader):
-                raise InputError(
-                    f"The loader draws the whole data set on each of {self.world_size} ranks. Expected only rank "
-                    f"{self.rank}'s part. Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
-                    code="loader-not-cut-by-rank",
-                )
-            made = foreign_steps(
-                loader,
-                self.settings.accumulation_steps,
-                device=self.device,
-                count=count,
-                has_share=self.settings.batch_size > 0,
-                spans_ranks=spans_ranks,
-            )
-            if count is None:
-                made = compared(made, self.effective_batch_size, stacklevel=3)
+            made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
             return self._synchronised(made, settings, watches=loss_scope is None)
         if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
@@ -365,6 +350,18 @@ class Context(CheckpointMethods):
         begin = partial(self._begun, loader, sampler, count=count, **given)
         made = self._slow_ranks.switching(begin(), sampler, self._follow, begin)
         return self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
+
+    def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
+        if self.world_size > 1 and draws_everything(loader):
+            raise InputError(
+                f"The loader draws the whole data set on each of {self.world_size} ranks. Expected only rank "
+                f"{self.rank}'s part. Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
+                code="loader-not-cut-by-rank",
+            )
+        accumulation_steps, has_share = self.settings.accumulation_steps, self.settings.batch_size > 0
+        options: Any = {"device": self.device, "count": count, "has_share": has_share, "spans_ranks": spans_ranks}
+        made = foreign_steps(loader, accumulation_steps, **options)
+        return made if count is not None else compared(made, self.effective_batch_size, stacklevel=3)
 
     def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
         """Begin to iterate over a loader of `batch_sampler`, with the present split."""

@@ -47,7 +47,7 @@ class RankDevice:
 
 
 def own_device(plan: Plan, place: Place) -> RankDevice:
-    """Return the device that this process uses if the job's devices differ from the plan's: its local rank's."""
+    """Return the device of this process in an elastic job: the GPU with the number of its local rank, or a CPU."""
     kind = plan.devices[0].kind
     if kind == "cpu":  # memory budgets exist only in the plan
         planned = plan.devices[min(place.rank, len(plan.devices) - 1)]
