@@ -74,6 +74,7 @@ def sharded_plan(
     shard_size: int | None = None,
     reshards: bool = True,
     param_dtype: torch.dtype | None = None,
+    gaps: float = 0.0,
 ) -> Plan:
     """Return the plan for sharded `groups` of parameters, from a plan for ranks with whole models.
 
@@ -88,6 +89,7 @@ def sharded_plan(
             best.
         reshards: `reshard_after_forward` of FSDP2.
         param_dtype: The dtype in which FSDP2 gathers and reduces. Default: the dtype of the parameters.
+        gaps: Fraction of the memory that the allocator loses in gaps between tensors.
 
     Raises:
         InputError: `shard_size` does not divide the number of ranks.
@@ -104,7 +106,7 @@ def sharded_plan(
         )
     model = _Sharded(groups, [[_gathered(one, param_dtype) for one in group] for group in groups], optimizer_bytes)
     variants = [
-        _Variant(plan, fit, model, activations, size, reshards, several)
+        _Variant(plan, fit, model, activations, 1 - gaps, size, reshards, several)
         for size in sizes
         for several in (False, True)
         if shard_size in (None, size)
@@ -185,12 +187,17 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A choice of the shard groups, and of one or several forwards per optimizer step."""
+    """A choice of the shard groups, and of one or several forwards per optimizer step.
+
+    Attributes:
+        usable: Fraction of a rank's memory that tensors can use.
+    """
 
     before: Plan
     fit: Fit
     model: _Sharded
     activations: Activations
+    usable: float
     size: int
     reshards: bool
     several: bool
@@ -224,7 +231,7 @@ class _Variant:
         return Problem.of(
             self._fit,
             tuple(
-                _moved(rank.ceiling, peak_bytes, plan.ddp.least_batch, effective)
+                _moved(rank.ceiling, peak_bytes, self.usable, plan.ddp.least_batch, effective)
                 for rank, peak_bytes in zip(plan.ddp.ranks, predicted, strict=True)
             ),
             None,
@@ -384,10 +391,10 @@ def _effective(plan: Plan) -> int:
     return Context(plan, 0, torch.device("cpu")).effective_batch_size
 
 
-def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], least: int, most: int) -> Ceiling:
+def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], usable: float, least: int, most: int) -> Ceiling:
     """Return the ceiling with a sharded model. Only a ceiling that memory limits can grow, up to `most`."""
     bound = most if ceiling.limited_by == "memory" else ceiling.batch_size
-    room_bytes = int((1 - LINE_ERROR) * ceiling.capacity_bytes)
+    room_bytes = int((1 - LINE_ERROR) * usable * ceiling.capacity_bytes)
     size = largest_size(bound, lambda samples: peak_bytes(max(samples, least)) <= room_bytes)
     size = size if size >= least else 0
     at = max(size, least)

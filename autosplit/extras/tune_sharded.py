@@ -56,6 +56,9 @@ WHOLE_COPIES = 6
 A rank with AdamW that accumulates needs 5 times: parameters, gradients, DDP's buckets, and two tensors of state.
 """
 
+GAPS = 0.1
+"""Share of a GPU's memory that gaps between tensors waste: the default of ``fragmented`` in gpus.toml."""
+
 
 @ends_tracebacks
 def tune_sharded(
@@ -114,8 +117,8 @@ def tune_sharded(
     refused = sorted({"strategy", "lengths", "checkpointing"} & options.keys())
     if refused:
         raise InputError(
-            f"{refused[0]}={options[refused[0]]!r:.80} was passed. Expected a model for DDP's ranks, with samples of one "
-            "length, that checkpoints its layers itself. Leave the argument out.",
+            f"{refused[0]}={options[refused[0]]!r:.80} was passed. Expected none: sharded ranks train with DDP, with "
+            "samples of one length, and a model that checkpoints its layers itself. Leave the argument out.",
             code="sharded-option",
         )
     if in_a_job():
@@ -145,11 +148,19 @@ def tune_sharded(
             shard_size=shard_size,
             reshards=reshard_after_forward,
             param_dtype=param_dtype,
+            gaps=_gaps(plan, traced_on),
         )
 
 
 _DESCRIBED = {"compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch"}
 """Arguments of `tune` that describe the workload."""
+
+
+def _gaps(plan: Plan, devices: Sequence[Device]) -> float:
+    """Return the share of the memory for gaps between tensors. The memory of simulated GPUs does not include it."""
+    if not is_accelerator(plan.devices[0].kind):
+        return 0.0
+    return max((device.spec.fragmented for device in devices if device.spec is not None), default=GAPS)
 
 
 def _whole_plan(
@@ -204,7 +215,7 @@ def _activations(source: Source, devices: Sequence[Device], plan: Plan) -> Itera
 
 @contextmanager
 def _traced(source: Source, devices: Sequence[Device]) -> Iterator[tuple[Callable[[int, int, int], int], int]]:
-    """Yield a function of rank, samples and forwards that returns a rank's peak, and bytes of parameters and buckets."""
+    """Yield a function that returns a rank's peak for samples and forwards, and the bytes of parameters and buckets."""
     with ExitStack() as closing:
         closing.enter_context(kept_rng())
         built = build(source, devices)

@@ -154,7 +154,7 @@ class TestParamDtype:
 class TestRefusals:
     @pytest.mark.parametrize("option", [{"strategy": "balanced"}, {"lengths": [1, 2]}, {"checkpointing": Layer}])
     def test_an_option_that_does_not_apply(self, option):
-        with raises(InputError, "sharded-option", f"{[*option][0]}="):
+        with raises(InputError, "sharded-option", f"{next(iter(option))}="):
             tune_sharded(make_workload, devices="sim:2xRTX3090", **option)
 
     def test_a_job(self, monkeypatch):
