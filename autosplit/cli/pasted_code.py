@@ -60,7 +60,6 @@ def _given(plan: Plan) -> str:
 
 
 def _loss_from(plan: Plan) -> str:
-    """Return the source of the workload's loss. If the plan does not have it, assume a loss function."""
     own = next((name for name in ("step", "compute_loss") if plan.workload.get(name) is not None), None)
     is_assumed = any(note.kind == "loss-assumed" for note in plan.notes)
     has_none = plan.workload.get("loss_fn", "unknown") is None and not is_assumed

@@ -302,7 +302,6 @@ def _load_together(
 
 
 def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
-    """Return the result of a call and None, or `otherwise` and the reason of the call's failure."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
@@ -310,7 +309,6 @@ def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | N
 
 
 def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) -> Any:
-    """Run a call on all ranks. Raise CheckpointError on all ranks if the call fails on any."""
     found, reason = _tried(call)
     reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}

@@ -65,7 +65,7 @@ def is_loadable(name: str, part: Any) -> bool:
 
 
 def is_verified(part: Any) -> bool:
-    """Return whether `fitting` has verified the state of such a part, so loading the state does not fail."""
+    """Return whether `fitting` verifies everything that this kind of part loads, so loading can't fail."""
     return isinstance(part, nn.Module | torch.optim.Optimizer | ScheduledBatchSampler | torch.amp.GradScaler)
 
 

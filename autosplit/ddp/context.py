@@ -364,7 +364,7 @@ class Context(CheckpointMethods):
         return made if count is not None else compared(made, self.effective_batch_size, stacklevel=3)
 
     def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
-        """Begin to iterate over a loader of `batch_sampler`, with the present split."""
+        """Begin to iterate over a loader of `batch_sampler`, with the current split."""
         if sampler.rank_slice != self._slice:
             sampler.follow(self._slice)
         return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)
@@ -419,7 +419,7 @@ class Context(CheckpointMethods):
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:
-            self._slow_ranks.keeps_batch = True  # another batch size would compare a sample with other samples
+            self._slow_ranks.keeps_batch = True  # it determines which samples the loss compares
             step.expect_gather()
         return found
 

@@ -59,7 +59,6 @@ def _cgroup_bytes(root: Path) -> list[int]:
 
 
 def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
-    """Return a cgroup's limit minus its use without reclaimable page cache, or None without a limit."""
     limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
     used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
     if not limit.isdigit() or not used.isdigit():

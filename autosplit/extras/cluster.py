@@ -214,7 +214,6 @@ def _check_counts(cluster: Cluster) -> None:
 
 
 def _network(text: str, spec: str) -> float | None:
-    """Return the rate of one node in bytes/s, or None if the spec has no rate."""
     if not text:
         return None
     found = re.fullmatch(r"@\s*(?:([0-9]{1,3})\s*[xX]\s*)?(?:([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*Gbps|([A-Z]{3}))", text)

@@ -99,13 +99,13 @@ class ClusterPrediction:
     Attributes:
         nodes: Number of nodes.
         ranks: Number of GPUs.
-        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in all.
+        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step, exact.
         step_s: Seconds of an optimizer step.
         all_reduce_s: Seconds of all buckets' all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds that ranks wait for the slowest rank.
+        waits_s: Seconds during which ranks wait for the slowest rank.
         efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
         limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
             or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.

@@ -177,7 +177,6 @@ def _row_of(name: str) -> GpuSpec | None:
 
 
 def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None]:
-    """Return the rates of matrix products by dtype. For float32, also measure TF32 tensor cores."""
     flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
     if place.type == "cuda" and torch.cuda.get_device_capability(place) >= TF32_SINCE:
         precision = torch.get_float32_matmul_precision()

@@ -175,7 +175,6 @@ def _offline() -> Iterator[None]:
 
 @contextmanager
 def _told_as_input(what: str, advice: str) -> Iterator[None]:
-    """Turn a library's exception about a configuration or a size into a one-line error."""
     try:
         yield
     except AutosplitError:
@@ -222,7 +221,6 @@ def _of_transformers(
 
 
 def _config_values(path: Path) -> dict[str, Any]:
-    """Read a config.json. Raise InputError if it needs custom code or weights that can't be predicted."""
     if not path.is_file():
         raise InputError(
             f"{path} does not exist. Expected a model's config.json, or a folder that contains it. autosplit "

@@ -132,7 +132,7 @@ def _values(plan: Plan) -> dict[str, object]:
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the table has the rest
+        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # a table has the others
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
@@ -140,7 +140,6 @@ def _values(plan: Plan) -> dict[str, object]:
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield facts on how the plan was made. Old plans do not contain the request."""
     if plan.request:
         yield "requested", plan_report.request_text(plan.request) or "only the defaults"
     names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}

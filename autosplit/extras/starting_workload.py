@@ -243,7 +243,6 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
 
 
 def _lines(source: str, name: str, batch: _Batch, added: tuple[str, ...]) -> list[str]:
-    """Return the lines of the file. The lines in `added` come before the import of the model."""
     loss = batch.loss
     own = loss is not None and loss.name in batch.names
     imports = ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]

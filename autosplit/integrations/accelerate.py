@@ -386,7 +386,6 @@ class Accelerator(accelerate.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
 
     def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
-        """Raise InputError in all processes if any process finds that the loss is not a mean over samples."""
         loader = self.gradient_state.active_dataloader.base_dataloader
         reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
         is_other = torch.tensor([int(bool(reason))], device=self.device)

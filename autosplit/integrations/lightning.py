@@ -346,7 +346,6 @@ class Shares(lightning.pytorch.Callback):
         self._loader = loader
 
     def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
-        """Infer the divisor of the loss. All processes use the result of process 0."""
         assert self._loader is not None, "`setup` sets it"
         assert self.share is not None, "without a plan, losses are not weighted"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"

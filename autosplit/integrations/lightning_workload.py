@@ -241,7 +241,6 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 @contextmanager
 def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
-    """Set the Trainer and optimizer of a module and its submodules in the block. Disable logging, as no loop runs."""
     shadows = {"log": _nothing, "log_dict": _nothing}
     if optimizer is not None:
         shadows["optimizers"] = lambda **_options: optimizer

@@ -347,7 +347,6 @@ class SharesMixin(Mixed):
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_finding(self) -> Finding:
-        """Infer the divisor of the model's loss. All processes use the result of process 0."""
         assert self.share is not None, "only called with a plan"
         found = [self._found()]
         if self.share.num_processes > 1:

@@ -344,7 +344,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of a whole epoch."""
         full_steps, short = divmod(self.num_samples, self.effective_batch_size)
         last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
         return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last

@@ -272,7 +272,6 @@ class Gathering:
         return total.to(brought[0].dtype)
 
     def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
-        """Return whether tensors of shape (1,) are losses, as in nn.DataParallel, and not outputs of one sample."""
         if any(share > 1 for share in self.shares):
             self.seen.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
         return self.seen.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)

@@ -202,7 +202,6 @@ def _name(node: Any) -> str:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return a value that a node saved for its backward. Return None if the value does not exist or was freed."""
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # the backward has run

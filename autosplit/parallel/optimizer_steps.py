@@ -111,7 +111,6 @@ class OptimizerStep:
         self._watched: WatchedParameter | None = None
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of this step."""
         return len(self.micro_batch_sizes)
 
     @property

@@ -36,7 +36,7 @@ class SampledOrder:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Return the order of an epoch. Raise InputError if the order lacks or repeats samples."""
+        """Return the order of an epoch."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         order = self._drawn(epoch)

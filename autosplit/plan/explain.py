@@ -99,7 +99,7 @@ def problem_of(plan: PlanRecord) -> Problem | None:
 
 
 def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
-    """Return the problem of a plan's request with another fit and other ceilings."""
+    """Return the problem of a plan's request for this fit, these ceilings and this region."""
     return Problem.of(
         fit,
         ceilings,

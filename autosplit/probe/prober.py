@@ -174,9 +174,9 @@ class Prober:
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
-        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of this ceiling.
+        """Return the fixed bytes and the bytes per sample of the line through a ceiling and half of this ceiling.
 
-        Half of 3 is 2, because a single sample may use another code path.
+        For a ceiling of 3, use 2 as its half, because a batch of 1 may run another code path.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
@@ -196,7 +196,7 @@ class Prober:
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        accelerators: Any = self.runtime  # It runs in this process or in a separate process.
+        accelerators: Any = self.runtime  # an `AcceleratorRuntime`, or an `IsolatedRuntime` around one
         try:
             self.memories[shape] = memory = accelerators.memory(shape)
         except Exception:

@@ -143,7 +143,6 @@ class DataDependent:
         return operator.make(rows, *args, **kwargs)
 
     def _indexed(self, args: Sequence[Any]) -> Any:
-        """Index with the positions of each mask's true elements, as torch's kernels do."""
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:

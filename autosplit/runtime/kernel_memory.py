@@ -262,10 +262,10 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu: from the source, not measured.
+    """Return the temporary blocks of Embedding.cu and EmbeddingBackwardKernel.cu. They were not measured.
 
-    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need no
-    block.
+    The blocks are the sorted indices, one row of sums for every ten indices, and one row of sums per index. Up to 3,072
+    indices need no block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())

@@ -88,7 +88,6 @@ def _nothing() -> None:
 
 
 def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
-    """Checkpoint layers of a copy. Return a function that restores a borrowed model."""
     (module,) = models.modules
     undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
 

@@ -353,7 +353,6 @@ def _one_convolution(
 
 
 def _in_channels(tensor: Tensor) -> bool:
-    """Return whether a tensor of images, or a slice of one, is in channels-last order (``torch.channels_last``)."""
     return tensor.dim() == 4 and tensor.stride(1) == 1 < tensor.stride(3)
 
 

@@ -19,7 +19,7 @@ from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
-# torch.nn.functional rejects one value per channel for these ops. An instance norm calls a batch norm op here.
+# torch.nn.functional rejects one value per channel for these ops. Instance norms also run as batch norm ops.
 _NORMS_OVER_SAMPLES = aten_ops(
     "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
     "cudnn_batch_norm miopen_batch_norm native_group_norm"

@@ -272,7 +272,8 @@ class _Whole:
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
         self._tracer = tracer = tracers[self._place[0]]
-        # A trace of real tensors costs a whole step. So one trace serves all variants, and its peak gets the buckets.
+        # Tracing real tensors takes as long as a step. So trace one variant, and add the size of DDP's buckets to its
+        # peak.
         self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
@@ -348,7 +349,6 @@ class _Composed:
         )
 
     def _different_replicas(self) -> list[tuple[int, int]]:
-        """Return a device and its samples for each combination of trace and batch size among the replicas."""
         found = {(id(self._tracers[d]), self._split[d]): d for d in _active(self._split) if d}
         return [(device, samples) for (_, samples), device in found.items()]
 
@@ -432,7 +432,6 @@ def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], 
 
 
 def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
-    """Replay the work of a device up to its next transfer, and yield the transfer."""
     for event in events:
         if isinstance(event, Work):
             clocks.work(device, event)

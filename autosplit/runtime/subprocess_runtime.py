@@ -183,7 +183,6 @@ class IsolatedRuntime:
             ) from None
 
     def _refuse_to_go_on(self, cause: str) -> None:
-        """Raise AutosplitError if the process dies in every call, or if steps still hang after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
                 f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. The last time, it "
@@ -319,7 +318,6 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Return whether a CUDA error (such as an illegal access) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):

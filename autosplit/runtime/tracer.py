@@ -271,7 +271,6 @@ class Tracer:
         recorder: OpRecorder,
         begun_at: int,
     ) -> list[list[Trace]]:
-        """Derive all traces from a step that ran with the first split. For each variant, return one trace per split."""
         parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
         buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
         found: list[list[Trace]] = []
@@ -485,7 +484,6 @@ def _traced_once(
     kernels: GpuKernels | None = None,
     values: SampleValues | None = None,
 ) -> Tracer:
-    """Make a tracer that has traced a step. If that fails, restore a borrowed model."""
     own = kernels if like_gpu else None
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:

@@ -124,7 +124,6 @@ class LengthPlan:
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
     def _at(self, length: int, value: Callable[[LengthPoint], float]) -> float:
-        """Interpolate a value between the points. Below the shortest length, return its value."""
         if length > self.points[0].length:
             raise InputError(
                 f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "

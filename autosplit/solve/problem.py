@@ -326,7 +326,6 @@ class Problem:
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
-        """Return the best settings for ranks, or None if a rank fits no sample or there are more ranks than samples."""
         found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
         if not found:
             return None

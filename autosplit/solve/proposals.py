@@ -56,7 +56,7 @@ class Proposer:
         self.first = solver.first_trials()
 
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
-        """Propose the next trial after these trials, in the order of their runs."""
+        """Propose the next trial."""
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:

@@ -175,7 +175,7 @@ def kept(
 
 
 def with_facts(plan: Plan, request: Request) -> Plan:
-    """Return a plan with the UUIDs and drivers of the present devices, after a step has confirmed the plan."""
+    """Return a plan with the UUIDs and drivers of the current devices, after a step has confirmed the plan."""
     devices = tuple(
         replace(planned, uuid=device.uuid, driver=device.driver)
         for planned, device in zip(plan.devices, request.devices, strict=True)

@@ -162,7 +162,7 @@ def _scaling_table(scaling: ClusterScaling, price_per_hour: float | None) -> Tab
     table.columns[-1].no_wrap = True
     most = max(one.samples_per_s for one in scaling.predictions)
     for one in scaling.predictions:
-        # Without prices of single nodes, each GPU has the same part of the price.
+        # The price is for the whole cluster, so divide it equally among the GPUs.
         price = (price_per_hour or 0.0) * one.ranks / scaling.whole.ranks
         costs = [_money_text(price / 3600 * 1e6 / one.samples_per_s)] if priced else []
         batches = ", ".join(f"{share.gpu} {share.batch_size}" for share in one.shares)

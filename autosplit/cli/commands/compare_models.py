@@ -152,7 +152,6 @@ def _compared(
     model_options: Mapping[str, Any],
     keywords: Mapping[str, Any],
 ) -> ComparedModel:
-    """Compare the machines for one model. An error of autosplit becomes the failure of the model."""
     from autosplit.extras.compare import compared
     from autosplit.extras.compare_models import ComparedModel, ErrorBand, error_band
     from autosplit.extras.workload_spec import is_model_name, workload_of_spec
