@@ -124,7 +124,7 @@ def parse_bytes(text: str) -> int:
             A number without a unit is bytes.
 
     Raises:
-        InputError: The text has another form.
+        InputError: The text has a different form.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None

@@ -430,10 +430,9 @@ def _compiled() -> list[str]:
     steps = _read("published_compiled")
     share = f"{steps['fused share']:.0%}"
     text = (
-        f"For compiled transformers, `sim:` assumes that all kernels except matrix products take {share} of their eager "
-        "time. "
-        "This fraction is fitted to the steps that the table marks. The ratios are predicted / measured. The predicted "
-        "memory is that of an eager step, which is more than a compiled step needs."
+        f"For compiled transformers, `sim:` assumes that all kernels except matrix products take {share} of their "
+        "eager time. This fraction is fitted to the steps that the table marks. The ratios are predicted / measured. "
+        "The predicted memory is that of an eager step, which is more than a compiled step needs."
     )
     predicted = [
         (

@@ -101,7 +101,7 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
         ("has unknown", [key for key in state if key not in own]),
-        ("has with another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
+        ("has with a different shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
         (
             "has something other than a tensor at",
             [key for key in shapes if key in state and key not in given and not is_extra(key)],

@@ -102,7 +102,7 @@ class Context(CheckpointMethods):
 
         Warns:
             BatchNormWarning: Only rank 0's running statistics are used, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of another size.
+            OtherModelWarning: The plan was made for a model of a different size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
@@ -139,7 +139,7 @@ class Context(CheckpointMethods):
             model = ctx.shard(model, layers=TransformerBlock)
             optimizer = torch.optim.AdamW(model.parameters())  # after shard(), which replaces the parameters
 
-        The model is changed in place, permanently: its modules get another class, and its parameters become DTensors.
+        The model is changed in place, permanently: its modules get other classes, and its parameters become DTensors.
         `save_checkpoint` writes the state of a plain model. Every rank must run every forward, also in evaluation. A
         rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
@@ -166,7 +166,7 @@ class Context(CheckpointMethods):
 
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of another size.
+            OtherModelWarning: The plan was made for a model of a different size.
         """
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)

@@ -44,7 +44,7 @@ def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]
 
 
 def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
-    """Combine the ranks' gradient norms of a step: add up the first two numbers, and return the largest third.
+    """Combine the ranks' gradient norms of a step: sum the first two numbers, and take the maximum of the third.
 
     The third number is the squared norm of the step's gradient. Only ranks with samples measure it, with equal results.
     """

@@ -319,7 +319,7 @@ def scaled(
         ceilings = ", ".join(f"{kind.name} {kind.ceiling}" for kind in kinds.values())
         raise DoesNotFitError(
             f"{cluster.spec} can't train steps of {wanted or 'any number of'} samples. Its {cluster.ranks} ranks need "
-            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use another number of "
+            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use a different number of "
             "samples, or other GPUs.",
             code="cluster-does-not-fit",
         )

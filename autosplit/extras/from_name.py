@@ -405,7 +405,7 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
     said = (
         ()
         if seq_len
-        else ((f"The plan assumes sequences of {length} tokens. Set another length with --seq-len (seq_len=)."),)
+        else ((f"The plan assumes sequences of {length} tokens. Set a different length with --seq-len (seq_len=)."),)
     )
     return {"input_ids": tokens, "labels": labels}, said
 
@@ -459,7 +459,7 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
         with warnings.catch_warnings():  # GoogLeNet warns about its future weight initialisation
             warnings.simplefilter("ignore", FutureWarning)
             model = models.get_model(name, weights=None)
-        # Prefer the model's `image_size`, because its pretrained weights may be for images of another size.
+        # Prefer the model's `image_size`, because its pretrained weights may be for images of a different size.
         own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
         return _classifier(f"torchvision:{name}", own, image_size, model, 3)
 
@@ -491,5 +491,5 @@ def _images(
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"The plan assumes images of {size} pixels. Set another size with --image-size (image_size=)."
+    said = f"The plan assumes images of {size} pixels. Set a different size with --image-size (image_size=)."
     return pixels, (said,) if image_size is None else ()

@@ -88,7 +88,7 @@ def page_of(plan: Plan) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
-        # Replace invisible characters in strings. Strings marked as safe have another type and were made here.
+        # Replace invisible characters in strings. Strings marked as safe have a different type and were made here.
         finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

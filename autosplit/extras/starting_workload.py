@@ -200,7 +200,7 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
         try:
             with torch.no_grad():
                 return sample, model(sample.batch(2))
-        except Exception as error:  # noqa: BLE001  # any error of the model means another shape
+        except Exception as error:  # noqa: BLE001  # any error of the model means a different shape
             tried.append(f"{sample.shape}: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}")
     errors = f" ({'; '.join([*dict.fromkeys(tried)][-3:])})" if tried else ""
     raise InputError(

@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: When a model is prepared: the plan is for a model of another size.
+        OtherModelWarning: When a model is prepared: the plan is for a model of a different size.
         UnevenLossWarning: When a loader is prepared: the plan was tuned with a loss that is not a mean over samples,
             and there is no `count`. In the first backward: the divisor of the loss could not be inferred.
     """

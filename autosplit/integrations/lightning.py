@@ -183,7 +183,7 @@ class Shares(lightning.pytorch.Callback):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: In `fit`: the plan is for a model of another size.
+        OtherModelWarning: In `fit`: the plan is for a model of a different size.
         UnevenLossWarning: In `fit`: the loss is neither a mean over samples or labels nor a sum, or it could not be
             examined.
     """

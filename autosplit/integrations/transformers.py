@@ -100,7 +100,7 @@ class SharesMixin(Mixed):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: The plan is for a model of another size.
+        OtherModelWarning: The plan is for a model of a different size.
         CutWarning: This process cut a micro-batch for the first time. The message has the cause and advice.
     """
 

@@ -181,7 +181,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 raise InputError(
                     f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
                     f"{shares}. Expected 0 or at least {least} on each device, because the plan's BatchNorms need "
-                    "that many. Pass drop_last=True, or use another number of samples.",
+                    "that many. Pass drop_last=True, or use a different number of samples.",
                     code="batchnorm-last-forward",
                 )
 
@@ -258,7 +258,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Batch sizes and ranks may have changed, if the consumed samples still end at an optimizer step.
 
         Raises:
-            InputError: The state belongs to another order of samples, or ends inside an optimizer step.
+            InputError: The state belongs to a different order of samples, or ends inside an optimizer step.
         """
         self.check_state_dict(state)
         self._go_to(state["epoch"])
@@ -280,7 +280,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         wrong += ["batches of similar length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
-                f"The sampler's state belongs to another order of samples: {', '.join(wrong)}. Create the sampler "
+                f"The sampler's state belongs to a different order of samples: {', '.join(wrong)}. Create the sampler "
                 "with the arguments that it had, or begin a new epoch.",
                 code="sampler-state-differs",
             )

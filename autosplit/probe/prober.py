@@ -41,7 +41,7 @@ class Prober:
 
     Attributes:
         report: Function that is called with progress messages.
-        num_ranks: Number of DDP processes in the job. 0 for one on each device.
+        num_ranks: Number of DDP processes in the job. 0 means one process on each device.
         exact: Confirm that one more sample than a ceiling runs out of memory.
         deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed.
             None for no limit.
@@ -176,7 +176,7 @@ class Prober:
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
         """Return the fixed bytes and the bytes per sample of the line through a ceiling and half of this ceiling.
 
-        For a ceiling of 3, use 2 as its half, because a batch of 1 may run another code path.
+        For a ceiling of 3, use 2 as its half, because a batch of 1 may run a different code path.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)

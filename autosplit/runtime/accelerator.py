@@ -330,7 +330,7 @@ class _Steady:
 
     def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
         self._runtime, self._run = runtime, run
-        self.releases: dict[int, int] = {}  # by device: in how many blocks in a row it has now released memory
+        self.releases: dict[int, int] = {}  # by device: how many consecutive blocks released memory
 
     def block(self, steps: int) -> None:
         """Run some steps, then wait for the devices.

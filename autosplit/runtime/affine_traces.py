@@ -12,8 +12,8 @@ splits] in `op_calls`). So one trace for each variant of a step predicts every b
 * A loss over the whole batch may be quadratic in the samples. A quadratic model covers such a loss on one device.
 
 The model is compared with a traced small step. It is also compared with the largest requested step above the odd sizes.
-If another kernel or branch runs at another size, the step has no trace model and is traced at each requested size. A
-step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
+If another kernel or branch runs at a different size, the step has no trace model and is traced at each requested size.
+A step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
 through the two peaks predicts each peak.
 
 Note [A batch of one]
@@ -242,7 +242,7 @@ class AffineTraces:
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
             self._compared_up_to[shape.arrangement == "eval"] = shape.num_samples
             return
-        _log.info("steps of other sizes take another code path than %s: tracing each size", shape)
+        _log.info("steps of other sizes take a different code path than %s: tracing each size", shape)
         self._shared.given_up = True
         self._shared.traces.clear()
 

@@ -117,7 +117,7 @@ class Arrival:
 
     Attributes:
         at: Number of account entries before the gradient.
-        is_copy: Whether autograd copied its tensor, which is used elsewhere or has another memory layout.
+        is_copy: Whether autograd copied its tensor, which is used elsewhere or has a different memory layout.
     """
 
     at: int

@@ -1,4 +1,4 @@
-"""Record an op's call without its tensors, and compute its cost for another batch size.
+"""Record an op's call without its tensors, and compute its cost for a different batch size.
 
 Note [Odd splits]
 ~~~~~~~~~~~~~~~~~

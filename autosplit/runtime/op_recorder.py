@@ -99,7 +99,7 @@ class OpRecorder:
         self._phases[-1][1].extend(events)
 
     def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
-        """Return the events for another batch size or variant of the step. The update is always the same."""
+        """Return the events for a different batch size or variant of the step. The update is always the same."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:

@@ -88,7 +88,7 @@ class Ceiling:
         return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
 
     def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
-        """Return this ceiling for another capacity, which has room for `batch_size` samples."""
+        """Return this ceiling for a different capacity, which has room for `batch_size` samples."""
         if batch_size == self.batch_size:
             return replace(self, capacity_bytes=capacity_bytes)
         return replace(
@@ -149,7 +149,7 @@ class MemoryParts:
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the parts of another peak, or None if even without activations the parts exceed that peak.
+        """Return the parts of a different peak, or None if even without activations the parts exceed that peak.
 
         The difference is untraced memory if a real step `measured` the peak. Otherwise, by a line through traces, it is
         activations.

@@ -118,8 +118,8 @@ class LengthPlan:
         """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
 
         The result holds for samples at least as long as the shortest measured length. With attention scores in memory,
-        fewer
-        tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured lengths.
+        fewer tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured
+        lengths.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 

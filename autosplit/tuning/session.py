@@ -254,7 +254,7 @@ class Session(ABC):
             return DoesNotFitError(
                 f"autosplit can't cut an optimizer step of {0 if sizes is None else sizes[1]} samples into "
                 f"forwards of at most {self.prober.max_batch_size}. Each device must get 0 or at least {least} "
-                "samples, because BatchNorm needs that many. Pass another effective_batch_size, or raise "
+                "samples, because BatchNorm needs that many. Pass a different effective_batch_size, or raise "
                 "max_batch_size.",
                 code="split-not-possible",
             )

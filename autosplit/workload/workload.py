@@ -302,7 +302,7 @@ class Workload:
         """Return a batch of `n` samples: `make_batch(n)`, or else the sample batch with its samples repeated in order.
 
         Raises:
-            WorkloadError: `make_batch` returned a batch of another size.
+            WorkloadError: `make_batch` returned a batch of a different size.
         """
         return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
@@ -310,7 +310,7 @@ class Workload:
         """Return `make_batch(n)`.
 
         Raises:
-            WorkloadError: The batch has another number of samples.
+            WorkloadError: The batch has a different number of samples.
         """
         assert self.make_batch is not None
         assert self._made is not None

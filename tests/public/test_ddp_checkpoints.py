@@ -195,7 +195,7 @@ class TestBadFiles:
         whole_file(ctx, path)
         wider = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
         deeper = nn.Sequential(*make_model(), nn.Linear(1, 1)).double()
-        self.refused(ctx, path, "another shape 0.weight", model=wider)
+        self.refused(ctx, path, "a different shape 0.weight", model=wider)
         self.refused(ctx, path, "lacks 3.weight", model=deeper)
         self.refused(ctx, path, "has unknown 2.weight", model=make_model()[:2])
 
@@ -207,7 +207,7 @@ class TestBadFiles:
         self.refused(
             ctx,
             path,
-            "another order of samples: seed 7 instead of 8",
+            "a different order of samples: seed 7 instead of 8",
             sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
         )
 
