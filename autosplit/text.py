@@ -188,7 +188,7 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co")
 
 
 def visible(text: str) -> str:
-    """Replace invisible characters, such as control and bidirectional characters, by a mark."""
+    """Replace invisible characters, such as control and bidirectional characters, with a mark."""
     return "".join("�" if unicodedata.category(c) in _INVISIBLE and c not in _KEPT else c for c in text)
 
 

@@ -182,7 +182,7 @@ class PredictedNodes:
         all_reduce_s: Seconds of all all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
         waits_s: Seconds during which ranks wait for the slowest rank.
-        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: `"compute"`, `"batch size"`, `"slowest rank"`, `"network"`, or the GPU with slow links in its node.
         samples_per_s: Throughput.
     """

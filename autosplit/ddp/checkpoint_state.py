@@ -213,7 +213,7 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
-    """Copy a state and replace each tensor by the result of `place`.
+    """Copy a state and replace each tensor with the result of `place`.
 
     Its arguments are the tensor, and the part's sharded tensor or None.
     """
@@ -236,7 +236,7 @@ def _shard_like(own: Any, value: Tensor) -> Tensor | None:
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy a state and replace each tensor by the result of `change`, whose arguments are the keys and the tensor."""
+    """Copy a state and replace each tensor with the result of `change`, whose arguments are the keys and the tensor."""
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):

@@ -196,7 +196,7 @@ class Context(CheckpointMethods):
     ) -> ScheduledBatchSampler:
         """Return a batch sampler that yields this rank's part of every micro-batch.
 
-        All ranks draw the same order. Every sample is yielded once per epoch. Every rank gets equally many
+        All ranks draw the same order. Every sample is yielded once per epoch. Every rank gets the same number of
         micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on a
         rank if possible, because BatchNorms cannot train on one. A rank without samples runs one or two samples with
         weight 0, which do not change BatchNorm statistics.
@@ -341,8 +341,8 @@ class Context(CheckpointMethods):
         if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
-                f"{self.rank}'s sampler, because all ranks must take equally many micro-batches. Create the loader "
-                "with batch_sampler=ctx.batch_sampler(len(dataset)).",
+                f"{self.rank}'s sampler, because all ranks must take the same number of micro-batches. "
+                "Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
                 code="batch-sampler-of-other-rank",
             )
         over_ranks = partial(totals_over_ranks, device=self.device)
@@ -398,10 +398,10 @@ class Context(CheckpointMethods):
                     own = everyone.offset + torch.arange(len(z), device=z.device)
                     step.backward(F.cross_entropy(z @ everyone.tensor.T / 0.1, own))
 
-        Every rank must call `all_gather` equally often, and use the result in its loss. Ranks may have unequal numbers
-        of rows. The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on
-        every rank. The gradient is then the same as in one process with the whole micro-batch. Samples are compared
-        only within a micro-batch.
+        Every rank must call `all_gather` the same number of times, and use the result in its loss. Ranks may have
+        unequal numbers of rows. The loss must be the mean over this rank's own samples, or one loss over all samples
+        that is equal on every rank. The gradient is then the same as in one process with the whole micro-batch. Samples
+        are compared only within a micro-batch.
 
         A rank without samples in a micro-batch runs other ranks' samples with weight 0. On that rank only, their rows
         are at the end of `Gathered.tensor`, where `offset` points.
@@ -414,7 +414,7 @@ class Context(CheckpointMethods):
         if step is not None and step.cuts is not None and step.is_open:
             raise InputError(
                 "all_gather was called with on_oom='cut', where each rank runs its own number of forwards. "
-                "Expected equally many on all ranks. Leave on_oom out.",
+                "Expected the same number on all ranks. Leave on_oom out.",
                 code="gather-with-oom-cuts",
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)

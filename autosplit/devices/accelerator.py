@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 def accelerator_at(kind: str | None = None) -> Found:
-    """Return an accelerator kind, by default the kind that torch detects. Tests replace it by fakes."""
+    """Return an accelerator kind, by default the kind that torch detects. Tests replace it with fakes."""
     try:
         import torch  # only for accelerators: parsing `sim:` and `cpu` specs must not wait for torch
     except ImportError as error:

@@ -106,7 +106,7 @@ class ClusterPrediction:
         all_reduce_s: Seconds of all buckets' all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
         waits_s: Seconds during which ranks wait for the slowest rank.
-        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
             or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.
     """
@@ -148,7 +148,7 @@ class ClusterScaling:
 
     @property
     def pays_up_to(self) -> ClusterPrediction:
-        """The largest number of nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
+        """The prediction for the most nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
         best = self.predictions[0]
         for one in self.predictions[1:]:
             gain = one.samples_per_s / best.samples_per_s - 1

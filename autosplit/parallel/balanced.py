@@ -66,7 +66,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     Tensors in the arguments are cut if they have as many rows as the batch has samples. A tensor whose rows did not
     change with the batch size goes whole to every device. So does anything marked with `autosplit.Whole`.
 
-    To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` by ``BalancedDataParallel(None, model,
+    To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` with ``BalancedDataParallel(None, model,
     ids)``. Calls of the older class with this name work unchanged.
 
     * `gpu0_bsz` counts samples per forward. ``gpu0_bsz // acc_grad`` is right only if the loader yields ``batch //

@@ -42,7 +42,7 @@ class RankSlice:
 
     Attributes:
         batch_sizes: Each rank's samples of a full micro-batch, 0 or more. `short_split` splits smaller micro-batches in
-            nearly the same proportions, and avoids single samples on ranks that have more of a full micro-batch.
+            nearly the same proportions, and avoids single samples on ranks that have more in a full micro-batch.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class RankSlice:
 
         If the part is empty, return the first one or two samples of the micro-batch, which get the weight 0. The rank
         must still run the backward, because DDP synchronises the gradients there. Two samples are returned if the rank
-        has two or more of a full micro-batch, because a BatchNorm may not train on one.
+        has two or more in a full micro-batch, because BatchNorms can't train on one.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
@@ -91,7 +91,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         rank_slice: The part of every micro-batch to yield, for a rank of a DDP job. None for the whole micro-batch.
 
     Attributes:
-        unlike_lengths: Whether micro-batches with equally many samples may need different amounts of memory.
+        unlike_lengths: Whether micro-batches with the same number of samples may need different amounts of memory.
 
     Raises:
         InputError: A number is not whole or below its minimum.

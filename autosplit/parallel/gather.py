@@ -279,8 +279,8 @@ class Gathering:
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
-        # A mean over no labels is NaN, and NaN * 0 is NaN. So replace the loss of a replica with weight 0 by zeros. If
-        # the weight is on the CPU, also drop the replica from the graph, because its backward divides by 0.
+        # A mean over no labels is NaN, and NaN * 0 is NaN. So use zeros as the loss of a replica with weight 0. If the
+        # weight is on the CPU, also drop the replica from the graph, because its backward divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
         here = weight.to(tensor.device, non_blocking=True)

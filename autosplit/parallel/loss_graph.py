@@ -165,7 +165,7 @@ class LabelMean:
 
 
 def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
-    """Yield the possible counts for each cross entropy in a loss's graph whose labels are in the batch."""
+    """Yield the ways to count the labels of each cross entropy in a loss's graph, if the batch contains the labels."""
     for node in _nodes(loss):
         target = _saved(node, "target")
         if not _name(node).startswith("NllLoss") or target is None:

@@ -365,7 +365,7 @@ class KeptReplicas:
         return leaf.detach()
 
     def _connect(self, tensors: Iterable[Tensor], device: int, table: dict[int, Tensor]) -> None:
-        """Replace the copies of trained parameters in a table by tensors with gradients. See Note [Kept replicas]."""
+        """Give the copies of trained parameters in a table an autograd graph. See Note [Kept replicas]."""
         for group in _groups(tensors):
             leaves = [self._masters[id(tensor)].leaves[device] for tensor in group]
             begin = _weakly(self.begin_backward)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitComparison:
-    """A configuration and a plan, both predicted by the plan's fits. `str()` returns the comparison as text.
+    """A configuration and a plan, both predicted with the plan's fits. `str()` returns the comparison as text.
 
     Predictions are more accurate for configurations that are similar to the trials.
 

@@ -113,7 +113,7 @@ class Samples:
 
     @classmethod
     def in_batch(cls, batch: Any) -> Samples:
-        """Return the first samples of a batch. Raise WorkloadError if parts of it can't be cut in the same manner."""
+        """Return the first samples of a batch. Raise WorkloadError if it has lists."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
             raise WorkloadError("The batch has lists, which can't be cut like tensors.", code="batch-not-cuttable")
