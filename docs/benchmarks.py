@@ -16,7 +16,7 @@ INTRODUCTION = """# Benchmarks
 `python docs/benchmarks.py` makes this page from `benchmarks/results/*.json`. Each section names the command, the date,
 the machine and the versions. Only the section "On a GPU" was measured on a GPU. All other figures about GPUs are
 predictions, or comparisons with published measurements. The column "holds" shows whether the limit was met. The
-predictions of a section come from autosplit at its date.
+predictions of a section were made with the autosplit of its date.
 """
 
 

@@ -310,7 +310,8 @@ class ComparedModel:
     Attributes:
         name: The spec of the model.
         failure: Why the model was not compared, or an empty string.
-        error: The error of predictions for such models. None if it was not measured, or if no prediction was made.
+        error: The error of predictions for this kind of model. None if it was not measured, or if no prediction was
+            made.
         comparison: The machines. None if the model was not compared.
     """
 

@@ -125,7 +125,6 @@ def _autocast(plan: Plan) -> str:
 
 
 def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
-    """Yield the loop for a workload whose `step` function is the whole optimizer step."""
     sizes = [rank.batch_size for rank in plan.ddp.ranks]
     if of == "ctx" and len({*sizes}) > 1:
         yield f"# Batch sizes differ: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"

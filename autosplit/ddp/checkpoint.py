@@ -96,8 +96,8 @@ class CheckpointMethods:
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and copies to its own device. No
-        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain or wrapped
-        modules fit as well.
+        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain and wrapped
+        modules also load.
 
         Args:
             **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
@@ -465,7 +465,6 @@ def _read_into(into: dict[str, Any], folder: Path) -> None:
 
 
 def _failure_of(call: Callable[[], object], what: str) -> str | None:
-    """Run a function of torch.distributed.checkpoint on all ranks. Return the first failure of any rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -486,7 +486,6 @@ class Context(CheckpointMethods):
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:
-    """Return the plan's effective batch size if it matches the accumulation steps, else the product of the sizes."""
     forwards = plan.ddp.ranks[0].accumulation_steps
     for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
         if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:

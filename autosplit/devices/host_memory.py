@@ -41,7 +41,6 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """Return the free bytes of each memory cgroup (v1 or v2), from the process's cgroup up to the root."""
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -295,7 +295,6 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
 
 
 def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
-    """Train with a plan as a user does. Return the time of an optimizer step and each device's peak."""
     model = plan.wrap(_small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     count = plan.effective_batch_size

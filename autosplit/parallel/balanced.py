@@ -372,7 +372,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return [args for args, _ in moved], [named for _, named in moved]
 
     def _check_module(self) -> None:
-        """Check the module at the first forward, and later only its first parameter's device."""
         named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         home = self.devices[0]
         for name, tensor in itertools.islice(named, 1) if self._checked else named:

@@ -299,7 +299,6 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leave the gradients of these tensors unchanged by any backward in the block."""
     with ExitStack() as hooks:
         for tensor in tensors:
             hooks.enter_context(tensor.register_hook(torch.zeros_like))

@@ -77,7 +77,6 @@ def _bare(name: str) -> str:
 
 
 def _depth(name: str) -> int:
-    """Count the leading ``module`` parts of a name, from wrappers or from layers of that name."""
     parts = name.split(".")
     return next((index for index, part in enumerate(parts) if part != _WRAPPED), len(parts))
 

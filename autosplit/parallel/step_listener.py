@@ -76,7 +76,7 @@ class Consumption(StepListener):
     awaited: AwaitedUpdate
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
-        """Count the step's samples in the sampler once the optimizer has updated the parameters."""
+        """Let the sampler count the step after the update."""
         self.sampler.consume(self.samples, self.awaited.has_come)
 
 

@@ -58,7 +58,7 @@ class PlanDevice:
         budgeted: Whether autosplit enforces the capacity.
         share: Samples per forward on this device: its entry of the split.
         peak_bytes: Peak memory in a step of the plan. Predicted for simulated GPUs.
-        busy_s: Compute time of a full micro-step, by the fitted curve.
+        busy_s: Compute time of a full micro-step, from the fitted curve.
         ceiling: The largest batch that fits on the device, and how it was found.
         uuid: UUID of a GPU. None for other devices.
         driver: Version of the GPU's driver. None for other devices.

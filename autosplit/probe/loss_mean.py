@@ -56,7 +56,7 @@ CROSS_ENTROPY = "cross entropy"
 
 
 def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
-    """Return the count of a batch by one of `RULES`.
+    """Return the count of a batch according to one of `RULES`.
 
     Args:
         samples: Number of samples in the batch. Default: the first dimension of its tensors.
@@ -81,7 +81,7 @@ class Finding(NamedTuple):
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
         error: Relative difference between the loss and the rule's prediction. NaN if the loss could not be examined.
-        counter: Function that counts a batch by the rule `CROSS_ENTROPY`. None for the other rules.
+        counter: Function that counts a batch for the rule `CROSS_ENTROPY`. None for the other rules.
         reason: Why the loss could not be examined. Empty otherwise.
     """
 
@@ -92,7 +92,7 @@ class Finding(NamedTuple):
 
     @property
     def counts(self) -> Count:
-        """The function that counts a batch by the rule. For a sum, it counts samples."""
+        """The function that counts a batch for the rule. For a sum, it counts samples."""
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:
@@ -242,7 +242,7 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     its graph has class weights or ignored labels, even if none of the samples has them.
     """
     if errors[SUM] > TOLERANCE:
-        del errors[SUM]  # Then a loss that fits no rule is reported by its distance from a mean.
+        del errors[SUM]  # Then a loss that fits no rule is compared with means only.
 
     def rank(rule: Any) -> tuple[float, int]:
         is_cross_entropy = isinstance(rule, LabelMean)

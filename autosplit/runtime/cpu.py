@@ -42,11 +42,7 @@ class CpuRuntime:
         return self.trainee.workload
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step under the tracker and return each device's peak, in bytes.
-
-        Raises:
-            OutOfMemoryError: A device would exceed its budget. The error names the device.
-        """
+        """Run a step under the tracker and return each device's peak, in bytes."""
         if shape.compiled:
             return self._compiled(shape)
         if shape.arrangement == "eval" or self._has_settled:

@@ -119,7 +119,6 @@ class DataDependent:
             values.note_rows(_name(packet), operator.elements(*args, **kwargs), operator.rows(outputs, *args, **kwargs))
 
     def _replaced(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: RuntimeError) -> Any:
-        """Return fake outputs or a value for an operator that failed, or `_NOTHING` if there is no replacement."""
         packet = getattr(func, "overloadpacket", None)
         if packet in _GROUPED_PRODUCTS and isinstance(args[0], FakeTensor):
             return grouped_product(args, kwargs)

@@ -75,11 +75,7 @@ class SimulatedRuntime:
         self._specs = [device.spec for device in devices if device.spec is not None]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return each GPU's peak, in bytes.
-
-        Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
-        """
+        """Return each GPU's peak, in bytes."""
         peaks = traced_peaks(self.tracer, shape, self.devices)
         self._refuse_overflow(peaks, shape)
         return peaks
@@ -88,9 +84,6 @@ class SimulatedRuntime:
         """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
         For a step without an optimizer (a replica's part), return only the time: a single device may need more memory.
-
-        Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
         """
         source = _source_of(_tracers_of(self.tracer, shape, self.devices), shape)
         peaks = source.peaks() if shape.updates else ()

@@ -101,7 +101,7 @@ class LengthPlan:
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Predict the seconds of a batch by a line through the two batch sizes timed at its length."""
+        """Predict the seconds of a batch from a line through the two batch sizes timed at its length."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:

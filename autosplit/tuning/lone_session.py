@@ -209,7 +209,7 @@ class LoneSession(Session):
                 continue
             if not alone:
                 text = (
-                    f"{label} fits too few samples for a timing alone, so autosplit took its time from steps of "
+                    f"{label} fits too few samples to be timed alone, so autosplit took its time from steps of "
                     "all devices."
                 )
                 self.notes.append(Note("not-timed-alone", text))

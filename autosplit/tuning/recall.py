@@ -265,7 +265,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
     assert found.plan is not None
     plan = with_facts(found.plan, request).kept_at(found.path)
     if request.profile != "off":
-        workers.ask(Worker.store, key, plan)  # If saving fails, the next run makes the step again.
+        workers.ask(Worker.store, key, plan)  # If saving fails, the next run repeats the step.
     confirmed = Note(
         "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
     )

@@ -330,7 +330,7 @@ class Workload:
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
+        """Run the model, or a wrapper around it, on a batch and return the scalar loss. See the class for the rules.
 
         Raises:
             WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable
@@ -431,7 +431,7 @@ class Workload:
 
     @property
     def takes_loss_itself(self) -> bool:
-        """Whether the loss is taken from the outputs by the rules of the class, because no function was given."""
+        """Whether the loss is taken from the outputs, because no function was given."""
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:

@@ -155,7 +155,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _scaling_table(scaling: ClusterScaling, price_per_hour: float | None) -> Table:
-    """Make a row for each number of nodes. A bar shows the samples/s as a share of the highest."""
     priced = price_per_hour is not None
     figures = ("nodes", "GPUs", "samples/s", *(["cost of 1M"] if priced else []), "efficiency")
     table = plain_table(*figures, "limited by", "batch per GPU", "", figures=figures)
