@@ -1,7 +1,7 @@
 """Copy a workload for training, so that the live model and optimizer stay unchanged.
 
 Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. If
-a model cannot be copied, it is borrowed: it runs itself, and all its state is restored.
+a model cannot be copied, it is borrowed: the model itself runs, and all its state is restored.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from autosplit.errors import is_installed
 
 _DEPTH = 16
 _VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
-_ITEMS = 256  # how many items of a container are described, besides its length
-_CHARACTERS = 1000  # how many characters of a text are described, besides its length
+_ITEMS = 256  # the most items of a container that a description contains
+_CHARACTERS = 1000  # the most characters of a text that a description contains
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
 _RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for the user's values
