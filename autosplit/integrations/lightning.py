@@ -96,7 +96,7 @@ class SharesLoader:
         return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Use a Trainer's limits and its count of micro-batches."""
+        """Read the Trainer's limits on micro-batches, and its position in the epoch."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:

@@ -163,7 +163,7 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
 
 
 def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
-    """Return the largest of a few batches of the training loader, after its owner's transfer hooks."""
+    """Return the largest of a few batches of the training loader. Apply the hooks that Lightning calls on a batch."""
     is_module = isinstance(data, lightning.pytorch.LightningDataModule)
     owner = data if is_module else module
     with _attached(module, trainer), _known_to(data if is_module else None, trainer):

@@ -394,7 +394,7 @@ class PlanRecord:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, by atomic replacement.
+        """Write the plan as JSON. Replace the file atomically.
 
         Args:
             path: The file. A missing folder is created. If the path is a symbolic link, its target is replaced.

@@ -232,7 +232,8 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
     """Remove the work of devices that had samples in the first micro-step but have none in this micro-step.
 
     If device 0 is idle, keep its loss: the work between the first output that arrives and the last output gradient that
-    it sends. If replicas compute the loss, add one loss fewer (see `_joining`), and do not weight a single loss.
+    it sends. If replicas compute the loss, remove the work for one loss (see `_joining`), and the weighting if one loss
+    is left.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]

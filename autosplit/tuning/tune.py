@@ -260,7 +260,7 @@ class _Tuning:
     ignoring: tuple[str, ...] = ()
 
     def tell_waiting(self, message: str) -> None:
-        """Report a wait, which may take minutes, by the user's progress function or by a warning."""
+        """Report a wait, which may take minutes, to the user's progress function or as a warning."""
         if self.heard is None:
             warnings.warn(f"{message}. profile='off' does not wait.", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
