@@ -1,4 +1,4 @@
-"""Explain a plan by its stored numbers: its bounds, the alternatives, and the quality of its fit.
+"""Explain a plan from its stored numbers: its bounds, the alternatives, and the quality of its fit.
 
 A plan for simulated GPUs stores the simulated throughput of changed machines. For real devices, gains are ratios of two
 predictions of the model that was fitted to the trials.

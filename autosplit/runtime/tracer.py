@@ -310,11 +310,11 @@ class Tracer:
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
-        """Return the cost of adding a micro-step's gradients to earlier gradients, as one op per parameter."""
+        """Return the cost of adding a micro-step's gradients to earlier gradients: one op per parameter."""
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return the cost of zero gradients, to which replicas' gradients are added, as one op per parameter."""
+        """Return the cost of making zero gradients, to which replicas' gradients are added: one op per parameter."""
         return self._zeroing
 
     def leaves_unused(self) -> bool:

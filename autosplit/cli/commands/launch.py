@@ -1,4 +1,4 @@
-"""Run ``autosplit launch``: start a training script with a plan by torchrun."""
+"""Run ``autosplit launch``: start a training script with torchrun and a plan."""
 
 from __future__ import annotations
 
