@@ -186,7 +186,7 @@ def _second_gpu() -> list[str]:
         host,
         passed,
         *_table(("model", "ceiling found", "plain loop", "out-of-memory errors", "steps"), ceilings),
-        "The search for the CNN ran out of steps at 92% of its ceiling. Since then it takes longer strides.\n",
+        "The search for the CNN ran out of steps at 92% of its ceiling. Since then the search takes larger steps.\n",
         files,
     ]
 

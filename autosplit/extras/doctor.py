@@ -256,7 +256,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
     batch = torch.randn(64, _FEATURES), torch.randint(_CLASSES, (64,))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # predictions are compared with a step below
+            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # the predictions are checked below
             plan = tune(
                 _small_model(),
                 batch,

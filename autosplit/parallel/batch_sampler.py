@@ -203,7 +203,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_dataset(self, dataset: Any) -> None:
-        """Compare the number of samples of this sampler with the data set.
+        """Compare the number of samples of this sampler with that of the data set.
 
         Raises:
             InputError: The data set has fewer samples.

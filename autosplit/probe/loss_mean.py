@@ -5,9 +5,9 @@ Let sample i count for n_i by a rule, and let the loss of sample i alone be l_i.
     loss(samples) = sum_i n_i l_i / sum_i n_i
 
 holds for every set of samples. For a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
-the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair is not
-enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers 5.23
-declares GPT-2's labels as unshifted, but its loss shifts them.
+the pair that the rules count most differently, the pair with the most different losses, and pairs of neighbours. One
+pair is not enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers
+5.23 declares GPT-2's labels as unshifted, but its loss shifts them.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Prober:
             self.traced(shape)
         if self._traces.given_up == given_up:
             return True
-        self._measured.clear()  # Another code path may also have other times.
+        self._measured.clear()  # another code path may also take a different time
         return False
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class Prober:
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
         """Return the traced parts of the devices' peaks, or None if they are unknown."""
         if not (self.tracer.fake or self.runtime.simulated):
-            return (None,) * len(peaks)  # A trace with real tensors is a step, which needs its memory.
+            return (None,) * len(peaks)  # a trace with real tensors needs a step's memory
         with named_steps(shape):
             found = traced_parts(self._traces, shape, self.runtime.devices)
         measured = not self.runtime.simulated

@@ -180,14 +180,14 @@ class TestBadFiles:
         for number, text in enumerate(("not a checkpoint\n" * 100, "epoch 3\n", "\x80", "{}", "cos\nsystem\n")):
             path = tmp_path / f"{number}.pt"
             path.write_text(text)
-            self.refused(ctx, path, "The file is incomplete or not a checkpoint|other objects than tensors")
+            self.refused(ctx, path, "The file is incomplete or not a checkpoint|objects other than tensors")
         torch.save([1, 2], tmp_path / "list.pt")
         self.refused(ctx, tmp_path / "list.pt", "The file contains a list")
 
     def test_nothing_in_it_is_executed(self, ctx, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         torch.save({"model": Executed()}, tmp_path / "evil.pt")
-        self.refused(ctx, tmp_path / "evil.pt", "other objects than tensors and plain values")
+        self.refused(ctx, tmp_path / "evil.pt", "objects other than tensors and plain values")
         assert not (tmp_path / "executed").exists()
 
     def test_of_another_model(self, ctx, tmp_path):
