@@ -158,7 +158,7 @@ def _model_in(module: ModuleType, place: str) -> str:
         return names[-1]
     found = "; ".join(f"{name} needs {', '.join(required_arguments(value))}" for name, value in own.items())
     raise InputError(
-        f"{place} has no class of torch.nn.Module that can be created without "
+        f"{place} has no torch.nn.Module class that can be created without "
         f"arguments{f' ({found})' if found else ''}. Write a function that returns the model, and name the function: "
         f"autosplit init {place}:make_model",
         code="init-no-model",

@@ -201,7 +201,7 @@ class IsolatedRuntime:
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         index = active[0] if len(active) == 1 else None
         return StepLostError(
-            f"The process that ran {_samples_text(shape)} {cause}. Expected the step to end. Give it fewer samples.",
+            f"The process that ran {_samples_text(shape)} {cause}. Expected the step to end. Use fewer samples.",
             device=None if index is None else self.devices[index].label,
             device_index=index,
             capacity_bytes=0 if index is None else self.capacities_bytes[index],
@@ -308,7 +308,7 @@ class _Served:
                     f"lost the {self._runtime.devices[0].kind.upper()} device: {one_line(error)}"
                 ) from error
             if is_oom(error, smaller_ran=self._ran):
-                raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
+                raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Use fewer samples.") from error
             if is_kernel_limit(error):
                 raise  # the search for ceilings handles kernel limits
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):

@@ -342,7 +342,7 @@ def _fastest_of(
 ) -> tuple[Plan, Variant]:
     """Tune each variant, and return the plan and the variant that are fastest.
 
-    The variants and `more` other tasks share the time limit.
+    The variants share the time limit with `more` other tasks.
     """
     tuning.workers.ask(Worker.prepare, variants)
     names = _names_of(variants, tuning.checkpointings)
