@@ -175,14 +175,14 @@ class PredictedNodes:
     Attributes:
         nodes: Number of nodes.
         ranks: Number of GPUs.
-        shares: The samples of each kind of GPU.
+        shares: The ranks of each kind of GPU, with their samples.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step.
         step_s: Seconds of an optimizer step.
         all_reduce_s: Seconds of all all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds that ranks wait for the slowest rank.
-        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        waits_s: Seconds during which ranks wait for the slowest rank.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: `"compute"`, `"batch size"`, `"slowest rank"`, `"network"`, or the GPU with slow links in its node.
         samples_per_s: Throughput.
     """
@@ -295,8 +295,8 @@ class ErrorOfPredictions:
     """The measured error of predicted samples/s for one kind of model.
 
     Attributes:
-        median: Half of the predictions were at most this share off.
-        p90: 90% of the predictions were at most this share off.
+        median: Half of the predictions were off by at most this fraction.
+        p90: 90% of the predictions were off by at most this fraction.
     """
 
     median: float
@@ -310,7 +310,8 @@ class ComparedModel:
     Attributes:
         name: The spec of the model.
         failure: Why the model was not compared, or an empty string.
-        error: The error of predictions for such models. None if it was not measured, or if no prediction was made.
+        error: The error of predictions for this kind of model. None if it was not measured, or if no prediction was
+            made.
         comparison: The machines. None if the model was not compared.
     """
 

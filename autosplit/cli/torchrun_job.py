@@ -1,4 +1,4 @@
-"""Start a training script with a plan by torchrun, with one process for each rank of the plan."""
+"""Start a training script under torchrun, with a plan and one process for each rank of the plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
-    """Run an autosplit command in several processes of this machine by torchrun. Return rank 0's exit code.
+    """Run an autosplit command in several processes of this machine with torchrun. Return rank 0's exit code.
 
     Raises:
         RankFailedError: A process ended without an exit code.

@@ -99,14 +99,14 @@ class ClusterPrediction:
     Attributes:
         nodes: Number of nodes.
         ranks: Number of GPUs.
-        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in all.
+        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step, exact.
         step_s: Seconds of an optimizer step.
         all_reduce_s: Seconds of all buckets' all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds that ranks wait for the slowest rank.
-        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        waits_s: Seconds during which ranks wait for the slowest rank.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
             or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.
     """
@@ -148,7 +148,7 @@ class ClusterScaling:
 
     @property
     def pays_up_to(self) -> ClusterPrediction:
-        """The largest number of nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
+        """The prediction for the most nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
         best = self.predictions[0]
         for one in self.predictions[1:]:
             gain = one.samples_per_s / best.samples_per_s - 1
@@ -319,7 +319,7 @@ def scaled(
         ceilings = ", ".join(f"{kind.name} {kind.ceiling}" for kind in kinds.values())
         raise DoesNotFitError(
             f"{cluster.spec} can't train steps of {wanted or 'any number of'} samples. Its {cluster.ranks} ranks need "
-            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use another number of "
+            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use a different number of "
             "samples, or other GPUs.",
             code="cluster-does-not-fit",
         )

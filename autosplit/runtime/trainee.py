@@ -75,7 +75,6 @@ class Trainee:
             return resize(sample, n, workload.batch_dim, mark=True)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
-        """Make a fake batch with `make_batch`. If it needs values of tensors, make fakes of its real tensors."""
         try:
             with mode:
                 return map_tensors(lambda tensor: tensor.to(self.device), self.workload.made_batch(n))

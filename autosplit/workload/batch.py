@@ -144,7 +144,7 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Return a batch of `n` samples that repeats the samples of a sample batch in order.
 
     Args:
-        mark: Whether to mark tensors without samples as `Whole`. At another size, a ``(T, T)`` mask may look like a
+        mark: Whether to mark tensors without samples as `Whole`. At a different size, a ``(T, T)`` mask may look like a
             batch.
 
     Returns:

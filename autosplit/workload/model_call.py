@@ -40,7 +40,7 @@ def _own_loss(outputs: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss of outputs, by `loss_rule`. The mean is over all floating-point outputs with a gradient.
+    """Return the loss of outputs, see `loss_rule`. The mean is over all floating-point outputs with a gradient.
 
     Raises:
         WorkloadError: The outputs have no loss and no floating-point tensor with a gradient.

@@ -302,7 +302,7 @@ class Workload:
         """Return a batch of `n` samples: `make_batch(n)`, or else the sample batch with its samples repeated in order.
 
         Raises:
-            WorkloadError: `make_batch` returned a batch of another size.
+            WorkloadError: `make_batch` returned a batch of a different size.
         """
         return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
@@ -310,7 +310,7 @@ class Workload:
         """Return `make_batch(n)`.
 
         Raises:
-            WorkloadError: The batch has another number of samples.
+            WorkloadError: The batch has a different number of samples.
         """
         assert self.make_batch is not None
         assert self._made is not None
@@ -330,7 +330,7 @@ class Workload:
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
+        """Run the model, or a wrapper around it, on a batch and return the scalar loss. See the class for the rules.
 
         Raises:
             WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable
@@ -431,7 +431,7 @@ class Workload:
 
     @property
     def takes_loss_itself(self) -> bool:
-        """Whether the loss is taken from the outputs by the rules of the class, because no function was given."""
+        """Whether the loss is taken from the outputs, because no function was given."""
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:

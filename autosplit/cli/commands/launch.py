@@ -1,4 +1,4 @@
-"""Run ``autosplit launch``: start a training script with a plan by torchrun."""
+"""Run ``autosplit launch``: start a training script with torchrun and a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosplit.errors import InputError
 
 
 def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
-    """Replace this process by torchrun, or print torchrun's command as a shell command line or as JSON."""
+    """Replace this process with torchrun, or print torchrun's command as a shell command line or as JSON."""
     from autosplit.cli.torchrun_job import launch_of
 
     found = launch_of(None if plan is None else str(plan_file(plan)), arguments)
