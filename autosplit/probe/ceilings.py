@@ -328,5 +328,6 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.runtime.devices) > 1 else ""
     return (
         f"The workload does not fit on {where} at batch {prober.least_batch()}: {needs}, and {capacity_bytes} "
-        f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device.{sharded}"
+        f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device."
+        f"{sharded}"
     )
