@@ -56,7 +56,7 @@ class Machine:
         environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(self.folder / "cache"), **variables}
         with self.log.open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
-                [*_entering(self.holder.pid), f"--wd={self.folder}", "--", *command],
+                self.entered(*command),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -66,6 +66,10 @@ class Machine:
             )
         self.started.append(process)
         return process
+
+    def entered(self, *command: str) -> list[str]:
+        """Return the command that runs another command on this machine, in its folder."""
+        return [*_entering(self.holder.pid), f"--wd={self.folder}", "--", *command]
 
     @property
     def log(self) -> Path:

@@ -1,4 +1,7 @@
-"""Elastic jobs: torchrun starts the ranks again with other devices, and the plan is solved again for them."""
+"""Elastic jobs: torchrun starts the ranks again with other devices, and the plan is solved again for them.
+
+If network namespaces can be made, the two machines of a job have separate networks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 from elastic_training import EFFECTIVE, EPOCHS, in_one_process, make_plan
 from folders import ROOT, TESTS
+from machines import Machines, missing
 from raised import raises
 from ranks import free_port
 
@@ -30,18 +34,25 @@ PATIENCE_S = 400
 
 
 @contextmanager
-def machine(folder: Path, port: int, *, hosts: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """Start torchrun's agent as on one machine of an elastic job. Kill it and its rank at the end."""
+def machine(folder: Path, port: int, on: Machines | None, *, hosts: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """Start torchrun's agent as on one machine of an elastic job. Kill it and its rank at the end.
+
+    Args:
+        on: The two machines. None runs both agents in the network of this process.
+    """
     options = f"is_host={hosts},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", options]
-    command += ["--local-addr", "127.0.0.1", "--max-restarts", "20", "--monitor-interval", "0.2"]
+    own = None if on is None else on.a if hosts else on.b
+    host, address = ("localhost", "127.0.0.1") if on is None or own is None else (on.a.address, own.address)
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", "--rdzv-conf", options]
+    command += ["--local-addr", address, "--max-restarts", "20", "--monitor-interval", "0.2"]
+    command += [str(TESTS / "elastic_training.py"), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     environment["AUTOSPLIT_CACHE_DIR"] = str(folder / "cache")
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise a machine cannot join again (docs/ddp.md)
     with (folder / f"log{hosts}").open("ab") as log:
         agent = subprocess.Popen(
-            [*command, str(TESTS / "elastic_training.py"), str(folder)],
+            command if own is None else own.entered(*command),
             env=environment,
             stdout=log,
             stderr=log,
@@ -58,6 +69,16 @@ def machine(folder: Path, port: int, *, hosts: bool) -> Iterator[subprocess.Pope
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         agent.wait()
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Machines | None]:
+    """Make two machines with separate networks. Yield None if this process may not make them."""
+    if missing() is not None:
+        yield None
+        return
+    with Machines(folder / "machines") as made:
+        yield made
 
 
 def wait_for(folder: Path, agent: subprocess.Popen[bytes], happened: Callable[[list[str]], bool]) -> None:
@@ -88,14 +109,14 @@ def test_a_machine_that_leaves_and_comes_back_changes_no_weight(has_plan: bool, 
         make_plan().save(tmp_path / "plan.json")
     may_train_until(tmp_path, 0)
     port = free_port()
-    with machine(tmp_path, port, hosts=True) as first:
-        with machine(tmp_path, port, hosts=False):
+    with two_machines(tmp_path) as both, machine(tmp_path, port, both, hosts=True) as first:
+        with machine(tmp_path, port, both, hosts=False):
             wait_for(tmp_path, first, lambda lines: "started 2 0" in lines)
             may_train_until(tmp_path, 4)
             wait_for(tmp_path, first, lambda lines: "done 2 4" in lines)
         may_train_until(tmp_path, 7)
         wait_for(tmp_path, first, lambda lines: "done 1 7" in lines)
-        with machine(tmp_path, port, hosts=False):
+        with machine(tmp_path, port, both, hosts=False):
             wait_for(tmp_path, first, lambda lines: "started 2 7" in lines)
             may_train_until(tmp_path, 10**6)
             assert first.wait(timeout=PATIENCE_S) == 0
