@@ -27,7 +27,7 @@ from autosplit.files import (
 )
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import MAX_FILE_BYTES
+from autosplit.plan.record import MAX_FILE_BYTES, with_path
 
 if TYPE_CHECKING:
     from autosplit.profiles.key import ProfileKey
@@ -135,7 +135,7 @@ def _read(path: Path) -> Plan | None:
             f"it can't be read ({error.strerror or error}). Expected a file. Delete it", code="profile-unreadable"
         ) from error
     try:
-        return Plan.from_json(content, source="it").kept_at(path)
+        return with_path(Plan.from_json(content, source="it"), path)
     except PlanError as error:
         raise _SpoiledError(str(error)) from error
 

@@ -10,7 +10,7 @@ from autosplit.errors import WorkloadError, one_line
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions, DdpPlan
+from autosplit.plan.record import DdpOptions, DdpPlan, with_notes
 from autosplit.probe.stopwatch import timed_sizes
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -105,7 +105,7 @@ class LoneSession(Session):
             found = [evaluation_of(self.worker, index, most) for index in range(len(self.request.devices))]
             plan = self._with_evaluation(plan, found)
             if any(map(has_compiled_parts, self.workload.modules)):
-                plan = plan.with_notes(last=[self.compiled_note(max(plan.split))])
+                plan = with_notes(plan, last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:
             best = self._best_so_far()

@@ -22,7 +22,7 @@ from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, UserCodeError, WorkloadError
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions
+from autosplit.plan.record import DdpOptions, replaced
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Deadline, Request
 from autosplit.profiles import store as profiles
@@ -288,7 +288,7 @@ class Workers:
         """Return a plan with changes. Also apply the changes to its profiles on all machines."""
         if self.job.request.profile != "off":
             self.ask(Worker.amend, plan, changes)
-        return replace(plan, **changes).kept_at(plan.path)
+        return replaced(plan, **changes)
 
     def end_for(self, error: BaseException) -> _End:
         """Return the message that ends the tuning on the other ranks after rank 0 raised an error."""

@@ -15,9 +15,10 @@ from workloads import char_gpt, small
 from autosplit import tune
 from autosplit.errors import PlanError
 from autosplit.plan import explain as explaining
+from autosplit.plan.explain import with_explanation
 from autosplit.plan.explanation import Bound
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, RankSettings
+from autosplit.plan.record import DdpPlan, RankSettings, without_notes
 from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
@@ -322,7 +323,7 @@ class TestAdvice:
         assert "sample batch" not in text
 
     def test_a_stored_explanation_without_the_effective_batch_is_made_again(self):
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000)).with_explanation()
+        plan = with_explanation(solved_plan((50, 50), (1.0, 1.0), (1000, 1000)))
         older = replace(plan.explained, explanation=replace(plan.explained.explanation, effective_batch_size=0))
         assert replace(plan, explained=older).explain().effective_batch_size == 100
 
@@ -383,7 +384,7 @@ class TestAnExplanationThatIsKept:
 
     @staticmethod
     def kept(monkeypatch) -> Plan:
-        plan = Plan.from_json(solved_plan((50, 50), (1, 1), (60, 60)).with_explanation().to_json())
+        plan = Plan.from_json(with_explanation(solved_plan((50, 50), (1, 1), (60, 60))).to_json())
 
         def fail(_solved):
             raise AssertionError("it was made again")
@@ -408,13 +409,13 @@ class TestAnExplanationThatIsKept:
 
     def test_it_does_not_tell_plans_apart(self):
         plan = solved_plan((50, 50), (1, 1), (60, 60))
-        assert plan.with_explanation() == plan
+        assert with_explanation(plan) == plan
 
     def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
         """A rank rejected the others' plan, because only the plan of the saving rank had an explanation."""
         plan = solved_plan((50, 50), (1, 1), (60, 60))
-        kept = replace(plan.with_explanation(), notes=noted("tuned here"))
-        assert kept.bare().to_json() == plan.bare().to_json()
+        kept = replace(with_explanation(plan), notes=noted("tuned here"))
+        assert without_notes(kept).to_json() == without_notes(plan).to_json()
 
     @pytest.mark.parametrize(
         ("old", "new"),
@@ -433,7 +434,7 @@ class TestAnExplanationThatIsKept:
         ],
     )
     def test_one_that_was_tampered_with_is_refused(self, old, new):
-        text = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation().to_json()
+        text = with_explanation(solved_plan((70, 30), (1, 2), (100, 100))).to_json()
         assert old in text
         with pytest.raises(PlanError):
             Plan.from_json(text.replace(old, new))
@@ -449,7 +450,7 @@ class TestAnExplanationThatIsKept:
     )
     def test_one_that_contradicts_its_plan_is_made_anew(self, told):
         """Its digest is in the plan's file, so anyone who changes the file can change the digest."""
-        plan = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation()
+        plan = with_explanation(solved_plan((70, 30), (1, 2), (100, 100)))
         explanation = plan.explained.explanation
         tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))
         again = Plan.from_json(tampered.to_json())
