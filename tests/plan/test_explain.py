@@ -386,10 +386,10 @@ class TestAnExplanationThatIsKept:
     def kept(monkeypatch) -> Plan:
         plan = Plan.from_json(with_explanation(solved_plan((50, 50), (1, 1), (60, 60))).to_json())
 
-        def fail(_solved):
+        def fail(_plan):
             raise AssertionError("it was made again")
 
-        monkeypatch.setattr(explaining, "explanation_of", fail)
+        monkeypatch.setattr(explaining, "problem_of", fail)
         return plan
 
     def test_it_is_read_from_the_file(self, monkeypatch):
