@@ -13,6 +13,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.record import SCHEMA_VERSION
 from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
+from autosplit.workload.workload import modules_of
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
@@ -70,7 +71,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     code and the values that the code refers to are hashed.
     """
     models: Any = workload.model
-    parts = workload.modules or (models,)
+    parts = modules_of(workload) or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     counts = [parameters_in(module) for module in modules]
     described = {

@@ -35,6 +35,7 @@ from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
+from autosplit.workload.workload import modules_of
 
 DOUBTFUL_ERROR = 0.3
 """Error of the fitted time model, as a fraction. Above it, the measured times are doubtful."""
@@ -104,7 +105,7 @@ class LoneSession(Session):
             most = self.request.max_batch_size
             found = [evaluation_of(self.worker, index, most) for index in range(len(self.request.devices))]
             plan = self._with_evaluation(plan, found)
-            if any(map(has_compiled_parts, self.workload.modules)):
+            if any(map(has_compiled_parts, modules_of(self.workload))):
                 plan = with_notes(plan, last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:
@@ -161,7 +162,7 @@ class LoneSession(Session):
     def compiled_note(self, samples: int) -> Note:
         """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
         if self.runtime.simulated:
-            return Note("compiled", compiled_times_note(self.workload.modules))
+            return Note("compiled", compiled_times_note(modules_of(self.workload)))
         said = "The model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:

@@ -22,3 +22,8 @@ def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
         hint = f"Did you mean {near[0]!r}?" if near else "Leave other names out."
         raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected any of {', '.join(FITS)}. {hint}", code="fits-value")
     return tuple(name for name in FITS if name in names)
+
+
+def copying(fits: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the checked tasks that keep copies on the device during a training step."""
+    return tuple(name for name in fits if name in COPYING)
