@@ -27,7 +27,8 @@ from autosplit.devices.catalog import find_card
 from autosplit.oom import is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
-from autosplit.workload.batch import map_tensors, resize, unmarked
+from autosplit.workload.batch import resize, unmarked
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import PRECISIONS
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,9 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
-from autosplit.workload.batch import batch_size_of, chunk, tensors_of
+from autosplit.workload.batch import chunk
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, made_batch, modules_of
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.probe.state_check import State, lost_names, state_check
 from autosplit.torch_versions import BATCH_NORMS
-from autosplit.workload.batch import batch_size_of, marked, named_leaves
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import marked, named_leaves
 from autosplit.workload.workload import Workload, modules_of, sample_text
 
 LEAST_SAMPLES = 4

@@ -27,9 +27,10 @@ from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.batch import chunk
 from autosplit.workload.model_call import on_first_device, training_loss
 from autosplit.workload.models import Models
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 Gradients = dict[str, Tensor]

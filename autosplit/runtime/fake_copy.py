@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass
-from autosplit.workload.batch import tensors_of
 from autosplit.workload.models import Models
+from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, modules_of
 
 

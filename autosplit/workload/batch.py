@@ -11,51 +11,8 @@ from torch import Tensor
 
 from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import WorkloadError
-from autosplit.workload.samples import (
-    COLLATED,
-    Layout,
-    batch_size_of,
-    doubt_of,
-    doubting,
-    is_list_of_samples,
-    shapes_text,
-    uncuttable,
-)
-from autosplit.workload.tree import (
-    Whole,
-    children_of,
-    leaves_of,
-    map_leaves,
-    map_tensors,
-    marked,
-    named_leaves,
-    rebuilt,
-    tensors_of,
-    with_children,
-)
-
-__all__ = [
-    "COLLATED",
-    "Whole",
-    "batch_size_of",
-    "children_of",
-    "chunk",
-    "doubt_of",
-    "doubting",
-    "is_list_of_samples",
-    "leaves_of",
-    "map_leaves",
-    "map_tensors",
-    "marked",
-    "named_leaves",
-    "placed_on",
-    "rebuilt",
-    "resize",
-    "shapes_text",
-    "tensors_of",
-    "unmarked",
-    "with_children",
-]
+from autosplit.workload.samples import Layout, batch_size_of, uncuttable
+from autosplit.workload.tree import Whole, children_of, leaves_of, map_tensors, with_children
 
 
 def unmarked(tree: Any) -> Any:

@@ -13,17 +13,10 @@ from torch import Tensor, nn
 from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.notes import Note
-from autosplit.workload.batch import (
-    COLLATED,
-    doubting,
-    is_list_of_samples,
-    map_tensors,
-    named_leaves,
-    placed_on,
-    tensors_of,
-    unmarked,
-)
+from autosplit.workload.batch import placed_on, unmarked
 from autosplit.workload.models import Models
+from autosplit.workload.samples import COLLATED, doubting, is_list_of_samples
+from autosplit.workload.tree import map_tensors, named_leaves, tensors_of
 from autosplit.workload.workload import Workload
 
 

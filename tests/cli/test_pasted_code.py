@@ -29,8 +29,9 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
-from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.batch import chunk
 from autosplit.workload.model_call import training_loss
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 NUM_SAMPLES = 20

@@ -32,8 +32,8 @@ from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import Whole, map_tensors
 from autosplit.workload.model_call import training_loss
+from autosplit.workload.tree import Whole, map_tensors
 from autosplit.workload.workload import Workload
 
 

@@ -15,7 +15,9 @@ from raised import raises
 from torch import Tensor
 
 from autosplit.errors import WorkloadError
-from autosplit.workload.batch import Whole, batch_size_of, chunk, map_tensors, resize, tensors_of
+from autosplit.workload.batch import chunk, resize
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import Whole, map_tensors, tensors_of
 
 
 class Pair(NamedTuple):

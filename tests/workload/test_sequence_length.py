@@ -8,8 +8,8 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.workload.batch import Whole
 from autosplit.workload.sequence_length import at_length
+from autosplit.workload.tree import Whole
 from autosplit.workload.workload import Workload, made_batch
 
 
