@@ -12,7 +12,7 @@ from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.shared_result import SharedResult
-from autosplit.extras.compare import Misfit
+from autosplit.extras.compare import Compute, Misfit
 from autosplit.extras.written_workload import StartingWorkload
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
@@ -214,21 +214,6 @@ class ScaledCluster:
     predictions: tuple[PredictedNodes, ...]
     pays_up_to_nodes: int
     summary: str
-
-
-@dataclass(frozen=True)
-class Compute:
-    """The time of the whole training.
-
-    Attributes:
-        hours: Hours on the whole machine.
-        device_hours: Hours, times the number of devices.
-        cost: The cost in the currency of the command line. None without a price.
-    """
-
-    hours: float
-    device_hours: float
-    cost: float | None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,11 +172,6 @@ def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
         for category in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
             warnings.simplefilter("ignore", category)
         return tuning.tune(workload, **keywords)
-
-
-def quoted(value: object) -> str:
-    """Format a value as Python code, with double quotes for a string."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def flags_of(keywords: Mapping[str, Any]) -> list[str]:

@@ -74,7 +74,7 @@ class Trainee:
         if mode is not None:
             sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
         with mode or nullcontext():
-            return resize(sample, n, workload.batch_dim, mark=True)
+            return resize(sample, n, workload.batch_dim)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
         """Make a fake batch with `make_batch`. If it needs values of tensors, make fakes of its real tensors."""

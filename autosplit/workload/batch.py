@@ -97,15 +97,10 @@ def placed_on(device: int, tree: Any) -> Any:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
+def resize(tree: Any, n: int, dim: int = 0) -> Any:
     """Return a batch of `n` samples that repeats the samples of a sample batch in order.
 
-    Args:
-        mark: Whether to mark tensors without samples as `Whole`. At another size, a ``(T, T)`` mask may look like a
-            batch.
-
-    Returns:
-        A batch of the same structure. Tensors without samples are the same objects.
+    Tensors without samples are marked as `Whole`, because at another size, a ``(T, T)`` mask may look like a batch.
     """
     size = batch_size_of(tree, dim)
 
@@ -117,6 +112,5 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
             return repeated
         return repeated.contiguous(memory_format=layout)  # the memory format decides which kernels run
 
-    others = [Whole] if mark else []
     layout = Layout.of(tree, size, dim)
-    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], *others)
+    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], Whole)

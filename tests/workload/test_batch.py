@@ -210,8 +210,8 @@ class TestResize:
         tokens, mask, scale = torch.zeros(8, 16), torch.zeros(16, 16), torch.tensor(2.0)
         made = resize((tokens, mask, scale), 3)
         assert made[0].shape == (3, 16)
-        assert made[1] is mask
-        assert made[2] is scale
+        assert made[1].value is mask
+        assert made[2].value is scale
 
     def test_whole_is_never_repeated(self):
         mask = torch.zeros(4, 4)

@@ -20,6 +20,7 @@ from autosplit.cli.workload_arguments import check_before_running, isolates, sen
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
 from autosplit.plan.canvas import check_drawing
+from autosplit.plan.charts import unit_of
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
@@ -199,7 +200,7 @@ def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
 
 
 def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
-    unit, factor = ("GiB", 2**30) if ceiling.capacity_bytes >= 2**30 else ("MiB", 2**20)
+    unit, factor = unit_of(ceiling.capacity_bytes)
     ends = (0, ceiling.batch_size)
     axes.plot(
         ends,
