@@ -125,15 +125,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """The profile's key, 32 hexadecimal digits."""
+        """The profile's key, 32 hexadecimal digits. The name distinguishes plans that are equal otherwise."""
         facts = {fact: value for fact, value in self.request.items() if fact != "name"}
-        return key_of(self.machine, self.workload, facts, self.request.get("name"))
-
-
-def key_of(
-    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
-) -> str:
-    """Return the key of a plan, 32 hexadecimal digits. `name` distinguishes plans that are equal otherwise."""
-    return digest_of(
-        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
-    )
+        parts = {"machine": self.machine, "workload": self.workload, "request": facts}
+        return digest_of({"schema": SCHEMA_VERSION, **parts, "name": self.request.get("name")})

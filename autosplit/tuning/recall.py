@@ -138,8 +138,7 @@ def nearest(key: ProfileKey, request: Request, ignoring: Sequence[str] = ()) -> 
         remembered = profiles.profiles(MOST_LOOKED_AT)
     except (OSError, ProfileError):  # there is no cache
         return ()
-    parts = {"machine": key.machine, "workload": key.workload, "request": key.request}
-    told = nearest_note(remembered, **parts, ignoring=ignoring)
+    told = nearest_note(remembered, key, ignoring=ignoring)
     return () if told is None else (told,)
 
 

@@ -26,7 +26,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
-from autosplit.profiles.key import key_of, machine_of, workload_of
+from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.store import find, store
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 
@@ -139,7 +139,7 @@ class TestMachine:
     def test_kind_capacity_count_and_order_are(self, one, other):
         first, second = (machine_of(parse_devices(spec)) for spec in (one, other))
         assert first != second
-        assert key_of(first, {}, {}, None) != key_of(second, {}, {}, None)
+        assert ProfileKey(first, {}, {}).digest != ProfileKey(second, {}, {}).digest
 
     def test_names_the_versions(self):
         machine = machine_of(parse_devices("cpu"))
@@ -384,17 +384,18 @@ class TestKey:
     def test_each_part_counts(self):
         request = {"effective_batch_size": 512, "reserve": None}
         keys = {
-            key_of(MACHINE, WORKLOAD, request, None),
-            key_of({**MACHINE, "torch": "2.14"}, WORKLOAD, request, None),
-            key_of(MACHINE, {**WORKLOAD, "parameters": 4}, request, None),
-            key_of(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}, None),
-            key_of(MACHINE, WORKLOAD, request, "mine"),
+            ProfileKey(MACHINE, WORKLOAD, request).digest,
+            ProfileKey({**MACHINE, "torch": "2.14"}, WORKLOAD, request).digest,
+            ProfileKey(MACHINE, {**WORKLOAD, "parameters": 4}, request).digest,
+            ProfileKey(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}).digest,
+            ProfileKey(MACHINE, WORKLOAD, {**request, "name": "mine"}).digest,
         }
         assert len(keys) == 5
         assert all(len(key) == 32 and set(key) <= set("0123456789abcdef") for key in keys)
 
     def test_the_order_of_facts_does_not(self):
-        assert key_of(MACHINE, WORKLOAD, {"a": 1, "b": 2}, None) == key_of(MACHINE, WORKLOAD, {"b": 2, "a": 1}, None)
+        one, other = (ProfileKey(MACHINE, WORKLOAD, facts).digest for facts in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+        assert one == other
 
 
 class TestStoreAndFind:
