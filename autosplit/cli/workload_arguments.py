@@ -23,7 +23,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     """Raise InputError for invalid flags before the user's file is run, which may take long."""
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
-    from autosplit.workload.fits import checked_fits
+    from autosplit.workload.workload import checked_fits
 
     if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)

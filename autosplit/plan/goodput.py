@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.canvas import check_drawing, side_by_side
+from autosplit.plan.canvas import check_installed, side_by_side
 from autosplit.plan.explain import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
@@ -89,7 +89,7 @@ class Goodput:
         Raises:
             InputError: matplotlib is not installed (the extra ``plot``).
         """
-        check_drawing("goodput.plot()")
+        check_installed("matplotlib.figure", "goodput.plot()")
         return side_by_side(4.2, self._draw)
 
     def _draw(self, axes: Any) -> None:

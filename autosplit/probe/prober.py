@@ -23,7 +23,7 @@ from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.text import ms_text
-from autosplit.workload.fits import copying
+from autosplit.workload.workload import copying
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,10 @@ from autosplit.runtime.fake_copy import fake_like
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import resize
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.fits import copying
 from autosplit.workload.model_call import call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
 from autosplit.workload.tree import map_tensors, tensors_of
-from autosplit.workload.workload import Workload, autocast, made_batch
+from autosplit.workload.workload import Workload, autocast, copying, made_batch
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from autosplit.solve.trial import Trial, best_trial, configuration_of
 from autosplit.tuning.assemble import Answer, accumulates, assembled, idle_notes, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
 from autosplit.tuning.worker import Worker, Workers
-from autosplit.workload.fits import copying
+from autosplit.workload.workload import copying
 
 _log = logging.getLogger(__name__)
 

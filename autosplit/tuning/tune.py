@@ -33,8 +33,8 @@ from autosplit.tuning.recall import Recalled, kept, nearest, nothing_run, recall
 from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
-from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
+from autosplit.workload.workload import checked_fits
 
 _log = logging.getLogger(__name__)
 

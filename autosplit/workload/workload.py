@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit.errors import InputError, WorkloadError
 from autosplit.text import counted_text
 from autosplit.workload.checkpointing import Checkpointing
-from autosplit.workload.fits import checked_fits
 from autosplit.workload.made_batches import MadeBatches
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
@@ -32,6 +32,12 @@ _OTHER_NAMES = {
     **dict.fromkeys(("bfloat16", torch.bfloat16), "bf16"),
     **dict.fromkeys(("float16", "half", "16", torch.float16), "fp16"),
 }
+
+
+COPYING = ("resume", "save")
+"""Tasks that keep copies on the device during a training step. Ceilings for these tasks have the same names."""
+
+FITS = (*COPYING, "eval")
 
 
 def precision_name(value: Any) -> Any:
@@ -252,6 +258,22 @@ class Workload:
             )
         if isinstance(self.model, type):
             _refuse_arguments_of(self.model)
+
+
+def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks of a sequence or a comma-separated text, in the order of `FITS`."""
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
+    if wrong:
+        near = difflib.get_close_matches(str(wrong[0])[:80], FITS, 1, 0.5)
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave other names out."
+        raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected any of {', '.join(FITS)}. {hint}", code="fits-value")
+    return tuple(name for name in FITS if name in names)
+
+
+def copying(fits: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the checked tasks that keep copies on the device during a training step."""
+    return tuple(name for name in fits if name in COPYING)
 
 
 def models_of(workload: Workload) -> Models | None:

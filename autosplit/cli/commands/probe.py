@@ -19,7 +19,7 @@ from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plai
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
-from autosplit.plan.canvas import check_drawing
+from autosplit.plan.canvas import check_installed
 from autosplit.plan.charts import unit_of
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import counted_text, size_text
@@ -165,7 +165,7 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 def _check_plot(path: str) -> None:
     """Raise InputError before a long search if a plot can't be drawn: without matplotlib, or with an unknown suffix."""
-    check_drawing("--plot")
+    check_installed("matplotlib.figure", "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
