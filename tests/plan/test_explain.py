@@ -21,7 +21,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, RankSettings, without_notes
 from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
-from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
+from autosplit.solve.problem import NO_LIMIT_BYTES
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.text import rate_text
@@ -463,24 +463,13 @@ class TestAnExplanationThatIsKept:
         assert read_profile(path).explained is not None
 
 
-def problem_of(plan: Plan) -> Problem:
-    return Problem.of(
-        plan.fit,
-        tuple(device.ceiling for device in plan.devices),
-        plan.region,
-        effective_batch_sizes=plan.effective_batch_sizes,
-        max_batch_size=plan.max_batch_size,
-        accumulates=True,
-    )
-
-
 @pytest.mark.slow
 @given(plans(), st.booleans())
 @settings(max_examples=40)
 def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
     if ranks:
         plan = replace(plan, region=None)
-    problem = problem_of(plan)
+    problem = explaining.problem_of(plan)
     relaxed = [problem.without(overhead) for overhead in ("copies", "gather", "overhead", "update")]
     relaxed += [problem.faster((index,), 2.0) for index in range(len(plan.split))]
     # The split is the fastest for full forwards, not for the shorter last one.
@@ -492,7 +481,7 @@ def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
 
 @given(plans(), st.sampled_from([1, GIB, NO_LIMIT_BYTES]), st.integers(0, 2), st.integers(1, 200))
 def test_more_memory_takes_no_split_away(plan, more_bytes, index, batch_size):
-    problem = problem_of(plan)
+    problem = explaining.problem_of(plan)
     more = problem.with_memory(index % len(plan.split), more_bytes)
     assert more.region.largest_batch >= problem.region.largest_batch
     before, after = problem.region.gpu0_bounds(batch_size), more.region.gpu0_bounds(batch_size)
