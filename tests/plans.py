@@ -44,12 +44,10 @@ _PLAN = Plan.from_json(json.dumps(_PLAIN))
 
 def plan_device(index: int, share: int, **changes: Any) -> Any:
     """Return a CPU device of a plan, with a budget of 64 MiB."""
-    first = _PLAN.devices[0]
     label = f"cpu:{index}"
-    ceiling = replace(first.ceiling, device=label)
-    return replace(
-        first, **{"label": label, "name": "cpu", "index": index, "share": share, "ceiling": ceiling, **changes}
-    )
+    ceiling = replace(_PLAN.devices[0].ceiling, device=label)
+    numbers = {"index": index, "share": share, "peak_bytes": 40 * MIB, "ceiling": ceiling}
+    return replace(_PLAN.devices[0], **{"label": label, "name": "cpu", **numbers, **changes})
 
 
 def make_plan(**changes: Any) -> Plan:

@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # it repeats the errors of the processes
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = Path(folder) / "outcome"  # for rank 0's exit code
-        outcome.touch()
+    with _outcome_file() as outcome:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, with a warning
         os.environ |= {OUTCOME_VARIABLE: str(outcome), STARTER_VARIABLE: str(os.getpid())}
         lost: ChildFailedError | None = None
@@ -66,6 +65,27 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         f"rank {rank} of {num_processes} {how} without an error message. autosplit stopped the other ranks. Read the "
         "output above, or check with dmesg whether the system ran out of memory."
     )
+
+
+@contextmanager
+def _outcome_file() -> Iterator[Path]:
+    """Yield an empty file for rank 0's exit code.
+
+    On Linux the file is in memory, so a process that is killed leaves no file behind.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("autosplit-outcome")
+        try:
+            in_memory = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            if os.access(in_memory, os.R_OK | os.W_OK):  # False if /proc is not mounted
+                yield in_memory
+                return
+        finally:
+            os.close(descriptor)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcome"
+        path.touch()
+        yield path
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
