@@ -13,7 +13,7 @@ from autosplit.errors import UserCodeError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import replaced, with_notes
+from autosplit.plan.record import least_share, replaced, with_notes
 from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.protocol import StepShape
@@ -55,7 +55,7 @@ def with_lengths(
     Args:
         lengths: The length of each sample. Lengths that the plan's profile already contains are not measured again.
     """
-    least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
+    least = max(plan.ddp.least_batch, least_share(plan))
     if least > 1:
         return with_notes(replaced(plan, lengths=None), last=[BATCHNORM_NOTE])
     tried = lengths_to_tune(lengths)

@@ -26,7 +26,7 @@ from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import add_note_to_file, without_notes
+from autosplit.plan.record import add_note_to_file, least_share, without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
@@ -83,9 +83,7 @@ class Share:
     @property
     def cut_options(self) -> dict[str, Any]:
         """The arguments of `autosplit.parallel.oom_cuts.Cuts` for this process's micro-batches."""
-        region = self.plan.region
-        alone = 1 if region is None else region.least_share
-        least = self.plan.ddp.least_batch if self.num_processes > 1 else alone
+        least = self.plan.ddp.least_batch if self.num_processes > 1 else least_share(self.plan)
         return {"dim": self.plan.batch_dim, "least": least, "note": partial(add_note_to_file, self.plan)}
 
     def __str__(self) -> str:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
 from autosplit.plan.explanation import Explanation
-from autosplit.plan.record import PlanRecord, add_note_to_file, loader_keywords, reduce_of, required_lengths
+from autosplit.plan.record import (
+    PlanRecord,
+    add_note_to_file,
+    least_share,
+    loader_keywords,
+    reduce_of,
+    required_lengths,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +263,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
         made = ScheduledBatchSampler(num_samples, self.batch_size, self.effective_batch_size, **options)
-        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        made.refuse_single_samples(self.split, least_share(self))
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
@@ -293,7 +300,7 @@ class Plan(PlanRecord):
             shuffle=shuffle,
             seed=seed,
         )
-        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        made.refuse_single_samples(self.split, least_share(self))
         return made
 
     @property
@@ -392,9 +399,8 @@ class Plan(PlanRecord):
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
-        least = 1 if self.region is None else self.region.least_share
         note = partial(add_note_to_file, self)
-        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least, count=count, note=note)
+        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
         made = steps(
             loader,
             batch_size=self.batch_size,

@@ -452,6 +452,11 @@ def shares_processor(plan: PlanRecord) -> bool:
     return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
 
 
+def least_share(plan: PlanRecord) -> int:
+    """Return the fewest samples on which a device of BalancedDataParallel trains."""
+    return 1 if plan.region is None else plan.region.least_share
+
+
 def loader_keywords(plan: PlanRecord) -> dict[str, Any]:
     """Return the settings found for the data loader, as keyword arguments of a DataLoader."""
     return {} if plan.loader_settings is None else plan.loader_settings.to_dict()

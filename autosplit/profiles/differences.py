@@ -160,14 +160,8 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    before = plan.request
-    if not before:
-        # Compare only the parts that an older file has.
-        sizes = plan.effective_batch_sizes
-        asked = None if sizes is None else sizes[0] if sizes[0] == sizes[1] else list(sizes)
-        before = {**now, "effective_batch_size": asked, "max_batch_size": plan.max_batch_size}
     same_machine = plan.machine.get("devices") == machine.get("devices")
-    return _differing((*_ASKED, *(("devices",) if same_machine else ())), before, now)
+    return _differing((*_ASKED, *(("devices",) if same_machine else ())), plan.request, now)
 
 
 def _text(value: Any) -> str:

@@ -84,7 +84,7 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     """
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
-    found = profiles.found_for(key)
+    found = profiles.find(key.digest, key)
     if found.plan is None:
         return Recalled(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:

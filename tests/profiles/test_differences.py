@@ -128,11 +128,6 @@ def test_each_part_of_the_request(changes, said):
     assert told_of(request={**REQUEST, **changes}) == [said]
 
 
-def test_an_older_file_tells_of_the_request_what_the_plan_does():
-    older = replace(PLAN, request={}, effective_batch_sizes=(16, 16))
-    assert told_of(older) == ["effective_batch_size was 16, now 256"]
-
-
 def test_the_nearest_is_that_with_the_fewest_differences():
     far = replace(PLAN, request={**REQUEST, "effective_batch_size": 1, "strategy": "ddp"})
     near = replace(PLAN, machine={**MACHINE, "torch": "2.11.0"})
