@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autosplit.extras.loader_bound import fit_to_loader as fit_to_loader
     from autosplit.extras.loader_speed import measure_loader as measure_loader
     from autosplit.extras.noise_scale import NoiseScale as NoiseScale
-    from autosplit.extras.sharded_plan import sharded_plan as sharded_plan
+    from autosplit.extras.tune_sharded import tune_sharded as tune_sharded
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -50,9 +50,9 @@ _HOMES = {
     "measure": "tuning.measure",
     "measure_loader": "extras.loader_speed",
     "parse_devices": "devices.spec",
-    "sharded_plan": "extras.sharded_plan",
     "to_device": "parallel.moved_batch",
     "tune": "tuning.tune",
+    "tune_sharded": "extras.tune_sharded",
     "workload_from_name": "extras.from_name",
 }
 

@@ -32,6 +32,7 @@ def page() -> str:
         _language,
         _models,
         _scaling,
+        _sharded,
         _compiled,
         _kernels,
         _fit,
@@ -369,6 +370,28 @@ def _language() -> list[str]:
         *_table(columns, rows),
         f"Not compared: {'; '.join(found['not compared'])}.\n",
     ]
+
+
+def _sharded() -> list[str]:
+    found = _read("published_sharded")
+    text = (
+        "Predicted steps of sharded models compared with published steps of FSDP in bfloat16 on 8 H100-80GB (torch "
+        "1.13 to 2.1). Nothing is fitted to these rows. The plan has the published batch size."
+    )
+    rows = [
+        (
+            one["model"],
+            "yes" if one["whole_model_fits"] else "no",
+            one["batch"],
+            one["step_s"],
+            f"{one['predicted_step_s']:.3f}",
+            f"{one['ratio']:.2f}",
+            f"{one['predicted_peak_bytes'] / 2**30:.1f}",
+        )
+        for one in found["compared"]
+    ]
+    columns = ("model", "fits one GPU", "batch per GPU", "published s", "predicted s", "ratio", "predicted GiB")
+    return [*_opened("Sharded models", text, "published_sharded", found), *_table(columns, rows)]
 
 
 def _scaling() -> list[str]:

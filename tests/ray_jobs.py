@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autosplit
+from autosplit.ddp.other_devices import RankDevice, plan_for_devices
 from autosplit.integrations import ray as autosplit_ray
 from autosplit.integrations.ray import MEMORY_LABEL
 from autosplit.plan.plan import Plan
@@ -31,10 +32,13 @@ from autosplit.plan.plan import Plan
 NUM_SAMPLES, EFFECTIVE, SIZES = 200, 48, (9, 3)
 """Samples of an epoch (four steps of 48 and one of 8), samples per optimizer step, and per forward on each device."""
 
-EPOCHS, STOPS_AT = 2, 6
-"""Epochs, and the optimizer step that kills a node. It is in the second epoch."""
+EPOCHS, LEAVES_AT, JOINS_AT = 2, 6, 8
+"""Epochs, and the optimizer steps after which a node is killed and after which another joins, in the second epoch."""
 
 LARGE, SMALL = "1MiB", "512KiB"
+TRAINING = "training"
+"""Ray resource of the nodes that train. An elastic job counts nodes without the label, but not without the resource."""
+
 OPTIONS: dict[str, Any] = {
     "effective_batch_size": EFFECTIVE,
     "max_batch_size": sum(SIZES),
@@ -54,21 +58,25 @@ def made_data() -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     return [(row, row.sum().gt(0).long(), number) for number, row in enumerate(inputs)]
 
 
-def workload() -> autosplit.Workload:
+def workload(model: nn.Module | None = None) -> autosplit.Workload:
     inputs, targets, _ = zip(*made_data()[:8], strict=True)
     batch = torch.stack(inputs), torch.stack(targets)
-    return autosplit.Workload(make_model(), batch, F.cross_entropy, optimizer=torch.optim.AdamW)
+    return autosplit.Workload(model or make_model(), batch, F.cross_entropy, optimizer=torch.optim.AdamW)
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train as in docs/ray.md. In the first run, the worker with less memory waits in a step until it is killed."""
+    """Train as in docs/ray.md. In one step, the worker with less memory waits until it is killed.
+
+    In another step, a worker without others waits until Ray stops it to add a worker.
+    """
     folder = Path(config["folder"])
     with autosplit_ray.setup(config["plan"]) as ctx:
         model = ctx.wrap(make_model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = ctx.loader(made_data(), shuffle=True, seed=3)
         parts = {"model": model, "optimizer": optimizer, "sampler": loader.batch_sampler}
-        done = autosplit_ray.resume(ctx, **parts).get("done", 0)
+        start = done = autosplit_ray.resume(ctx, **parts).get("done", 0)
+        size, memory = ctx.settings.batch_size, ctx.plan.devices[ctx.rank].memory_bytes
         for epoch in range(loader.batch_sampler.epoch, EPOCHS):
             loader.batch_sampler.set_epoch(epoch)
             for step in ctx.steps(loader):
@@ -76,14 +84,13 @@ def train(config: dict[str, Any]) -> None:
                 for inputs, targets, numbers in step:
                     step.backward(F.cross_entropy(model(inputs), targets))
                     ids += numbers.tolist()
-                    if done == STOPS_AT and ctx.plan.devices[ctx.rank].memory_bytes < 2**20:
-                        stops(folder / "at_step")
+                    if (done == LEAVES_AT and memory < 2**20) or (done == JOINS_AT and ctx.world_size == 1):
+                        stops(folder / f"after_{done}")
                 optimizer.step()
                 optimizer.zero_grad()
                 done += 1
                 autosplit_ray.report(ctx, {"done": done}, done=done, **parts)
-                size = ctx.settings.batch_size
-                line = {"done": done, "size": size, "ids": ids, "memory": ctx.plan.devices[ctx.rank].memory_bytes}
+                line = {"start": start, "done": done, "size": size, "ids": ids, "memory": memory}
                 with (folder / "log").open("a", encoding="utf-8") as log:
                     log.write(json.dumps(line) + "\n")
         if ctx.rank == 0:
@@ -91,8 +98,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def stops(marker: Path) -> None:
-    """Tell the driver that the step has begun, and wait to be killed. Only the first run does this."""
+    """Tell the driver that the step has begun, and wait to be killed. A restarted worker does not wait again."""
     if not marker.exists():
+        ray.train.get_all_reported_checkpoints()  # blocks until Ray has registered the last one
         marker.touch()
         time.sleep(600)
 
@@ -153,69 +161,106 @@ def trained(plan: Plan, folder: Path, scaling: ScalingConfig) -> None:
     TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
 
 
+def add_node(cluster: Cluster, memory: str) -> Any:
+    return cluster.add_node(num_cpus=1, resources={TRAINING: 1}, labels={MEMORY_LABEL: memory})
+
+
 def trained_while_killed(
-    cluster: Cluster, node: Any, folder: Path, plan: Plan, scaling: ScalingConfig, *, replaced: bool
+    cluster: Cluster, node: Any, folder: Path, plan: Plan, scaling: ScalingConfig, *, joins_at: int
 ) -> None:
-    """Train, and kill a node as soon as its worker waits in a step. If `replaced`, start another with its label."""
+    """Train, and kill a node as soon as its worker waits. After the step `joins_at`, start a node with its label."""
     with ThreadPoolExecutor(1) as pool:  # Ray starts nodes only in the main thread
         run = pool.submit(trained, plan, folder, scaling)
-        while not (folder / "at_step").exists():
-            assert not run.done(), run.result()
-            time.sleep(0.1)
+        wait_for(folder / f"after_{LEAVES_AT}", run)
         cluster.remove_node(node, allow_graceful=False)
-        if replaced:
-            cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: SMALL})
+        wait_for(folder / f"after_{joins_at}", run)
+        add_node(cluster, SMALL)
         run.result()
+
+
+def wait_for(marker: Path, run: Future[None]) -> None:
+    while not marker.exists():
+        assert not run.done(), run.result()
+        time.sleep(0.1)
 
 
 def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
     """Tune over both nodes, and train with unequal batches while a node is killed and replaced."""
     plan = tuned(folder)
     unequal = planned(SIZES, plan)
-    trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), replaced=True)
+    trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), joins_at=LEAVES_AT)
     return {"plan": plan.to_json(), "errors": errors_of_tuning(cluster, folder)}
 
 
-def errors_of_tuning(cluster: Cluster, folder: Path) -> list[str]:
-    """Return the codes of the driver's errors for a wrong workload, a wrong label of a node, and a wrong option."""
+def errors_of_tuning(cluster: Cluster, folder: Path) -> list[tuple[str, str]]:
+    """Return the codes and messages of the driver's errors.
+
+    The causes: a wrong workload, a wrong label of a node, a wrong option, and a model that does not fit.
+    """
     cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: "2048MiB"})
     found, run = [], RunConfig(storage_path=str(folder / "runs"))
-    for make, memory, options in ((lambda: 3, SMALL, {}), (workload, "2048MiB", {}), (workload, SMALL, {"devices": 2})):
-        scaling = ScalingConfig(label_selector={MEMORY_LABEL: memory})
+    for make, memories, options in (
+        (lambda: 3, [SMALL], {}),
+        (workload, ["2048MiB"], {}),
+        (workload, [SMALL], {"devices": 2}),
+        (lambda: workload(nn.Sequential(nn.Linear(16, 800), nn.Linear(800, 4)).double()), [LARGE, SMALL], {}),
+    ):
+        selectors = [{MEMORY_LABEL: memory} for memory in memories]
+        scaling = ScalingConfig(num_workers=len(selectors), label_selector=selectors)
         try:
             autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
         except autosplit.AutosplitError as error:
-            found.append(error.code)
+            found.append((error.code, str(error)))
     return found
 
 
-def fewer_nodes(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
-    """Train an elastic job with two workers, and with one worker after a node was killed."""
+def elastic(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
+    """Train with two workers, with one after a node was killed, and with two after a node has joined."""
     devices = f"cpu:{LARGE},cpu:{SMALL}"
     plan = planned(SIZES, autosplit.tune(workload(), devices=devices, strategy="ddp", **OPTIONS))
-    trained_while_killed(cluster, node, folder, plan, autosplit_ray.scaling_config(plan, (1, 2)), replaced=False)
-    return {"selectors": selectors_of_gpus(plan)}
+    cluster.add_node(num_cpus=1)  # an idle node of other users
+    options = {"resources_per_worker": {"CPU": 1, TRAINING: 1}, "elastic_resize_monitor_interval_s": 1}
+    scaling = autosplit_ray.scaling_config(plan, (1, 2), **options)
+    trained_while_killed(cluster, node, folder, plan, scaling, joins_at=JOINS_AT)
+    alone = plan_for_devices(plan, [RankDevice("cpu", "cpu", budget_bytes=2**20)])
+    return {"alone": alone.split, "selectors": selectors_of_gpus(plan), "refused": refused(plan)}
 
 
 def selectors_of_gpus(plan: Plan) -> list[Any]:
-    """Return the label selectors of a plan for two GPUs: by default, with other labels, and elastic."""
+    """Return the label selectors of a plan for two GPUs: by default, with other labels, elastic, and for three."""
     names = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB")
     gpus = tuple(replace(one, kind="cuda", name=name) for one, name in zip(plan.devices, names, strict=True))
     plan, config = replace(plan, devices=gpus), autosplit_ray.scaling_config
-    found = [config(plan), config(plan, labels={names[0]: {"gpu": "a100-40"}}), config(plan, (1, 2))]
+    labels = {names[0]: {"gpu": "a100-40"}}
+    found = [config(plan), config(plan, labels=labels), config(plan, (1, 2)), config(plan, 3)]
     assert all(one.use_gpu for one in found)
     return [one.label_selector for one in found]
 
 
-JOBS = {job.__name__: job for job in (replaced_node, fewer_nodes)}
+def refused(plan: Plan) -> list[str]:
+    """Return the codes of the errors for a plan without times, a step that does not fit, and a sharded model."""
+    codes = []
+    for other, count in (
+        (replace(plan, fit=None), 3),
+        (replace(plan, accumulates=False, max_batch_size=EFFECTIVE - 1), (1, 2)),
+        (replace(plan, ddp=replace(plan.ddp, shard_size=2)), (1, 2)),
+    ):
+        try:
+            autosplit_ray.scaling_config(other, count)
+        except autosplit.AutosplitError as error:
+            codes.append(error.code)
+    return codes
+
+
+JOBS = {job.__name__: job for job in (replaced_node, elastic)}
 
 
 def main(name: str, folder: Path) -> None:
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long Ray waits for a node that has gone
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
-        cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: LARGE})
-        node = cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: SMALL})
+        add_node(cluster, LARGE)
+        node = add_node(cluster, SMALL)
         ray.init(address=cluster.address, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
         found = JOBS[name](cluster, node, folder)
         torch.save(found, folder / "found.pt")

@@ -97,7 +97,7 @@ class Context(CheckpointMethods):
             InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
                 DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
                 statistics would be used. Moving the model replaced parameters that an optimizer has.
-                The plan is for a sharded model (`autosplit.sharded_plan`).
+                The plan is for a sharded model (`autosplit.tune_sharded`).
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -145,7 +145,7 @@ class Context(CheckpointMethods):
 
         Buffers are not synchronised after this call. Each rank computes BatchNorm statistics from its own samples, and
         checkpoints contain rank 0's. The batch sizes of a plan from `tune` assume unsharded models, so a sharded model
-        leaves memory free. `autosplit.sharded_plan` returns larger batch sizes, and the number of ranks per shard
+        leaves memory free. `autosplit.tune_sharded` finds larger batch sizes, and the number of ranks per shard
         group. Each group then has a copy of the model, and the groups all-reduce their gradients.
 
         Args:

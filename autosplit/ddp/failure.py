@@ -200,7 +200,10 @@ class Watch:
         says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
         if word.rank == self._rank:
             return f"{says}. The other ranks were notified"
-        return f"{says}. This rank {self._rank} stops, because the ranks train together. Start the job again"
+        return (
+            f"{says}. This rank {self._rank} stops, because the ranks train together. Start the job again, unless its "
+            "launcher restarts it"
+        )
 
     def _listen(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="autosplit-watch", daemon=True)

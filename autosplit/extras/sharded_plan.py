@@ -24,6 +24,9 @@ or the update, where torch's foreach optimizers have temporary tensors of G / N.
 
 On emulated GPUs with a caching allocator, each of two ranks needed 0.83 to 1.00 of the prediction in fourteen cases.
 
+With mixed precision, FSDP2 gathers and reduces in `param_dtype`. P, p and the gradients above are in this dtype. Only
+the shards keep the dtype of the model's parameters.
+
 Note [Communication of a sharded model]
 
 A ring all-reduce is a reduce-scatter and an all-gather, and each takes half of its time. Each forward gathers all
@@ -31,75 +34,70 @@ parameters, and each backward gathers the layers again. These all-gathers overla
 backward takes at least their time. In the last backward, the gradients are also reduce-scattered, and then all-reduced
 between the shard groups. The step waits for the part that this backward does not hide. Its share of the all-gathers is
 `BACKWARD_SHARE`, so a step without computation takes the sum of all collectives. All links count as equally fast.
+
+The optimizer updates 1/N of the parameters. Its kernels only move memory, so the update takes 1/N of its time.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.ddp.context import Context
-from autosplit.ddp.fsdp import Layers, groups_of
 from autosplit.ddp.other_devices import RankDevice, of_entries
 from autosplit.errors import InputError, PlanError
 from autosplit.notes import Note
-from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes
 from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.profiles.less_memory import LINE_ERROR
-from autosplit.solve.memory import Ceiling, samples_within
+from autosplit.solve.memory import Ceiling, largest_size, samples_within
 from autosplit.solve.problem import Problem, Solution
 from autosplit.solve.step_time import BACKWARD_SHARE, Fit, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE
 from autosplit.text import counted_text, ms_text, rate_text, size_text
 
+Activations = Callable[[int, int], int]
+"""Bytes of a forward and backward of some samples on a rank, without parameters and gradients: ``(rank, samples)``."""
+
 
 def sharded_plan(
     plan: Plan,
-    model: nn.Module,
+    groups: Sequence[Sequence[Tensor]],
+    activations: Activations,
     *,
-    layers: Layers | None = None,
     shard_size: int | None = None,
-    reshard_after_forward: bool = True,
+    reshards: bool = True,
+    param_dtype: torch.dtype | None = None,
+    gaps: float = 0.0,
 ) -> Plan:
-    """Return the plan for a model that `ctx.shard` shards over the ranks. Sharding leaves more memory for samples.
+    """Return the plan for sharded `groups` of parameters, from a plan for ranks with whole models.
 
-        plan = autosplit.sharded_plan(autosplit.tune(workload), model, layers=Block)
-        with autosplit.ddp.setup(plan) as ctx:
-            model = ctx.shard(model, layers=Block)
-
-    The ceilings of the ranks and the throughput are predicted from the plan's measurements. No step is run. The
-    effective batch size stays the same. The returned plan is for DDP only, and `plan.ddp.shard_size` has the number of
-    ranks per shard group. Notes of kind ``"sharded"`` and ``"unequal-shards"`` explain the prediction.
-
-    The prediction assumes that FSDP2 gathers and reduces in the dtypes of the parameters. A `mp_policy` with a smaller
-    dtype needs less memory.
+    The ceilings and the throughput are predicted. The effective batch size stays the same. Notes of kind ``"sharded"``
+    and ``"unequal-shards"`` explain the prediction.
 
     Args:
-        plan: A plan with DDP ranks.
-        model: The model of the plan, before `ctx.shard`. It may be on the meta device.
-        layers: The same layers as for `ctx.shard`.
-        shard_size: Ranks per shard group. It must divide the number of ranks. Consecutive ranks form a group. Groups
-            hold equal copies of the model, and all-reduce their gradients. Default: the smallest size whose predicted
-            throughput is at most 0.1% below the best.
-        reshard_after_forward: The same option as for `ctx.shard`.
+        plan: A plan that was measured or simulated with parameters in `param_dtype`.
+        groups: The parameters of the root, then those of each layer, in the dtype of the shards.
+        shard_size: Ranks per shard group. Consecutive ranks form a group. Groups hold equal copies of the model, and
+            all-reduce their gradients. Default: the smallest size whose predicted throughput is at most 0.1% below the
+            best.
+        reshards: `reshard_after_forward` of FSDP2.
+        param_dtype: The dtype in which FSDP2 gathers and reduces. Default: the dtype of the parameters.
+        gaps: Fraction of the memory that the allocator loses in gaps between tensors.
 
     Raises:
-        InputError: `shard_size` does not divide the number of ranks. Or `ctx.shard` can't shard the model.
+        InputError: `shard_size` does not divide the number of ranks.
         PlanError: The plan has no ranks, a single rank, no time model, or no parts of device 0's memory. Or the
             effective batch does not fit.
-
-    Warns:
-        OtherModelWarning: The plan was made for a model of another size.
     """
     fit, optimizer_bytes = _measured(plan)
-    warn_of_other_model(plan, model, stacklevel=2)
     count = len(plan.ddp.ranks)
     sizes = [size for size in range(2, count + 1) if count % size == 0]
     if shard_size is not None and shard_size not in sizes:
@@ -107,9 +105,9 @@ def sharded_plan(
             f"shard_size is {shard_size}. Expected one of {sizes}: a divisor of the plan's {count} ranks.",
             code="shard-size",
         )
-    groups = groups_of(model, layers)
+    model = _Sharded(groups, [[_gathered(one, param_dtype) for one in group] for group in groups], optimizer_bytes)
     variants = [
-        _Variant(plan, fit, groups, optimizer_bytes, size, reshard_after_forward, several)
+        _Variant(plan, fit, model, activations, 1 - gaps, size, reshards, several)
         for size in sizes
         for several in (False, True)
         if shard_size in (None, size)
@@ -119,8 +117,8 @@ def sharded_plan(
     if not found:
         raise PlanError(
             f"{_effective(plan)} samples per optimizer step do not fit {count} ranks, because each rank needs "
-            f"{size_text(min(one.fixed_bytes for one in variants))} for the sharded model. Pass layers with fewer "
-            "parameters each, or tune for larger devices.",
+            f"{size_text(min(one.least_bytes for one in variants))} for the sharded model and its smallest "
+            "batch. Pass layers with fewer parameters each, or tune for larger devices.",
             code="sharded-plan-does-not-fit",
         )
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
@@ -159,41 +157,84 @@ def gathered_bytes(groups: Sequence[Sequence[Tensor]], ranks: int, *, reshards: 
     return max(forward, backward, 2 * root_grads, every_grads // ranks)
 
 
+def _gathered(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a gathered parameter without memory. FSDP2 casts only floating-point parameters."""
+    dtype = dtype if parameter.is_floating_point() else None
+    return torch.empty_like(parameter, dtype=dtype, device="meta", requires_grad=parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """The model's groups of parameters, in the dtype of the shards and in the dtype that FSDP2 gathers.
+
+    Attributes:
+        optimizer_bytes: Bytes of the optimizer state of all parameters, in the dtype that FSDP2 gathers.
+    """
+
+    groups: Sequence[Sequence[Tensor]]
+    gathered: Sequence[Sequence[Tensor]]
+    optimizer_bytes: int
+
+    @functools.cached_property
+    def whole_bytes(self) -> tuple[int, int]:
+        """Bytes of all gathered parameters, and of their gradients."""
+        return state_bytes(itertools.chain(*self.gathered))
+
+    @functools.cached_property
+    def root_bytes(self) -> int:
+        """Bytes of the gathered parameters of the root."""
+        return state_bytes(self.gathered[0])[0]
+
+
 @dataclass(frozen=True)
 class _Variant:
-    """A choice of the shard groups, and of one or several forwards per optimizer step."""
+    """A choice of the shard groups, and of one or several forwards per optimizer step.
+
+    Attributes:
+        usable: Fraction of a rank's memory that tensors can use.
+    """
 
     before: Plan
     fit: Fit
-    groups: Sequence[Sequence[Tensor]]
-    optimizer_bytes: int
+    model: _Sharded
+    activations: Activations
+    usable: float
     size: int
     reshards: bool
     several: bool
 
+    @functools.cached_property
+    def shards(self) -> tuple[int, int]:
+        """Bytes of one rank's shards of parameters and of gradients."""
+        return state_bytes(itertools.chain(*self.model.groups), self.size)
+
     @property
     def shard_bytes(self) -> int:
         """Bytes of one rank's shards of parameters, gradients and optimizer state."""
-        whole, shard = (state_bytes(itertools.chain(*self.groups), ranks) for ranks in (1, self.size))
-        return sum(shard) + self.optimizer_bytes * shard[1] // max(1, whole[1])
+        return sum(self.shards) + self.model.optimizer_bytes * self.shards[1] // max(1, self.model.whole_bytes[1])
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of one rank's shards and gathered tensors."""
-        gathered = gathered_bytes(self.groups, self.size, reshards=self.reshards, several=self.several)
+        gathered = gathered_bytes(self.model.gathered, self.size, reshards=self.reshards, several=self.several)
         return self.shard_bytes + gathered
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of a rank with the smallest batch."""
+        return self.fixed_bytes + self.activations(0, self.before.ddp.least_batch)
 
     @functools.cached_property
     def problem(self) -> Problem:
         """The problem of the ranks with a sharded model."""
-        plan, whole = self.before, state_bytes(itertools.chain(*self.groups))
-        # An accumulating DDP rank has its buckets and the accumulated gradients (see `views_buckets` in runtime).
-        copies = 2 if plan.accumulates and plan.effective_batch_sizes is not None else 1
-        more_bytes = self.fixed_bytes - whole[0] - copies * whole[1] - self.optimizer_bytes
-        effective = _effective(plan)
+        plan, effective = self.before, _effective(self.before)
+        predicted = [functools.partial(self._peak_bytes, rank) for rank in range(len(plan.ddp.ranks))]
         return Problem.of(
             self._fit,
-            tuple(_moved(rank.ceiling, more_bytes, effective) for rank in plan.ddp.ranks),
+            tuple(
+                _moved(rank.ceiling, peak_bytes, self.usable, plan.ddp.least_batch, effective)
+                for rank, peak_bytes in zip(plan.ddp.ranks, predicted, strict=True)
+            ),
             None,
             effective_batch_sizes=(effective, effective),
             max_batch_size=plan.max_batch_size,
@@ -201,15 +242,18 @@ class _Variant:
             least_batch=plan.ddp.least_batch,
         )
 
+    def _peak_bytes(self, rank: int, samples: int) -> int:
+        return self.fixed_bytes + self.activations(rank, samples)
+
     @functools.cached_property
     def seconds(self) -> tuple[float, float]:
         """Seconds of the all-gathers of a forward and backward, and of the reductions of a step."""
         count = len(self.before.ddp.ranks)
-        nbytes, trained = state_bytes(itertools.chain(*self.groups))
+        nbytes, trained = self.model.whole_bytes
         # A ring all-reduce of n ranks sends (n - 1) / n of the gradients twice.
         once_s = self.fit.all_reduce_s * count / (2 * (count - 1))
         within, others = (self.size - 1) / self.size, count // self.size
-        again = nbytes - state_bytes(self.groups[0])[0] if self.reshards else 0
+        again = nbytes - self.model.root_bytes if self.reshards else 0
         gather_s = once_s * within * (nbytes + again) / max(1, trained)
         return gather_s, once_s * (within + 2 * (others - 1) / others / self.size)
 
@@ -218,7 +262,8 @@ class _Variant:
         gather_s, reduce_s = self.seconds
         fit = self.fit.among(range(len(self.before.ddp.ranks)))
         curves = tuple(_at_least(curve, gather_s, _effective(self.before)) for curve in fit.step_time.curves)
-        return Fit(replace(fit.step_time, curves=curves), reduce_s + BACKWARD_SHARE * gather_s)
+        update_s = fit.step_time.update_s * self.shards[1] / max(1, self.model.whole_bytes[1])
+        return Fit(replace(fit.step_time, curves=curves, update_s=update_s), reduce_s + BACKWARD_SHARE * gather_s)
 
     def planned(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""
@@ -245,11 +290,17 @@ class _Variant:
     def note(self, solution: Solution) -> Note:
         """Return the note on memory and communication."""
         gather_s, reduce_s = self.seconds
-        groups = counted_text(len(self.before.ddp.ranks) // self.size, "shard group")
+        ranks = self.before.ddp.ranks
+        groups = counted_text(len(ranks) // self.size, "shard group")
+        whole_fits = all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in ranks)
+        whole = (
+            f"Ranks with whole models train {rate_text(self.before.ddp.samples_per_s)}."
+            if whole_fits
+            else "The whole model does not fit."
+        )
         text = (
             f"Predicted for FSDP2 with {groups} of {self.size} ranks: {size_text(self.fixed_bytes)} per rank without "
-            f"activations, and {rate_text(solution.samples_per_s)}. Ranks with whole models train "
-            f"{rate_text(self.before.ddp.samples_per_s)}. Predicted from DDP's all-reduce of "
+            f"activations, and {rate_text(solution.samples_per_s)}. {whole} Predicted from DDP's all-reduce of "
             f"{ms_text(self.fit.all_reduce_s)}, the all-gathers of a forward and backward take {ms_text(gather_s)} and "
             f"the reductions of a step {ms_text(reduce_s)}."
         )
@@ -341,14 +392,22 @@ def _effective(plan: Plan) -> int:
     return Context(plan, 0, torch.device("cpu")).effective_batch_size
 
 
-def _moved(ceiling: Ceiling, more_bytes: int, most: int) -> Ceiling:
-    """Return the ceiling with another number of fixed bytes. Only a ceiling that memory limits can grow, up to `most`.
-
-    The larger batch is predicted by the line of the memory model.
-    """
-    points = tuple((samples, nbytes + more_bytes, ran) for samples, nbytes, ran in ceiling.points)
-    moved = replace(ceiling, fixed_bytes=ceiling.fixed_bytes + more_bytes, points=points, confirmed=False)
+def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], usable: float, least: int, most: int) -> Ceiling:
+    """Return the ceiling with a sharded model. Only a ceiling that memory limits can grow, up to `most`."""
     bound = most if ceiling.limited_by == "memory" else ceiling.batch_size
-    size = moved.most_within(int((1 - LINE_ERROR) * ceiling.capacity_bytes), bound)
-    limit = "memory" if size < bound else ceiling.limited_by
-    return replace(moved, batch_size=size, peak_bytes=moved.bytes_at(size), limited_by=limit)
+    room_bytes = int((1 - LINE_ERROR) * usable * ceiling.capacity_bytes)
+    size = largest_size(bound, lambda samples: peak_bytes(max(samples, least)) <= room_bytes)
+    size = size if size >= least else 0
+    at = max(size, least)
+    half = max(least, at // 2)
+    slope = (peak_bytes(at) - peak_bytes(half)) / (at - half) if at > half else 0.0
+    return replace(
+        ceiling,
+        batch_size=size,
+        limited_by="memory" if size < bound else ceiling.limited_by,
+        fixed_bytes=int(peak_bytes(at) - slope * at),
+        bytes_per_sample=math.ceil(slope),
+        peak_bytes=peak_bytes(at) if size else 0,
+        points=tuple((n, peak_bytes(n), False) for n in sorted({half, at})),
+        confirmed=False,
+    )

@@ -183,9 +183,15 @@ class Share:
 
 
 def share_of(plan: Plan, place: Place) -> Share:
-    """Return a process's part of a plan. Raise PlanError if the plan is for another number of processes."""
+    """Return a process's part of a plan. Raise PlanError for another number of processes or a sharded model."""
     if place.world_size > 1:
         refuse_unfit(plan)
+        if plan.ddp.shard_size is not None:
+            raise PlanError(
+                "The plan is for a sharded model, but this library trains a whole model on each rank. The plan's batch "
+                "sizes may not fit. Pass the plan that tune returned, or train with autosplit.ddp and ctx.shard.",
+                code="plan-is-for-sharded-model",
+            )
         count = len(plan.ddp.ranks)
         if count != place.world_size:
             raise PlanError(

@@ -20,6 +20,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,22 @@ def scaling_config(
     labels: Mapping[str, Mapping[str, str]] | None = None,
     **options: Any,
 ) -> ScalingConfig:
-    """Return a `ScalingConfig` with a worker for each device of the plan.
+    """Return a `ScalingConfig` with a worker for each device of the plan, or with another number of workers.
 
     Each worker has a label selector for its kind of device: the accelerator type that Ray detects for NVIDIA GPUs, and
     `MEMORY_LABEL` for CPUs with a memory budget.
 
     Args:
         num_workers: Number of workers, or the smallest and the largest number of an elastic job. Each worker then may
-            have any kind of device of the plan. Default: one worker for each device, with exactly the plan's devices.
+            have any kind of device of the plan, and there may be more workers than devices in the plan. `setup` solves
+            the plan again for them. Default: one worker for each device, with exactly the plan's devices.
         labels: Label selectors by the device's name in the plan (`plan.devices[0].name`), instead of the default ones.
         **options: Other arguments of `ScalingConfig`.
 
     Raises:
         DeviceError: The plan is for devices other than NVIDIA GPUs and CPUs, and `labels` lacks their name.
+        PlanError: The plan can't be solved again for so many workers. For example, it is for a sharded model, or its
+            optimizer step does not fit on so few workers.
     """
     selectors = [_selector(device, labels or {}) for device in plan.devices]
     options = {"use_gpu": plan.devices[0].kind == "cuda", **options}
@@ -145,7 +149,10 @@ def scaling_config(
     common = [key for key in selectors[0] if all(key in one for one in selectors)]
     kinds = {key: dict.fromkeys(one[key] for one in selectors) for key in common}
     any_kind = {key: f"in({','.join(values)})" for key, values in kinds.items()}
-    return ScalingConfig(num_workers=num_workers, label_selector=any_kind, **options)
+    config = ScalingConfig(num_workers=num_workers, label_selector=any_kind, **options)
+    for count in {config.min_workers, config.max_workers} - {0}:
+        plan_for_devices(plan, _largest_devices(plan, count))  # raises if the plan can't be solved again
+    return config
 
 
 def tune(
@@ -199,11 +206,27 @@ def tune(
 def _tune_on_worker(config: dict[str, Any]) -> str:
     _require_worker("tune")
     device = _device_here()
+    workers = told_by_all(f"{device} on node {ray.util.get_node_ip_address()}")
     spec = device.label if device.budget_bytes is None else f"{device.label}:{device.budget_bytes}B"
     # `autosplit.tune` expects a CPU for each rank of this machine, and takes the one at its local rank.
     count = int(os.environ["LOCAL_WORLD_SIZE"]) if device.budget_bytes is not None else 1
-    plan = tuning.tune(*config["args"], devices=",".join([spec] * count), strategy="ddp", **config["options"])
+    try:
+        plan = tuning.tune(*config["args"], devices=",".join([spec] * count), strategy="ddp", **config["options"])
+    except AutosplitError as error:
+        # The message names a rank or its device, and the user needs the node.
+        ranks = ", ".join(f"{rank} is {worker}" for rank, worker in enumerate(workers))
+        error.args = (f"{error}\nReported by rank {dist.get_rank()}. Ranks: {ranks}.",)
+        raise
     return plan.to_json()
+
+
+def _largest_devices(plan: Plan, count: int) -> list[RankDevice]:
+    """Return `count` devices of the plan, the largest first. Repeat them if there are fewer."""
+    largest_first = sorted(plan.devices, key=lambda device: device.ceiling.batch_size, reverse=True)
+    return [
+        RankDevice(device.label, device.name, budget_bytes=device.memory_bytes if device.budgeted else None)
+        for device in islice(cycle(largest_first), count)
+    ]
 
 
 def _require_worker(what: str) -> None:
@@ -229,8 +252,8 @@ def _budget(memory: str) -> int:
     nbytes = parse_bytes(memory)
     if memory != _size(nbytes):
         raise InputError(
-            f"The node's label {MEMORY_LABEL} is {memory}. Expected {_size(nbytes)}, because Ray compares text. "
-            f"Start the node with --labels={MEMORY_LABEL}={_size(nbytes)}.",
+            f"The label {MEMORY_LABEL} of node {ray.util.get_node_ip_address()} is {memory}. Expected "
+            f"{_size(nbytes)}, because Ray compares text. Start the node with --labels={MEMORY_LABEL}={_size(nbytes)}.",
             code="ray-memory-label",
         )
     return nbytes

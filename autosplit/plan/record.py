@@ -141,7 +141,7 @@ class DdpPlan:
         least_batch: The fewest samples per rank: 2 if a BatchNorm layer gets one value per sample, otherwise 1.
         even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
             None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
-        shard_size: Ranks per shard group of FSDP2 (`sharded_plan`). None if each rank has the whole model.
+        shard_size: Ranks per shard group of FSDP2 (`tune_sharded`). None if each rank has the whole model.
     """
 
     ranks: tuple[RankSettings, ...]

@@ -1,4 +1,4 @@
-"""Ray Train: plans, unequal batches, a node that is killed and replaced, and an elastic job. The workers are real."""
+"""Ray Train: plans, unequal batches, nodes that leave and join, and an elastic job. The workers are real."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def assert_trained_as_one_process(folder: Path) -> None:
     assert float(done.split()[-1]) <= 1e-12
 
 
-def samples_of(log: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """Return the samples of each optimizer step over all workers. A repeated step has each sample twice."""
-    found: dict[int, list[int]] = {}
+def assert_each_sample_once(log: list[dict[str, Any]]) -> None:
+    """Each step counts once: the workers wait for Ray to register its checkpoint before a node leaves or joins."""
+    steps: dict[int, list[int]] = {}
     for line in log:
-        found.setdefault(line["done"], []).extend(line["ids"])
-    return found
+        steps.setdefault(line["done"], []).extend(line["ids"])
+    assert [len(steps[step]) for step in sorted(steps)] == [48, 48, 48, 48, 8] * 2
+    for epoch in (range(1, 6), range(6, 11)):
+        assert sorted(number for step in epoch for number in steps[step]) == list(range(200))
 
 
 def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
@@ -63,28 +65,34 @@ def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
     assert sorted(device.memory_bytes for device in plan.devices) == [SMALL, LARGE]
     assert plan.ddp.measured
     assert plan.effective_batch_size == 48
-    assert found["errors"] == ["workload-function", "ray-memory-label", "ray-tune-option"]
+    codes, messages = zip(*found["errors"], strict=True)
+    assert codes == ("workload-function", "ray-memory-label", "ray-tune-option", "does-not-fit")
+    assert re.search(r"node \S+ is 2048MiB", messages[1])
+    ranks = r"0 is cpu with 1 MiB on node \S+, 1 is cpu with 512 KiB on node \S+\.$"
+    assert re.search(rf"\nReported by rank [01]\. Ranks: {ranks}", messages[3])
     # Each worker has the batch size of its device, before and after the failure.
     assert {(line["memory"], line["size"]) for line in log} == {(LARGE, 9), (SMALL, 3)}
-    steps = samples_of(log)
-    assert sorted(steps) == list(range(1, 11))
-    for epoch in (range(1, 6), range(6, 11)):
-        assert sorted({number for step in epoch for number in steps[step]}) == list(range(200))
-        assert sum(len(set(steps[step])) for step in epoch) == 200
+    assert_each_sample_once(log)
     assert_trained_as_one_process(tmp_path)
 
 
-def test_an_elastic_job_goes_on_with_fewer_nodes(tmp_path: Path) -> None:
-    """The plan is solved again for the first node alone, with the same samples in each optimizer step."""
-    found, log = job("fewer_nodes", tmp_path)
-    assert {line["memory"] for line in log} == {LARGE, SMALL}
-    alone = [line for line in log if line["memory"] == LARGE and line["size"] > 9]
-    assert max(line["done"] for line in log if line["memory"] == SMALL) == 6
-    assert [len(line["ids"]) for line in alone][-4:] == [48, 48, 48, 8]
+def test_an_elastic_job_goes_on_without_a_node_and_grows_when_a_node_joins(tmp_path: Path) -> None:
+    """The job has two workers, one from step 7, and two again from step 9."""
+    found, log = job("elastic", tmp_path)
+    for steps, start, sizes in (
+        (range(1, 7), 0, {(LARGE, 9), (SMALL, 3)}),
+        (range(7, 9), 6, {(LARGE, *found["alone"])}),
+        (range(9, 11), 8, {(LARGE, 9), (SMALL, 3)}),
+    ):
+        lines = [line for line in log if line["done"] in steps]
+        assert {line["start"] for line in lines} == {start}
+        assert {(line["memory"], line["size"]) for line in lines} == sizes
+    assert_each_sample_once(log)
     assert_trained_as_one_process(tmp_path)
     a100, v100 = ({"ray.io/accelerator-type": name} for name in ("A100", "V100"))
-    elastic = {"ray.io/accelerator-type": "in(A100,V100)"}
-    assert found["selectors"] == [[a100, v100], [{"gpu": "a100-40"}, v100], elastic]
+    either = {"ray.io/accelerator-type": "in(A100,V100)"}
+    assert found["selectors"] == [[a100, v100], [{"gpu": "a100-40"}, v100], either, either]
+    assert found["refused"] == ["plan-for-other-devices", "plan-for-other-devices", "sharded-plan-for-other-devices"]
 
 
 def test_the_example_runs() -> None:

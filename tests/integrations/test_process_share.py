@@ -76,6 +76,13 @@ class TestShare:
         with raises(PlanError, "plan-without-ranks"):
             share_of(shared.shares_plan((5, 3), 20, in_one=True), Place(0, 2))
 
+    def test_a_plan_for_a_sharded_model_is_refused(self):
+        """The batch sizes of such a plan may run out of memory with a whole model on each rank."""
+        plan = shared.shares_plan((7, 1), 20)
+        plan = replace(plan, ddp=replace(plan.ddp, shard_size=2))
+        with raises(PlanError, "plan-is-for-sharded-model", "Pass the plan that tune returned"):
+            share_of(plan, Place(0, 2))
+
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_a_plan_for_simulated_cards_is_refused(self, world_size):
         with raises(DeviceError, "plan-simulated"):
