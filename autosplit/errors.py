@@ -228,7 +228,7 @@ def _layer_text(trace: TracebackType | None) -> str:
     if not layers:
         return ""
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
-    name = f"{name}.".removeprefix("module.").rstrip(".")  # Remove the prefix of a wrapper, which is not the user's.
+    name = f"{name}.".removeprefix("module.").rstrip(".")  # a wrapper adds this prefix to the user's names
     kind = type(layers[-1])
     if not name and not kind.__module__.startswith("torch."):
         return ""  # the user's own model has a frame already

@@ -103,8 +103,8 @@ _PERHAPS_OOM = _any_of(
     # (aten/src/ATen/native/cudnn/Conv_v8.cpp, Conv_v7.cpp).
     r"[Uu]nable to find an engine to execute this computation",
     r"Unable to find a valid cuDNN algorithm",
-    # A handle needs memory that the caching allocator may have reserved. Out-of-bounds indexing causes the same
-    # message, and again after the caches are emptied.
+    # Creating a handle needs memory, which the caching allocator may have reserved. An index out of bounds causes the
+    # same message, also after the caches are emptied.
     r"(?:CUBLAS|HIPBLAS)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cublas|hipblas)(?:Lt)?Create\(",
     r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create\(",
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",

@@ -1,4 +1,4 @@
-"""Restore this process's random number generators, or replace random decisions by extreme values."""
+"""Restore this process's random number generators, or replace random decisions with extreme values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_DRAWS = 1000
 
 
 class ExtremeDraws:
-    """Replace the random numbers that decide a model's path by the highest or the lowest possible number.
+    """Replace the random numbers that decide a model's path with the highest or the lowest possible number.
 
     A model that skips layers at random needs the most memory when it skips none. To find out whether the highest or the
     lowest number skips none, run a step with each.

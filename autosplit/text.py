@@ -124,7 +124,7 @@ def parse_bytes(text: str) -> int:
             A number without a unit is bytes.
 
     Raises:
-        InputError: The text has another form.
+        InputError: The text has a different form.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -188,7 +188,7 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co")
 
 
 def visible(text: str) -> str:
-    """Replace invisible characters, such as control and bidirectional characters, by a mark."""
+    """Replace invisible characters, such as control and bidirectional characters, with a mark."""
     return "".join("�" if unicodedata.category(c) in _INVISIBLE and c not in _KEPT else c for c in text)
 
 

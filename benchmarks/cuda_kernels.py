@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import DEFAULT_CAPABILITY, OTHER_CAPABILITIES, Case, chosen_cases
+from kernel_case import DEFAULT_CAPABILITY, OTHER_CAPABILITIES, Case
+from kernel_cases import chosen_cases
 from kernel_tracing import Row, build_stub, cuda_tracer, like_real_cuda, product_tracer, stubbed_environment, traced
 
 RESULTS = Path(__file__).parent / "results" / "kernels"

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases import Case
+from kernel_case import Case
 from torch import Tensor, nn
 from torch.nn import functional as F
 

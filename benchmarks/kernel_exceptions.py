@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernel_cases import DEFAULT_CAPABILITY
+from kernel_case import DEFAULT_CAPABILITY
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases import Case
+from kernel_case import Case
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from kernel_cases import Case
+from kernel_case import Case
 from torch import Tensor, _meta_registrations
 
 from autosplit.devices.device import Device

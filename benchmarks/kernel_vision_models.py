@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from kernel_cases import Case
+from kernel_case import Case
 from kernel_language_models import VOCABULARY, Family
 from torch import Tensor, nn
 from torch.nn import functional as F

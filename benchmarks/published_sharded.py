@@ -6,21 +6,28 @@ The rows are MPT models in bfloat16 on H100-80GB GPUs, without activation checkp
 (github:mosaicml/llm-foundry, scripts/train/benchmarking/README.md, torch 1.13 to 2.1, Composer, FSDP FULL_SHARD). The
 13B model fits no single GPU. The published micro-batch ran, so the plan must have it, too. The network between nodes is
 not stated, so only 8 GPUs are compared. The attention is causal without MPT's ALiBi bias, which the published flash
-kernel adds in place. Nothing is fitted to these rows. A ratio is predicted / published.
+kernel adds in place.
+
+The rows of memory are LoRA of Llama-2 7B on two RTX 3090 with checkpointed layers (github:AnswerDotAI/fsdp_qlora,
+benchmarks_03_2024.md, FSDP1). Published is torch.cuda.max_memory_reserved, which includes the allocator's gaps.
+
+Nothing is fitted to these rows. A ratio is predicted / published.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import published_language
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import autosplit
 
@@ -45,6 +52,10 @@ ROWS = (
     Row("MPT-1b", 2048, 24, 16, 14, 1, 0.63077),
     Row("MPT-13b", 5120, 40, 40, 2, 1, 0.85476),
 )
+
+
+LORA_RESERVED_GIB = {4: 16.14, 6: 21.35}
+"""Published memory of LoRA by batch per GPU."""
 
 
 class Block(nn.Module):
@@ -117,18 +128,42 @@ def compared(row: Row) -> dict[str, Any]:
     }
 
 
+def lora(batch: int) -> dict[str, Any]:
+    """Predict the memory of LoRA with sharded frozen weights."""
+    row = next(row for row in published_language.rows() if (row.recipe, row.simulated) == ("lora loop", "RTX3090"))
+    plan = autosplit.tune_sharded(
+        lambda: published_language.workload(replace(row, batch=batch)),
+        layers=LlamaDecoderLayer,
+        devices="sim:2xRTX3090",
+        effective_batch_size=2 * batch,
+        max_batch_size=2 * batch,
+    )
+    rank, published = plan.ddp.ranks[0], LORA_RESERVED_GIB[batch]
+    assert rank.batch_size == batch, rank
+    return {
+        "batch": batch,
+        "published_reserved_gib": published,
+        "predicted_gib": rank.peak_bytes / 2**30,
+        "ratio": rank.peak_bytes / 2**30 / published,
+    }
+
+
 def main() -> None:
     """Compare all rows, and write the results."""
     parser = argparse.ArgumentParser(description="Compare predicted steps of sharded models with published ones.")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = [compared(row) for row in ROWS]
+    memory = [lora(batch) for batch in LORA_RESERVED_GIB]
+    for one in memory:
+        print(f"LoRA, batch {one['batch']}: {one['ratio']:.2f} of {one['published_reserved_gib']} GiB")
     for row in rows:
         print(f"{row['model']}: {row['ratio']:.2f} of {row['step_s']} s, batch {row['predicted_batch']}")
     found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "versions": {"torch": torch.__version__, "autosplit": autosplit.__version__},
         "compared": rows,
+        "memory of LoRA": memory,
     }
     options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -1,5 +1,4 @@
 """Run the command line: commands, tables, JSON and exit codes.
 
-Read `parser` (the flags) and `commands` (one module each) first. Modules of this package may import all packages except
-`integrations`.
+Read `parser` (the flags) and `commands` (one module each) first.
 """

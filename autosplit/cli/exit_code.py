@@ -22,7 +22,7 @@ STARTER_VARIABLE = "AUTOSPLIT_STARTER"
 
 
 def reported(exit_code: int) -> int:
-    """Return this process's exit code. Below torchrun it is 0, and rank 0 writes the real code to a file."""
+    """Return this process's exit code. Under torchrun it is 0, and rank 0 writes the real code to a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if not path:
         return exit_code

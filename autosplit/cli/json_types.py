@@ -231,8 +231,8 @@ class ErrorOfPredictions:
     """The measured error of predicted samples/s for one kind of model.
 
     Attributes:
-        median: Half of the predictions were at most this share off.
-        p90: 90% of the predictions were at most this share off.
+        median: Half of the predictions were off by at most this fraction.
+        p90: 90% of the predictions were off by at most this fraction.
     """
 
     median: float
@@ -246,7 +246,8 @@ class ComparedModel:
     Attributes:
         name: The spec of the model.
         failure: Why the model was not compared, or an empty string.
-        error: The error of predictions for such models. None if it was not measured, or if no prediction was made.
+        error: The error of predictions for this kind of model. None if it was not measured, or if no prediction was
+            made.
         comparison: The machines. None if the model was not compared.
     """
 

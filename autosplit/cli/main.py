@@ -62,7 +62,7 @@ def _run(words: list[str]) -> int:
 def _message_for_user(error: OSError) -> str | None:
     if error.errno == errno.ENAMETOOLONG:
         return f"{shown(error.filename)} is longer than a file name can be. Correct the name."
-    if error.filename is None and error.errno in UNWRITABLE:  # errors of our own files have a name
+    if error.filename is None and error.errno in UNWRITABLE:  # errors from files have a filename, so this is stdout
         sent_nowhere(sys.stdout)
         return f"autosplit can't write to stdout ({error.strerror}). Redirect stdout to a file."
     with contextlib.suppress(FileNotFoundError):

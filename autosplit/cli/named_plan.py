@@ -63,7 +63,6 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
 
 
 def _newest_profile() -> tuple[Path, Plan] | None:
-    """Return the newest profile that can be read. Prefer finished searches to interrupted searches."""
     interrupted = None
     for path in profile_paths():
         try:

@@ -81,7 +81,6 @@ def note(message: str, manner: Manner) -> None:
 
 
 def _write(lines: list[str]) -> None:
-    """Write lines to stderr. An error of stderr does not affect the command."""
     try:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
@@ -124,7 +123,7 @@ class _Lines(logging.Handler):
         line = self._prefix + printable(without_passwords(" ".join(record.getMessage().split())))
         if record.levelno < logging.WARNING:
             line = f"{time.monotonic() - self._began_s:7.2f} s  {line}"
-        # Use the present sys.stderr. A progress bar replaces it, so that lines do not disturb the bar.
+        # Read sys.stderr now, because a progress bar replaces it to keep lines from disturbing the bar.
         sys.stderr.write(f"{line}\n")
 
 

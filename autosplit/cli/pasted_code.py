@@ -61,7 +61,6 @@ def _given(plan: Plan) -> str:
 
 
 def _loss_from(plan: Plan) -> str:
-    """Return the source of the workload's loss. If the plan does not have it, assume a loss function."""
     own = next((name for name in ("step", "compute_loss") if plan.workload.get(name) is not None), None)
     is_assumed = any(note.kind == "loss-assumed" for note in plan.notes)
     has_none = plan.workload.get("loss_fn", "unknown") is None and not is_assumed
@@ -127,7 +126,6 @@ def _autocast(plan: Plan) -> str:
 
 
 def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
-    """Yield the loop for a workload whose `step` function is the whole optimizer step."""
     sizes = [rank.batch_size for rank in plan.ddp.ranks]
     if of == "ctx" and len({*sizes}) > 1:
         yield f"# Batch sizes differ: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"

@@ -150,7 +150,7 @@ def _unused_lines(plan: Plan) -> list[str]:
 
 
 def _limit_lines(plan: Plan) -> list[str]:
-    """Explain ceilings that memory does not limit, as the table of devices marks them."""
+    """Explain the marks of ceilings that something other than memory limits."""
     limits = {device.ceiling.limited_by for device in plan.devices}
     lines = {
         "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger batch may fit.",
@@ -196,7 +196,6 @@ def _device_table(plan: Plan) -> Table:
 
 
 def _device_text(plan: Plan, first: int, last: int) -> str:
-    """Return a text for one device or several: ``cuda:0 to 3 RTX3090``. If labels are not unique, use ranks."""
     labels = [device.label for device in plan.devices]
     if len({*labels}) < len(labels):
         labels = [f"rank {rank}" for rank in range(len(labels))]
@@ -256,7 +255,6 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
-    """Return the numbers of the short report, with the samples per forward in the row of the split."""
     numbers = dict(_numbers(plan))
     if "split" in numbers:
         numbers["split"] = f"{shares_text(plan.split)}, {numbers.pop('batch_size')} samples per forward"
@@ -277,7 +275,6 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _gain_text(plan: Plan) -> str:
-    """Describe the gain over the even split of the same batch, or give the reason why there is no figure."""
     even = even_split(plan.batch_size, len(plan.split))
     if shares_processor(plan):
         return "none is reported, because these devices share one CPU"

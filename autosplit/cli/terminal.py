@@ -40,7 +40,7 @@ Scripts may read stderr, so short commands leave it empty.
 """
 
 STOPPING = "Stopping with the best plan so far, if any. Ctrl-C again exits."
-"""Text of a bar after the first Ctrl-C. It may be shown until the present step ends."""
+"""Text of a bar after the first Ctrl-C. It may be shown until the current step ends."""
 
 _stopping = threading.Event()
 DUMB = ("dumb", "unknown")
@@ -136,7 +136,7 @@ def _stage_lines() -> Callable[[Progress], None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """Draw a progress bar on stderr if it is a terminal: the present stage, steps and OOMs, the best trial so far.
+    """Draw a progress bar on stderr if it is a terminal: the current stage, steps and OOMs, the best trial so far.
 
     The first message is about building the model, because every command begins with this. If stderr is not a terminal,
     write one line for each stage of a long command.

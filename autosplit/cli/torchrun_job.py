@@ -1,4 +1,4 @@
-"""Run an autosplit command in several processes by torchrun."""
+"""Run an autosplit command in several processes with torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
-    """Run an autosplit command in several processes of this machine by torchrun. Return rank 0's exit code.
+    """Run an autosplit command in several processes of this machine with torchrun. Return rank 0's exit code.
 
     Raises:
         RankFailedError: A process ended without an exit code.

@@ -78,7 +78,7 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
 
 
 def silence(gradient: Tensor) -> Tensor:
-    """Replace NaN and infinities in a gradient by 0.
+    """Replace NaN and infinities in a gradient with 0.
 
     In a model with SyncBatchNorms, samples of weight 0 affect the statistics of the other samples, so their gradient
     need not be 0. But a mean over no labels is 0/0, so the gradient may be NaN.

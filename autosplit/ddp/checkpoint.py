@@ -96,8 +96,8 @@ class CheckpointMethods:
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and copies to its own device. No
-        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain or wrapped
-        modules fit as well.
+        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain and wrapped
+        modules also load.
 
         Args:
             **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
@@ -302,7 +302,6 @@ def _load_together(
 
 
 def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | None]:
-    """Return the result of a call and None, or `otherwise` and the reason of the call's failure."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
@@ -310,7 +309,6 @@ def _tried(call: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str | N
 
 
 def _together(path: str | os.PathLike[str], rank: int, call: Callable[[], Any]) -> Any:
-    """Run a call on all ranks. Raise CheckpointError on all ranks if the call fails on any."""
     found, reason = _tried(call)
     reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
@@ -467,7 +465,6 @@ def _read_into(into: dict[str, Any], folder: Path) -> None:
 
 
 def _failure_of(call: Callable[[], object], what: str) -> str | None:
-    """Run a function of torch.distributed.checkpoint on all ranks. Return the first failure of any rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -121,7 +121,7 @@ def _loaded(path: Path) -> Any:
     except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"The file contains other objects than tensors and plain values ({_first_line(error)}). Expected "
+                f"The file contains objects other than tensors and plain values ({_first_line(error)}). Expected "
                 "numbers, strings, tensors, and lists and dicts of these. Save other objects in another file",
                 code="checkpoint-unsafe-values",
             ) from error

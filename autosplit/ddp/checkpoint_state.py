@@ -65,7 +65,7 @@ def is_loadable(name: str, part: Any) -> bool:
 
 
 def is_verified(part: Any) -> bool:
-    """Return whether `fitting` has verified the state of such a part, so loading the state does not fail."""
+    """Return whether `fitting` verifies everything that this kind of part loads, so loading can't fail."""
     return isinstance(part, nn.Module | torch.optim.Optimizer | ScheduledBatchSampler | torch.amp.GradScaler)
 
 
@@ -101,7 +101,7 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
         ("has unknown", [key for key in state if key not in own]),
-        ("has with another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
+        ("has with a different shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
         (
             "has something other than a tensor at",
             [key for key in shapes if key in state and key not in given and not is_extra(key)],
@@ -213,7 +213,7 @@ def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRSchedule
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
-    """Copy a state and replace each tensor by the result of `place`.
+    """Copy a state and replace each tensor with the result of `place`.
 
     Its arguments are the tensor, and the part's sharded tensor or None.
     """
@@ -236,7 +236,7 @@ def _shard_like(own: Any, value: Tensor) -> Tensor | None:
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy a state and replace each tensor by the result of `change`, whose arguments are the keys and the tensor."""
+    """Copy a state and replace each tensor with the result of `change`, whose arguments are the keys and the tensor."""
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):

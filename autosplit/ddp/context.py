@@ -102,7 +102,7 @@ class Context(CheckpointMethods):
 
         Warns:
             BatchNormWarning: Only rank 0's running statistics are used, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of another size.
+            OtherModelWarning: The plan was made for a model of a different size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
@@ -139,7 +139,7 @@ class Context(CheckpointMethods):
             model = ctx.shard(model, layers=TransformerBlock)
             optimizer = torch.optim.AdamW(model.parameters())  # after shard(), which replaces the parameters
 
-        The model is changed in place, permanently: its modules get another class, and its parameters become DTensors.
+        The model is changed in place, permanently: its modules get other classes, and its parameters become DTensors.
         `save_checkpoint` writes the state of a plain model. Every rank must run every forward, also in evaluation. A
         rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
@@ -166,7 +166,7 @@ class Context(CheckpointMethods):
 
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of another size.
+            OtherModelWarning: The plan was made for a model of a different size.
         """
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
@@ -196,7 +196,7 @@ class Context(CheckpointMethods):
     ) -> ScheduledBatchSampler:
         """Return a batch sampler that yields this rank's part of every micro-batch.
 
-        All ranks draw the same order. Every sample is yielded once per epoch. Every rank gets equally many
+        All ranks draw the same order. Every sample is yielded once per epoch. Every rank gets the same number of
         micro-batches. A smaller last step is split in nearly the same proportions. The split avoids single samples on a
         rank if possible, because BatchNorms cannot train on one. A rank without samples runs one or two samples with
         weight 0, which do not change BatchNorm statistics.
@@ -342,8 +342,8 @@ class Context(CheckpointMethods):
         if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
-                f"{self.rank}'s sampler, because all ranks must take equally many micro-batches. Create the loader "
-                "with batch_sampler=ctx.batch_sampler(len(dataset)).",
+                f"{self.rank}'s sampler, because all ranks must take the same number of micro-batches. "
+                "Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
                 code="batch-sampler-of-other-rank",
             )
         over_ranks = partial(totals_over_ranks, device=self.device)
@@ -365,7 +365,7 @@ class Context(CheckpointMethods):
         return made if count is not None else compared(made, self.effective_batch_size, stacklevel=3)
 
     def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
-        """Begin to iterate over a loader of `batch_sampler`, with the present split."""
+        """Begin to iterate over a loader of `batch_sampler`, with the current split."""
         if sampler.rank_slice != self._slice:
             sampler.follow(self._slice)
         return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)
@@ -399,10 +399,10 @@ class Context(CheckpointMethods):
                     own = everyone.offset + torch.arange(len(z), device=z.device)
                     step.backward(F.cross_entropy(z @ everyone.tensor.T / 0.1, own))
 
-        Every rank must call `all_gather` equally often, and use the result in its loss. Ranks may have unequal numbers
-        of rows. The loss must be the mean over this rank's own samples, or one loss over all samples that is equal on
-        every rank. The gradient is then the same as in one process with the whole micro-batch. Samples are compared
-        only within a micro-batch.
+        Every rank must call `all_gather` the same number of times, and use the result in its loss. Ranks may have
+        unequal numbers of rows. The loss must be the mean over this rank's own samples, or one loss over all samples
+        that is equal on every rank. The gradient is then the same as in one process with the whole micro-batch. Samples
+        are compared only within a micro-batch.
 
         A rank without samples in a micro-batch runs other ranks' samples with weight 0. On that rank only, their rows
         are at the end of `Gathered.tensor`, where `offset` points.
@@ -415,12 +415,12 @@ class Context(CheckpointMethods):
         if step is not None and step.cuts is not None and step.is_open:
             raise InputError(
                 "all_gather was called with on_oom='cut', where each rank runs its own number of forwards. "
-                "Expected equally many on all ranks. Leave on_oom out.",
+                "Expected the same number on all ranks. Leave on_oom out.",
                 code="gather-with-oom-cuts",
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:
-            self._slow_ranks.keeps_batch = True  # another batch size would compare a sample with other samples
+            self._slow_ranks.keeps_batch = True  # it determines which samples the loss compares
             step.expect_gather()
         return found
 
@@ -487,7 +487,6 @@ class Context(CheckpointMethods):
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:
-    """Return the plan's effective batch size if it matches the accumulation steps, else the product of the sizes."""
     forwards = plan.ddp.ranks[0].accumulation_steps
     for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
         if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:

@@ -156,7 +156,6 @@ def part_of(full: Tensor, shared: Tensor) -> Tensor:
 
 
 def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
-    """Return the layers, inner layers first. Raise InputError if FSDP2 can't shard the model in this way."""
     _refuse_model(model)
     chosen = _chosen(model, layers)
     _refuse_ties(model, chosen)
@@ -252,6 +251,5 @@ def _is_sharded_module(part: nn.Module) -> bool:
 
 
 def _holds_shards(part: nn.Module) -> bool:
-    """Return whether a module's tensors are sharded, without its submodules."""
     own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
     return _is_sharded_module(part) or any(map(is_shard, own))

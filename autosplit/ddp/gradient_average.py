@@ -1,4 +1,4 @@
-"""Average the ranks' gradients after the last backward of a step, and not in it, for ``on_oom="cut"``.
+"""Average the ranks' gradients after the last backward of a step, not during it, for ``on_oom="cut"``.
 
 DistributedDataParallel sends its buckets in the last backward. A rank may run out of memory there and run the
 micro-batch again in parts. The other ranks would then wait forever, or receive some buckets twice. So the ranks send

@@ -29,7 +29,7 @@ class LeftOverWarning(UserWarning):
 
 
 def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return a row of numbers for each rank, in double precision. All ranks must pass equally many numbers.
+    """Return a row of numbers for each rank, in double precision. All ranks must pass the same number of values.
 
     Send the bits as int64, because some accelerators do not have float64.
     """
@@ -38,13 +38,13 @@ def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def totals_over_ranks(own: Sequence[float], device: torch.device) -> list[float]:
-    """Return each number's sum over the ranks. All ranks must pass equally many numbers."""
+    """Return each number's sum over the ranks. All ranks must pass the same number of values."""
     sums: list[float] = _gathered(own, device).sum(0).tolist()
     return [tidy(total) for total in sums]
 
 
 def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
-    """Combine the ranks' gradient norms of a step: add up the first two numbers, and return the largest third.
+    """Combine the ranks' gradient norms of a step: sum the first two numbers, and take the maximum of the third.
 
     The third number is the squared norm of the step's gradient. Only ranks with samples measure it, with equal results.
     """
@@ -71,7 +71,7 @@ def foreign_steps(
     has_share: bool = True,
     spans_ranks: bool = False,
 ) -> Iterator[OptimizerStep]:
-    """Form optimizer steps, equally many on all ranks, from a loader without a plan's batch sampler.
+    """Form the same number of optimizer steps on all ranks, from a loader without a plan's batch sampler.
 
     A step's micro-batches are buffered until the ranks have exchanged their counts. A rank with fewer micro-batches
     runs its last one again with weight 0. All ranks end when the shortest loader ends.

@@ -97,7 +97,6 @@ def _number() -> int:
 
 
 def _gathers(loss: torch.Tensor) -> bool:
-    """Return whether a graph contains a gather or reduce with a backward, which sends gradients to all ranks."""
     nodes: list[Any] = [loss.grad_fn]
     for node in itertools.islice(nodes, 200):  # the list grows in the loop
         name = type(node).__name__.lower()

@@ -72,7 +72,6 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
 
 
 def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
-    """Return each rank's number of rows. Raise InputError on all ranks if their shapes or dtypes differ."""
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))

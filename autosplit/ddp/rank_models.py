@@ -45,8 +45,7 @@ class Ranks(StepListener):
 
     Attributes:
         apart: Whether to average the gradients once, after the last backward. With ``on_oom="cut"``, ranks run
-        different
-            numbers of backwards.
+            different numbers of backwards.
     """
 
     models: Models

@@ -22,7 +22,7 @@ def refuse_rebalance(rebalance: object, *, can_switch: bool, meets: bool) -> Non
 
     Args:
         can_switch: Whether the loader has a batch sampler that can change its split.
-        meets: Whether the ranks synchronise in every forward, so each waits for the others in its own time.
+        meets: Whether the ranks synchronise in every forward. A rank's own time then includes waits for other ranks.
     """
     if rebalance not in ("off", "auto"):
         raise InputError(f"rebalance is {rebalance!r}. Expected 'off' or 'auto'.", code="rebalance-value")
@@ -41,7 +41,7 @@ def rank_curves(plan: Plan) -> tuple[TimeCurve, ...]:
 
 
 def planned_s(plan: Plan, effective_batch_size: int) -> list[float]:
-    """Return the compute time of each rank in an optimizer step, by the `rank_curves`."""
+    """Predict the compute time of each rank in an optimizer step from the `rank_curves`."""
     sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
     counted = Counter(short_split(size, sizes) for size in micro_batch_sizes(effective_batch_size, sum(sizes)))
     return [

@@ -82,7 +82,6 @@ class _DeviceClock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        """Return the seconds between two events, or None if the device has not reached them."""
         return begin.elapsed_time(end) / 1000 if end.query() else None
 
 
@@ -253,7 +252,7 @@ class SlowRanks(StepListener):
 
 
 def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
-    """Cut the next batches by a plan's split, unless a BatchNorm could not train on the last forward of an epoch."""
+    """Switch the sampler to a plan's split. Return False if BatchNorms can't train on the epoch's last forward then."""
     before, split = sampler.rank_slice, tuple(rank.batch_size for rank in plan.ddp.ranks)
     sampler.follow(RankSlice(before.rank, split))
     try:
@@ -267,7 +266,7 @@ def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
 def _complaint(
     plan: Plan, effective_batch_size: int, own_s: list[float], loaded_s: list[float], step_s: float
 ) -> str | None:
-    """Describe the slow rank, or return None if the other ranks wait little or as long as planned."""
+    """Describe the slow rank, or return None if the other ranks hardly wait, or wait as long as planned."""
     slow = own_s.index(max(own_s))
     planned = planned_s(plan, effective_batch_size)
     others_s = _mean_without(own_s, slow)

@@ -51,7 +51,6 @@ def _compared(name: str, original: Any, all_gather: Any) -> Any:
 
 
 def _is_users(frame: Any) -> bool:
-    """Return whether user code called the frame's function, directly or through `torch.distributed.nn`."""
     caller = str(frame.f_back.f_globals.get("__name__")) if frame is not None and frame.f_back is not None else ""
     return caller.startswith("torch.distributed.nn.") or not caller.startswith(("torch.", "autosplit."))
 

@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 def accelerator_at(kind: str | None = None) -> Found:
-    """Return an accelerator kind, by default the kind that torch detects. Tests replace it by fakes."""
+    """Return an accelerator kind, by default the kind that torch detects. Tests replace it with fakes."""
     try:
         import torch  # only for accelerators: parsing `sim:` and `cpu` specs must not wait for torch
     except ImportError as error:
@@ -83,7 +83,8 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
     """Return the device at an index.
 
-    Its capacity is the free memory and the memory of this process's allocator, or the training's part of host memory.
+    Its capacity is the free memory plus the memory of this process's allocator. If the device uses host memory, a share
+    of that memory counts as free.
     """
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)

@@ -106,11 +106,11 @@ class GpuSpec:
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
         launch_s: Seconds to launch an operation before its kernel starts.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
-        multiprocessors: None if unknown. Then products are assumed to use the whole GPU.
-        sustained: Fraction of a peak that long products reach, by dtype.
+        multiprocessors: None if unknown. Matrix products are then assumed to use the whole GPU.
+        sustained: Fraction of the peak that large matrix products reach, by dtype.
         sustained_on: Other GPUs on which `sustained` was measured (``"A100 and H100"``), or empty.
         memory_power: Power of kernels that only move memory, as a fraction of the power limit. 1 if the limit does not
-            slow products.
+            slow matrix products.
         driver_names: Other names that the driver reports (``"NVIDIA H100 80GB HBM3"``).
     """
 
@@ -137,12 +137,12 @@ class GpuSpec:
         return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
-        """Return the rate of products of a dtype, in FLOP/s. A dtype without hardware support runs as float32."""
+        """Return the FLOP/s of matrix products of a dtype. A dtype without hardware support runs as float32."""
         own = rate if rate in self.peak_flops else "float32"
         return self.peak_flops[own] * self.sustained_share(rate)
 
     def sustained_share(self, rate: str) -> float:
-        """Return the fraction of their peak that products of a dtype reach. See `sustained_flops`."""
+        """Return the fraction of the peak that matrix products of a dtype reach. See `sustained_flops`."""
         return self.sustained.get(rate if rate in self.peak_flops else "float32", 1.0)
 
     @property
@@ -214,7 +214,6 @@ def _table_of(text: str) -> _Table:
 
 
 def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
-    """Make the GPUs of a file. Its links and defaults override the catalogue's."""
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has defaults"
     links = {**known.links, **table.links}

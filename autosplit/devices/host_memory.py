@@ -41,7 +41,6 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """Return the free bytes of each memory cgroup (v1 or v2), from the process's cgroup up to the root."""
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -59,7 +58,6 @@ def _cgroup_bytes(root: Path) -> list[int]:
 
 
 def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
-    """Return a cgroup's limit minus its use without reclaimable page cache, or None without a limit."""
     limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
     used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
     if not limit.isdigit() or not used.isdigit():

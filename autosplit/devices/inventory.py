@@ -239,7 +239,6 @@ def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) ->
 
 
 def _read(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
-    """Call a function that reads one value. If it fails, add a note and return None."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (one unreadable value must not hide the others)

@@ -20,7 +20,7 @@ class SharedResult:
     """The results of `autosplit doctor` that a user shares.
 
     Attributes:
-        schema_version: Version of this format. It changes if a key is removed or gets another meaning.
+        schema_version: Version of this format. It changes if a key is removed or gets a different meaning.
         date: Day of the measurement, as ``2026-11-26``.
         autosplit: Version of autosplit.
         python: Version of Python.

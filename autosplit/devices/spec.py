@@ -73,7 +73,6 @@ def parse_devices(
 
 
 def _spec_text(part: object, *, in_sequence: bool) -> str:
-    """Return a part of a spec as text. The text of a ``torch.device`` is a valid spec."""
     if isinstance(part, str):
         return part
     if isinstance(part, int) and not isinstance(part, bool):

@@ -1,8 +1,9 @@
 """Copy a tensor differentiably between two devices of a step.
 
-Without GPUs, all devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are torch's one CPU, so `.to()` copies nothing.
-`transfer` is a separate op that a `Placement` intercepts, to charge the copy to its destination and to time the link.
-Its backward is the copy in the other direction. Outside a placement, all CPU devices share one set of weights.
+Without GPUs, all devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are one CPU device for torch, so `.to()` copies
+nothing. `transfer` is a separate op that a `Placement` intercepts, to charge the copy to its destination and to time
+the link. Its backward is the copy in the other direction. Outside a placement, all CPU devices share one set of
+weights.
 """
 
 from __future__ import annotations

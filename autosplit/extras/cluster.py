@@ -12,8 +12,8 @@ GPUs, S bytes per message, and B bytes/s over the slowest link::
     tree   start + 2 ceil(log2 N) hop             + 2 S / (0.9 B)               Sanders, Speck and Traff 2009
 
 Each of NCCL's rings enters and leaves each node once. So a node's whole network bandwidth, which its GPUs share, counts
-as one link. The ring is as fast as a reduction inside the nodes, then between them, then back (hierarchical). The hops,
-the steps and the factor 0.9 are those of NCCL's own choice (github.com/NVIDIA/nccl, src/graph/tuning.cc).
+as one link. The ring is as fast as a reduction inside the nodes, then between them, then back (hierarchical). NCCL
+chooses between them with these hops, steps and the factor 0.9 (github.com/NVIDIA/nccl, src/graph/tuning.cc).
 """
 
 from __future__ import annotations
@@ -214,7 +214,6 @@ def _check_counts(cluster: Cluster) -> None:
 
 
 def _network(text: str, spec: str) -> float | None:
-    """Return the rate of one node in bytes/s, or None if the spec has no rate."""
     if not text:
         return None
     found = re.fullmatch(r"@\s*(?:([0-9]{1,3})\s*[xX]\s*)?(?:([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*Gbps|([A-Z]{3}))", text)
@@ -270,14 +269,14 @@ class ClusterPrediction:
     Attributes:
         nodes: Number of nodes.
         ranks: Number of GPUs.
-        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in all.
+        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step, exact.
         step_s: Seconds of an optimizer step.
         all_reduce_s: Seconds of all buckets' all-reduces.
         exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds that ranks wait for the slowest rank.
-        efficiency: samples/s as a fraction of GPUs that never wait and have their fastest batch size.
+        waits_s: Seconds during which ranks wait for the slowest rank.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
             or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.
         samples_per_s: Throughput of whole optimizer steps.

@@ -89,7 +89,7 @@ class ClusterScaling:
 
     @property
     def pays_up_to(self) -> ClusterPrediction:
-        """The largest number of nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
+        """The prediction for the most nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
         best = self.predictions[0]
         for one in self.predictions[1:]:
             gain = one.samples_per_s / best.samples_per_s - 1
@@ -264,7 +264,7 @@ def scaled(
         ceilings = ", ".join(f"{kind.name} {kind.ceiling}" for kind in kinds.values())
         raise DoesNotFitError(
             f"{cluster.spec} can't train steps of {wanted or 'any number of'} samples. Its {cluster.ranks} ranks need "
-            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use another number of "
+            f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use a different number of "
             "samples, or other GPUs.",
             code="cluster-does-not-fit",
         )

@@ -24,8 +24,8 @@ class ErrorBand:
 
     Attributes:
         kind: The models that were measured.
-        median: Half of the predictions are at most this share off.
-        p90: 90% of the predictions are at most this share off.
+        median: Half of the predictions are off by at most this fraction.
+        p90: 90% of the predictions are off by at most this fraction.
     """
 
     kind: str

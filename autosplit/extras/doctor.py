@@ -177,7 +177,6 @@ def _row_of(name: str) -> GpuSpec | None:
 
 
 def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None]:
-    """Return the rates of matrix products by dtype. For float32, also measure TF32 tensor cores."""
     flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
     if place.type == "cuda" and torch.cuda.get_device_capability(place) >= TF32_SINCE:
         precision = torch.get_float32_matmul_precision()
@@ -257,7 +256,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
     batch = torch.randn(64, _FEATURES), torch.randint(_CLASSES, (64,))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # predictions are compared with a step below
+            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # the predictions are checked below
             plan = tune(
                 _small_model(),
                 batch,
@@ -296,7 +295,6 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
 
 
 def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
-    """Train with a plan as a user does. Return the time of an optimizer step and each device's peak."""
     model = plan.wrap(_small_model())
     optimizer = torch.optim.AdamW(model.parameters())
     count = plan.effective_batch_size

@@ -175,7 +175,6 @@ def _offline() -> Iterator[None]:
 
 @contextmanager
 def _told_as_input(what: str, advice: str) -> Iterator[None]:
-    """Turn a library's exception about a configuration or a size into a one-line error."""
     try:
         yield
     except AutosplitError:
@@ -222,7 +221,6 @@ def _of_transformers(
 
 
 def _config_values(path: Path) -> dict[str, Any]:
-    """Read a config.json. Raise InputError if it needs custom code or weights that can't be predicted."""
     if not path.is_file():
         raise InputError(
             f"{path} does not exist. Expected a model's config.json, or a folder that contains it. autosplit "
@@ -407,7 +405,7 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
     said = (
         ()
         if seq_len
-        else ((f"The plan assumes sequences of {length} tokens. Set another length with --seq-len (seq_len=)."),)
+        else ((f"The plan assumes sequences of {length} tokens. Set a different length with --seq-len (seq_len=)."),)
     )
     return {"input_ids": tokens, "labels": labels}, said
 
@@ -461,7 +459,7 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
         with warnings.catch_warnings():  # GoogLeNet warns about its future weight initialisation
             warnings.simplefilter("ignore", FutureWarning)
             model = models.get_model(name, weights=None)
-        # Prefer the model's `image_size`, because its pretrained weights may be for images of another size.
+        # Prefer the model's `image_size`, because its pretrained weights may be for images of a different size.
         own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
         return _classifier(f"torchvision:{name}", own, image_size, model, 3)
 
@@ -493,5 +491,5 @@ def _images(
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"The plan assumes images of {size} pixels. Set another size with --image-size (image_size=)."
+    said = f"The plan assumes images of {size} pixels. Set a different size with --image-size (image_size=)."
     return pixels, (said,) if image_size is None else ()

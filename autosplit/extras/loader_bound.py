@@ -80,7 +80,6 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
 
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:
-    """Return the plan with the smallest batch that is as fast as the loader, or None if the batch must not change."""
     if plan.effective_batch_sizes is not None or plan.lengths is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)

@@ -137,7 +137,7 @@ def _notes_on_cores(num_workers: int, most: int, cores: int, processes: int) -> 
     """Return notes on workers that were not measured, and on processes that did not load.
 
     Args:
-        num_workers: The loader's present workers.
+        num_workers: The loader's own number of workers.
         most: Cores of this process.
         cores: Cores of the machine.
         processes: Processes that load in training.
@@ -176,7 +176,6 @@ def search(
     notes: list[Note] = []
 
     def gains(settings: LoaderSettings) -> bool:
-        """Time new settings, and return whether they beat all others by `GAIN`."""
         if any(one.settings == settings for one in tried):
             return False
         if tried and is_over():
@@ -374,7 +373,6 @@ class _Pickler(pickle.Pickler):
         self.kept: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the index of a shared object, or None for an object to copy."""
         array = type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap")
         atoms = (torch.Tensor, type, types.FunctionType, types.ModuleType, bytes, str)
         if not array and not isinstance(value, atoms):

@@ -75,7 +75,7 @@ class Lora:
         """
         peft = peft_library()
         if self.quantize:
-            dtype = model.dtype if model.dtype.itemsize == 2 else torch.bfloat16  # float32 weights compute in bfloat16
+            dtype = model.dtype if model.dtype.itemsize == 2 else torch.bfloat16  # compute float32 weights in bfloat16
             quantize_linear(model, double=self.quantize == "nf4", compute_dtype=dtype)
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
         config = peft.LoraConfig(

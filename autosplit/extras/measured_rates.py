@@ -72,7 +72,6 @@ def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
 
 
 def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits: bool = True) -> float:
-    """Return the seconds of one run: the best average of a few series of runs."""
     found: list[float] = []
     count = 1
     run()

@@ -144,7 +144,7 @@ class Nf4Linear(nn.Linear):
 
 
 def quantize_linear(model: nn.Module, *, double: bool = True, compute_dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Replace all linear layers of a model by `Nf4Linear`, in place, and return the model.
+    """Replace all linear layers of a model with `Nf4Linear`, in place, and return the model.
 
     The last child of the model stays unchanged: the output layer of a language model, or the head of a classifier.
     transformers also leaves it out if it loads a model with a `BitsAndBytesConfig`.

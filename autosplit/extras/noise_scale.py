@@ -195,7 +195,6 @@ def _squared_norm(grad: Tensor) -> Tensor:
 
 
 def _total(squares: Any) -> float:
-    """Add numbers on any devices, with one wait for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for square in squares:
         by_device.setdefault(square.device, []).append(square)

@@ -364,7 +364,6 @@ def _curve_chart(plan: PlanRecord) -> Chart:
 
 
 def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, float, bool]]:
-    """Return the plan and the alternatives: name, samples/s, and whether they were measured rather than predicted."""
     is_ddp = plan.region is None and len(plan.devices) > 1
     rates = [("this plan (DDP)" if is_ddp else "this plan", plan.samples_per_s, not is_ddp or plan.ddp.measured)]
     if explanation.even_measured is not None:

@@ -89,7 +89,7 @@ def page_of(plan: Plan) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
-        # Replace invisible characters in strings. Strings marked as safe have another type and were made here.
+        # Replace invisible characters in strings. Strings marked as safe have a different type and were made here.
         finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -133,7 +133,7 @@ def _values(plan: Plan) -> dict[str, object]:
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the table has the rest
+        "ddp": plan_report.ddp_lines(plan)[-1:] if ranks else plan_report.ddp_lines(plan),  # the rest is a table
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
@@ -141,7 +141,6 @@ def _values(plan: Plan) -> dict[str, object]:
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield facts on how the plan was made. Old plans do not contain the request."""
     if plan.request:
         yield "requested", plan_report.request_text(plan.request) or "only the defaults"
     names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}

@@ -158,7 +158,7 @@ def _model_in(module: ModuleType, place: str) -> str:
         return names[-1]
     found = "; ".join(f"{name} needs {', '.join(required_arguments(value))}" for name, value in own.items())
     raise InputError(
-        f"{place} has no class of torch.nn.Module that can be created without "
+        f"{place} has no torch.nn.Module class that can be created without "
         f"arguments{f' ({found})' if found else ''}. Write a function that returns the model, and name the function: "
         f"autosplit init {place}:make_model",
         code="init-no-model",
@@ -200,7 +200,7 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
         try:
             with torch.no_grad():
                 return sample, model(sample.batch(2))
-        except Exception as error:  # noqa: BLE001  # any error of the model means another shape
+        except Exception as error:  # noqa: BLE001  # any error of the model means a different shape
             tried.append(f"{sample.shape}: {str(error).splitlines()[0][:100] if str(error) else type(error).__name__}")
     errors = f" ({'; '.join([*dict.fromkeys(tried)][-3:])})" if tried else ""
     raise InputError(
@@ -243,7 +243,6 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
 
 
 def _lines(source: str, name: str, batch: _Batch, added: tuple[str, ...]) -> list[str]:
-    """Return the lines of the file. The lines in `added` come before the import of the model."""
     loss = batch.loss
     own = loss is not None and loss.name in batch.names
     imports = ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]

@@ -150,7 +150,6 @@ def _looked_at(
 
 
 def _rate(plan: Plan, workers: Workers, samples: int) -> float | None:
-    """Run a step on all ranks, and return its samples/s, or None if a rank runs out of memory."""
     seconds = workers.ask(_seconds, plan, samples)
     timed = [one for one in seconds if one is not None]
     return times_of(plan, samples) * plan.batch_size / max(timed) if len(timed) == len(seconds) else None
@@ -203,7 +202,6 @@ def _peaks(worker: Worker, plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _full(worker: Worker, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the traced peaks of each of the plan's steps, by device. Empty without traces."""
     return _peaks(worker, plan, plan.batch_size) if worker.prober.has_traces else ()
 
 
@@ -234,7 +232,6 @@ def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[in
 
 
 def _seconds(worker: Worker, plan: Plan, n: int) -> float | None:
-    """Run a step of n samples. Return the time of a forward and backward, or None if memory runs out."""
     try:
         if _is_split(worker):
             splits = _splits(plan, n)

@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: When a model is prepared: the plan is for a model of another size.
+        OtherModelWarning: When a model is prepared: the plan is for a model of a different size.
         UnevenLossWarning: When a loader is prepared: the plan was tuned with a loss that is not a mean over samples,
             and there is no `count`. In the first backward: the divisor of the loss could not be inferred.
     """
@@ -386,7 +386,6 @@ class Accelerator(accelerate.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
 
     def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
-        """Raise InputError in all processes if any process finds that the loss is not a mean over samples."""
         loader = self.gradient_state.active_dataloader.base_dataloader
         reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
         is_other = torch.tensor([int(bool(reason))], device=self.device)

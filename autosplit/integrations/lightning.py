@@ -87,7 +87,7 @@ class SharesLoader:
         return len(self.batch_sampler)
 
     def weigh_by(self, finding: Finding) -> None:
-        """Weight micro-batches by the rule of a finding."""
+        """Weight micro-batches according to a finding."""
         self._sums = finding.rule == SUM
         self._count = None if finding.rule in (SUM, "samples") else finding.counts
 
@@ -96,7 +96,7 @@ class SharesLoader:
         return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Use a Trainer's limits and its count of micro-batches."""
+        """Read the Trainer's limits on micro-batches, and its position in the epoch."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:
@@ -183,7 +183,7 @@ class Shares(lightning.pytorch.Callback):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: In `fit`: the plan is for a model of another size.
+        OtherModelWarning: In `fit`: the plan is for a model of a different size.
         UnevenLossWarning: In `fit`: the loss is neither a mean over samples or labels nor a sum, or it could not be
             examined.
     """
@@ -346,7 +346,6 @@ class Shares(lightning.pytorch.Callback):
         self._loader = loader
 
     def _agreed_finding(self, trainer: Any, pl_module: Any) -> Finding:
-        """Infer the divisor of the loss. All processes use the result of process 0."""
         assert self._loader is not None, "`setup` sets it"
         assert self.share is not None, "without a plan, losses are not weighted"
         otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"

@@ -163,7 +163,7 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
 
 
 def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
-    """Return the largest of a few batches of the training loader, after its owner's transfer hooks."""
+    """Return the largest of a few batches of the training loader. Apply the hooks that Lightning calls on a batch."""
     is_module = isinstance(data, lightning.pytorch.LightningDataModule)
     owner = data if is_module else module
     with _attached(module, trainer), _known_to(data if is_module else None, trainer):
@@ -241,7 +241,6 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 @contextmanager
 def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
-    """Set the Trainer and optimizer of a module and its submodules in the block. Disable logging, as no loop runs."""
     shadows = {"log": _nothing, "log_dict": _nothing}
     if optimizer is not None:
         shadows["optimizers"] = lambda **_options: optimizer

@@ -39,7 +39,7 @@ class LoopPosition:
         self._at: Weighed | None = None
         self._iterations = 0  # number of loader iterations that have begun
         self._iteration = 0  # the iteration that yields the micro-batches of this optimizer step
-        self._is_over = False  # the loader has ended
+        self._is_over = False  # whether the loader has ended
         self._is_ahead = False  # a whole optimizer step was drawn before its first backward
         self._is_within = False  # the loop is inside accumulate()
         self._was_entered = False  # accumulate() began this micro-batch

@@ -106,7 +106,7 @@ class CutBatches:
 def refuse_gathering() -> None:
     """Raise InputError for collectives within an optimizer step. Some processes may run extra micro-batches there."""
     raise InputError(
-        "on_oom is 'cut', and the processes gather inside an optimizer step. Each process may run another number "
+        "on_oom is 'cut', and the processes gather inside an optimizer step. Each process may run a different number "
         "of parts there. Call accelerator.gather when accelerator.sync_gradients is True, or after the epoch.",
         code="gather-inside-step",
     )

@@ -41,8 +41,8 @@ class OwnLoss:
         if self._kept is not None and "num_items_in_batch" in self._kept[0]:
             raise InputError(
                 "The model gets num_items_in_batch, so the loop weights its losses itself, but "
-                "accelerator.backward weights them by the plan's split. Leave num_items_in_batch and its factors "
-                "of the loss out, and pass count= to the Accelerator.",
+                "accelerator.backward weights them by the plan's split. Compute the loss without "
+                "num_items_in_batch, and pass count= to the Accelerator.",
                 code="num-items-in-batch",
             )
 

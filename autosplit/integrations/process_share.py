@@ -128,7 +128,7 @@ class Share:
                 )
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
-        """Warn if the plan is for a model with another number of parameters."""
+        """Warn if the plan is for a model with a different number of parameters."""
         if not self.wraps:  # otherwise `Plan.wrap` warns
             warn_of_other_model(self.plan, model, stacklevel=stacklevel)
 
@@ -166,7 +166,7 @@ class Share:
         if num_processes != self.num_processes:
             raise PlanError(
                 f"{tool} runs {_processes(num_processes)}, but the plan is for {_processes(self.num_processes)}. "
-                "With another number, each process would train a separate model. Start the script with autosplit "
+                "With a different number, each process would train a separate model. Start the script with autosplit "
                 f"launch, which sets the number. With Lightning, also pass devices={self.num_processes}. With "
                 "accelerate, create no PartialState before the Accelerator.",
                 code="process-count",
@@ -183,13 +183,13 @@ class Share:
 
 
 def share_of(plan: Plan, place: Place) -> Share:
-    """Return a process's part of a plan. Raise PlanError for another number of processes or a sharded model."""
+    """Return a process's part of a plan. Raise PlanError for a different number of processes or a sharded model."""
     if place.world_size > 1:
         refuse_unfit(plan)
         if plan.ddp.shard_size is not None:
             raise PlanError(
                 "The plan is for a sharded model, but this library trains a whole model on each rank. The plan's batch "
-                "sizes may not fit. Pass the plan that tune returned, or train with autosplit.ddp and ctx.shard.",
+                "sizes may not fit. Pass a plan from autosplit.tune, or train with autosplit.ddp and ctx.shard.",
                 code="plan-is-for-sharded-model",
             )
         count = len(plan.ddp.ranks)

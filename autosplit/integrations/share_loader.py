@@ -51,7 +51,7 @@ class MarkingCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch with its number of samples, which is 0 for an `Uncounted` micro-batch."""
+        """Return the batch with its number of samples, 0 for `Uncounted`."""
         is_counted = not isinstance(samples, _Fetched)
         number = len(samples)
         batch = self.collate(samples if is_counted else list(samples))

@@ -100,7 +100,7 @@ class SharesMixin(Mixed):
 
     Warns:
         NoPlanWarning: There is no plan.
-        OtherModelWarning: The plan is for a model of another size.
+        OtherModelWarning: The plan is for a model of a different size.
         CutWarning: This process cut a micro-batch for the first time. The message has the cause and advice.
     """
 
@@ -347,7 +347,6 @@ class SharesMixin(Mixed):
         return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_finding(self) -> Finding:
-        """Infer the divisor of the model's loss. All processes use the result of process 0."""
         assert self.share is not None, "only called with a plan"
         found = [self._found()]
         if self.share.num_processes > 1:

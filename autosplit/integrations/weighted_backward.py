@@ -58,7 +58,7 @@ def weighed(
     begin: int = 0,
     end: int | None = None,
 ) -> Iterator[Weighed]:
-    """Yield the micro-batches of a loader with their weights, by its sampler's schedule.
+    """Yield the micro-batches of a loader with their weights. The schedule of its sampler determines the weights.
 
     If only a part of an optimizer step runs (`begin`, `end`), the part is weighted as if it were the whole step.
 

@@ -50,8 +50,8 @@ class Accumulation:
         try:
             yield
         finally:
-            # Remove only this step. A reset by token, or to the old value, would fail if two interleaved loops do not
-            # end in reverse order, or if a generator starts in one context and is closed in another.
+            # Remove only this step. Resetting to the old value, also with a token, would fail if two interleaved loops
+            # do not end in reverse order, or if a generator starts in one context and is closed in another.
             _running.set(tuple(other for other in _running.get() if other is not self))
 
 

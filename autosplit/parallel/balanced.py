@@ -62,7 +62,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     Tensors in the arguments are cut if they have as many rows as the batch has samples. A tensor whose rows did not
     change with the batch size goes whole to every device. So does anything marked with `autosplit.Whole`.
 
-    To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` by ``BalancedDataParallel(None, model,
+    To migrate from nn.DataParallel, replace ``nn.DataParallel(model, ids)`` with ``BalancedDataParallel(None, model,
     ids)``. Calls of the older class with this name work unchanged.
 
     * `gpu0_bsz` counts samples per forward. ``gpu0_bsz // acc_grad`` is right only if the loader yields ``batch //
@@ -368,7 +368,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return [args for args, _ in moved], [named for _, named in moved]
 
     def _check_module(self) -> None:
-        """Check the module at the first forward, and later only its first parameter's device."""
         named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         home = self.devices[0]
         for name, tensor in itertools.islice(named, 1) if self._checked else named:

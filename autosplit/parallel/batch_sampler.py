@@ -42,7 +42,7 @@ class RankSlice:
 
     Attributes:
         batch_sizes: Each rank's samples of a full micro-batch, 0 or more. `short_split` splits smaller micro-batches in
-            nearly the same proportions, and avoids single samples on ranks that have more of a full micro-batch.
+            nearly the same proportions, and avoids single samples on ranks that have more in a full micro-batch.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class RankSlice:
 
         If the part is empty, return the first one or two samples of the micro-batch, which get the weight 0. The rank
         must still run the backward, because DDP synchronises the gradients there. Two samples are returned if the rank
-        has two or more of a full micro-batch, because a BatchNorm may not train on one.
+        has two or more in a full micro-batch, because BatchNorms can't train on one.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
@@ -91,7 +91,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         rank_slice: The part of every micro-batch to yield, for a rank of a DDP job. None for the whole micro-batch.
 
     Attributes:
-        unlike_lengths: Whether micro-batches with equally many samples may need different amounts of memory.
+        unlike_lengths: Whether micro-batches with the same number of samples may need different amounts of memory.
 
     Raises:
         InputError: A number is not whole or below its minimum.
@@ -181,7 +181,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 raise InputError(
                     f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
                     f"{shares}. Expected 0 or at least {least} on each device, because the plan's BatchNorms need "
-                    "that many. Pass drop_last=True, or use another number of samples.",
+                    "that many. Pass drop_last=True, or use a different number of samples.",
                     code="batchnorm-last-forward",
                 )
 
@@ -203,7 +203,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def check_dataset(self, dataset: Any) -> None:
-        """Compare the number of samples of this sampler with the data set.
+        """Compare the number of samples of this sampler with that of the data set.
 
         Raises:
             InputError: The data set has fewer samples.
@@ -258,7 +258,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Batch sizes and ranks may have changed, if the consumed samples still end at an optimizer step.
 
         Raises:
-            InputError: The state belongs to another order of samples, or ends inside an optimizer step.
+            InputError: The state belongs to a different order of samples, or ends inside an optimizer step.
         """
         self.check_state_dict(state)
         self._go_to(state["epoch"])
@@ -280,7 +280,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         wrong += ["batches of similar length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
-                f"The sampler's state belongs to another order of samples: {', '.join(wrong)}. Create the sampler "
+                f"The sampler's state belongs to a different order of samples: {', '.join(wrong)}. Create the sampler "
                 "with the arguments that it had, or begin a new epoch.",
                 code="sampler-state-differs",
             )
@@ -344,7 +344,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of a whole epoch."""
         full_steps, short = divmod(self.num_samples, self.effective_batch_size)
         last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
         return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last

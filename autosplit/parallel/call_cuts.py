@@ -26,7 +26,7 @@ class CallCuts:
     """Count the samples of calls and cut the calls.
 
     A part of a call is cut if its size is the number of samples. That may be a coincidence. If a part of 8 rows also
-    had 8 rows in a batch of another size, it contains no samples.
+    had 8 rows in a batch of a different size, it contains no samples.
 
     Attributes:
         sizes: Sizes of parts that differed from the number of samples, by place.
@@ -111,7 +111,7 @@ class CallCuts:
         return active, chunk(call, own, self.dim, batch_size, layout=layout)
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:
-        """Mark parts as `Whole` if they had the same size in a batch of another size. Record the other sizes."""
+        """Mark parts as `Whole` if they had the same size in a batch of a different size. Record the other sizes."""
         tables = set()
         for place, part, size in _sized_parts(call, self.dim):
             if size != batch_size:

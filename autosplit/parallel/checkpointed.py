@@ -82,7 +82,6 @@ def _checkpointing_class(kind: Any) -> Any:
 
 
 def _made_again(kind: Any) -> nn.Module:
-    """Create an empty layer for pickle, which cannot find classes that are created at run time."""
     made = _checkpointing_class(kind)
     layer: nn.Module = made.__new__(made)
     return layer

@@ -29,7 +29,7 @@ def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -
         if found is not None and found != expected:
             warnings.warn(
                 f"The optimizer steps have {found} samples, but the plan's have {expected}. Use "
-                "plan.loader(dataset) or ctx.loader(dataset), or choose another batch size in the loader. To train "
+                "plan.loader(dataset) or ctx.loader(dataset), or choose a different batch size in the loader. To train "
                 f"with {found}, tune with effective_batch_size={found}.",
                 EffectiveBatchWarning,
                 stacklevel=stacklevel + 1,

@@ -272,7 +272,6 @@ class Gathering:
         return total.to(brought[0].dtype)
 
     def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
-        """Return whether tensors of shape (1,) are losses, as in nn.DataParallel, and not outputs of one sample."""
         if any(share > 1 for share in self.shares):
             self.seen.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
         return self.seen.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)
@@ -280,8 +279,8 @@ class Gathering:
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
-        # A mean over no labels is NaN, and NaN * 0 is NaN. So replace the loss of a replica with weight 0 by zeros. If
-        # the weight is on the CPU, also drop the replica from the graph, because its backward divides by 0.
+        # A mean over no labels is NaN, and NaN * 0 is NaN. So use zeros as the loss of a replica with weight 0. If the
+        # weight is on the CPU, also drop the replica from the graph, because its backward divides by 0.
         if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
             return torch.zeros_like(tensor)
         here = weight.to(tensor.device, non_blocking=True)

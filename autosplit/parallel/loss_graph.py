@@ -165,7 +165,7 @@ class LabelMean:
 
 
 def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
-    """Yield the possible counts for each cross entropy in a loss's graph whose labels are in the batch."""
+    """Yield the ways to count the labels of each cross entropy in a loss's graph, if the batch contains the labels."""
     for node in _nodes(loss):
         target = _saved(node, "target")
         if not _name(node).startswith("NllLoss") or target is None:
@@ -202,7 +202,6 @@ def _name(node: Any) -> str:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return a value that a node saved for its backward. Return None if the value does not exist or was freed."""
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # the backward has run

@@ -14,7 +14,7 @@ def to_device(batch: Any, device: torch.device | str | int) -> Any:
     """Return a batch with its tensors on a device.
 
     Args:
-        batch: Tensors in nested containers. The `to` method of other objects, such as PyG's batches, moves them.
+        batch: Tensors in nested containers. Other objects with a `to` method, such as PyG's batches, are moved by it.
             Other values are unchanged.
         device: The device. Copies from pinned memory to CUDA devices run asynchronously.
     """

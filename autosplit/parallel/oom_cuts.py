@@ -165,7 +165,8 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
     """Return a loader's `Cuts`, the same in every epoch, or None if `on_oom` is "raise"."""
     if on_oom not in ("raise", "cut"):
         raise InputError(
-            f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', such a micro-batch runs in parts.",
+            f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', a micro-batch that runs out of "
+            "memory is run again in parts.",
             code="on-oom",
         )
     if on_oom == "raise":
@@ -299,7 +300,6 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leave the gradients of these tensors unchanged by any backward in the block."""
     with ExitStack() as hooks:
         for tensor in tensors:
             hooks.enter_context(tensor.register_hook(torch.zeros_like))

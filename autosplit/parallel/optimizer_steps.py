@@ -111,7 +111,6 @@ class OptimizerStep:
         self._watched: WatchedParameter | None = None
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of this step."""
         return len(self.micro_batch_sizes)
 
     @property
@@ -207,7 +206,8 @@ class OptimizerStep:
         self.awaited.expect(before, watched)
         if weight:
             own = weighted.detach().reshape(())
-            self._loss = own if self._loss is None else self._loss.add_(own)  # in place: plans count one block
+            # Add in place, because plans count the memory of only one loss.
+            self._loss = own if self._loss is None else self._loss.add_(own)
 
     def _around_backward(
         self, now: _MicroBatch, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None

@@ -62,7 +62,7 @@ class _Master:
     Attributes:
         leaves: The copy on each device. Replicas compute with it.
         stamps: The version of the values in each copy.
-        noted: The module's gradient after the last backward, and its version. None if no gradient waits.
+        noted: The module's gradient after the last backward, and its version. None if no replica has a gradient to add.
     """
 
     tensor: Tensor
@@ -73,7 +73,6 @@ class _Master:
 
     @property
     def waiting(self) -> bool:
-        """Whether a leaf has a gradient that was not yet added to the module's gradient."""
         return any(leaf.grad is not None for leaf in self.leaves.values())
 
     @property
@@ -156,7 +155,6 @@ class _Copy(torch.autograd.Function):
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors that share one `_Copy`."""
     small: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -273,7 +271,7 @@ class KeptReplicas:
             self._bring(master)
 
     def note(self) -> None:
-        """Record the module's gradients while others wait, so `settle` can detect that they were cleared."""
+        """Record the module's gradients before the replicas' are added, so `settle` detects that they were cleared."""
         self._has_graph = False
         for master in self._masters.values():
             for leaf in master.leaves.values():
@@ -367,7 +365,7 @@ class KeptReplicas:
         return leaf.detach()
 
     def _connect(self, tensors: Iterable[Tensor], device: int, table: dict[int, Tensor]) -> None:
-        """Replace the copies of trained parameters in a table by tensors with gradients. See Note [Kept replicas]."""
+        """Give the copies of trained parameters in a table an autograd graph. See Note [Kept replicas]."""
         for group in _groups(tensors):
             leaves = [self._masters[id(tensor)].leaves[device] for tensor in group]
             begin = _weakly(self.begin_backward)
@@ -401,7 +399,6 @@ class KeptReplicas:
         master.let_go()
 
     def _zeros_for(self, master: _Master) -> Tensor:
-        """Create a zero gradient on device 0, dense or sparse like the waiting gradients."""
         device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
         if grad.layout != torch.strided:
             return self._copies.bring(torch.zeros_like(grad), device)  # sparse, with no values

@@ -36,7 +36,7 @@ class SampledOrder:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Return the order of an epoch. Raise InputError if the order lacks or repeats samples."""
+        """Return the order of an epoch."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         order = self._drawn(epoch)
@@ -195,7 +195,7 @@ def loader_around(
     if taken:
         raise InputError(
             f"{taken[0]}={options[taken[0]]!r} was passed to loader(). Expected none, because the plan makes the "
-            "batches. Leave it out. To train with another batch size, tune with effective_batch_size=.",
+            "batches. Leave it out. To train with a different batch size, tune with effective_batch_size=.",
             code="loader-batches-given",
         )
     parts = LoaderParts(data, False, False, {})

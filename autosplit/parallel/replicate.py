@@ -152,7 +152,7 @@ def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 class BufferCopies:
-    """Replace a module's `moving_buffers` by copies while a chunk runs, so only the first chunk updates the module."""
+    """Replace a module's `moving_buffers` with copies while a chunk runs, so only the first updates the module."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._slots = slots

@@ -51,7 +51,7 @@ def examine_no_more(module: nn.Module) -> None:
 def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> None:
     """Warn once if a split forward stores a tensor in an attribute, and the outputs do not depend on the tensor.
 
-    Such a tensor is probably a loss. Otherwise it may be an activation for inspection.
+    The tensor is probably a loss, but it may be an activation that the user inspects.
     """
     if module in _looked_at or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return

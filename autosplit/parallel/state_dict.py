@@ -62,7 +62,6 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Callable[[str], str]) -> dict[str, Any]:
-    """Rename the entries of a state and of its metadata: the layers' versions, which torch needs for old states."""
     result: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
@@ -78,13 +77,12 @@ def _bare(name: str) -> str:
 
 
 def _depth(name: str) -> int:
-    """Count the leading ``module`` parts of a name, from wrappers or from layers of that name."""
     parts = name.split(".")
     return next((index for index, part in enumerate(parts) if part != _WRAPPED), len(parts))
 
 
 def _shifted(name: str, shift: int) -> str:
-    """Add ``module.`` to a name `shift` times. If `shift` is negative, remove it, if the name has that many."""
+    """Add ``module.`` to a name `shift` times. If `shift` is negative, remove up to that many."""
     if shift >= 0:
         return ".".join([_WRAPPED] * shift + ([name] if name else []))
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name

@@ -49,7 +49,7 @@ class StepListener:
         weight: float,  # noqa: ARG002
         scale: float | Tensor = 1.0,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """Run the backward of `scaled` in this context: a mean loss over `size`, times `weight` and `scale`."""
+        """Run the backward of the loss `scaled` in this context: a mean over `size`, times `weight` and `scale`."""
         return nullcontext()
 
     def spoil(self) -> None:
@@ -76,7 +76,7 @@ class Consumption(StepListener):
     awaited: AwaitedUpdate
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
-        """Count the step's samples in the sampler once the optimizer has updated the parameters."""
+        """Let the sampler count the step after the update."""
         self.sampler.consume(self.samples, self.awaited.has_come)
 
 

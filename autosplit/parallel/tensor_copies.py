@@ -146,5 +146,4 @@ def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _plain(grad: Tensor | None) -> bool:
-    """Return whether torch's reduction accepts a gradient: not None, dense, real, and without a graph."""
     return grad is not None and grad.layout is torch.strided and not grad.is_complex() and not grad.requires_grad

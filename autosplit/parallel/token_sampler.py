@@ -90,7 +90,6 @@ class TokenBatchSampler(ScheduledBatchSampler):
         return shares_of(self._plan, len(batch), self._lengths[batch[0]], self._split)
 
     def __len__(self) -> int:
-        """Return the number of batches of the epoch."""
         return sum(map(len, self._of_epoch(self.epoch)[0]))
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -80,7 +80,7 @@ def segments(device: PlanDevice) -> list[tuple[str, int]]:
 def line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
     """Return a device's memory line: fixed bytes, bytes per sample, and whether it is device 0 of several.
 
-    Then the fixed bytes include the plan's samples on the other devices.
+    For device 0 of several, the fixed bytes include the plan's samples on the other devices.
     """
     line = device.ceiling
     if line.role != "primary" or plan.region is None or len(plan.devices) == 1:

@@ -41,7 +41,7 @@ _EQUALLY = (
 TRANSFORMERS = Tool(
     "transformers",
     "transformers' Trainer",
-    "weights them by the labels other than -100 of all ranks, if the model takes num_items_in_batch or you pass "
+    "weights them by all ranks' labels that are not -100, if the model takes num_items_in_batch or you pass "
     f"compute_loss_func. Otherwise it {_EQUALLY}",
 )
 

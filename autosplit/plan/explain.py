@@ -1,7 +1,7 @@
-"""Explain a plan by its stored numbers: its bounds, the alternatives, and the quality of its fit.
+"""Explain a plan from its stored numbers: its bounds, the alternatives, and the quality of its fit.
 
 A plan for simulated GPUs stores the simulated throughput of changed machines. For real devices, gains are ratios of two
-predictions by the model that was fitted to the trials.
+predictions of the model that was fitted to the trials.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def problem_of(plan: PlanRecord) -> Problem | None:
 
 
 def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
-    """Return the problem of a plan's request with another fit and other ceilings."""
+    """Return the problem of a plan's request for this fit, these ceilings and this region."""
     return Problem.of(
         fit,
         ceilings,

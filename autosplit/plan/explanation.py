@@ -396,7 +396,7 @@ def time_text(bound: Bound) -> str:
         "overhead": "no overhead between devices",
         "contention": "no overhead between devices",
         "update": "a free optimizer update",
-        "host": "no launch overhead of the CPU",
+        "host": "no CPU launch overhead",
     }[bound.what]
     return f"{change} ({_more(bound.gain)})"
 

@@ -206,7 +206,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
         **({"DDPStrategy": plan.ddp.options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
-    # On several machines, Lightning finds the other processes by torchrun's variables.
+    # On several machines, Lightning finds the other processes through torchrun's variables.
     command = start.by_torchrun() if start.several else f"python {SCRIPT}"
     settings["command"] = command
     return _script(found, settings, start if start.several else None)

@@ -48,7 +48,7 @@ class Export:
         return self.to not in ("torchrun", "json")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the text to a file, by atomic replacement.
+        """Write the text to a file. Replace the file atomically.
 
         Args:
             path: The file, in an existing folder.

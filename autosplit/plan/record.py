@@ -57,7 +57,7 @@ class PlanDevice:
         budgeted: Whether autosplit enforces the capacity.
         share: Samples per forward on this device: its entry of the split.
         peak_bytes: Peak memory in a step of the plan. Predicted for simulated GPUs.
-        busy_s: Compute time of a full micro-step, by the fitted curve.
+        busy_s: Compute time of a full micro-step, from the fitted curve.
         ceiling: The largest batch that fits on the device, and how it was found.
         uuid: UUID of a GPU. None for other devices.
         driver: Version of the GPU's driver. None for other devices.
@@ -327,7 +327,7 @@ class PlanRecord:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, by atomic replacement.
+        """Write the plan as JSON. Replace the file atomically.
 
         Args:
             path: The file. A missing folder is created. If the path is a symbolic link, its target is replaced.

@@ -1,4 +1,4 @@
-"""Compare another split with a plan, by the plan's time and memory models."""
+"""Compare another split with a plan, using the plan's time and memory models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitComparison:
-    """A configuration and a plan, both predicted by the plan's fits. `str()` returns the comparison as text.
+    """A configuration and a plan, both predicted with the plan's fits. `str()` returns the comparison as text.
 
     Predictions are more accurate for configurations that are similar to the trials.
 
@@ -28,11 +28,11 @@ class SplitComparison:
         samples_per_s: Predicted throughput of the configuration.
         plan_samples_per_s: Predicted throughput of the plan. `Plan.samples_per_s` is the measured value.
         gain: The plan's throughput over the configuration's.
-        peak_bytes: Predicted peak memory of each device, by a line near its ceiling. Far below the ceiling, the line is
-            less accurate.
+        peak_bytes: Predicted peak memory of each device, from a line near its ceiling. Far below the ceiling, the line
+            is less accurate.
         plan_peak_bytes: Peak memory of each device in the plan.
         capacity_bytes: Memory that training may use on each device.
-        too_large: Labels of the devices on which the configuration does not fit, by prediction.
+        too_large: Labels of the devices on which the configuration is predicted not to fit.
     """
 
     split: tuple[int, ...]

@@ -51,7 +51,7 @@ def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
     if not any(rank.batch_size for rank in ranks):
         yield "no rank has samples"
     for rank in ranks:
-        # A single rank runs the search's result, but its ceiling was found with DDP's buckets.
+        # A single rank may exceed its ceiling: the search ran a plain model, and the ceiling counts DDP's buckets.
         if count > 1 and rank.batch_size > rank.ceiling.batch_size:
             yield f"a rank has {rank.batch_size} samples, more than its ceiling of {rank.ceiling.batch_size}"
 

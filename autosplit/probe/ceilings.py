@@ -325,7 +325,9 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
         needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
+    sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.runtime.devices) > 1 else ""
     return (
         f"The workload does not fit on {where} at batch {prober.least_batch()}: {needs}, and {capacity_bytes} "
         f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device."
+        f"{sharded}"
     )

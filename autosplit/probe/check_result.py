@@ -75,7 +75,7 @@ def is_count_expression(text: str) -> bool:
 
 
 def changed(checks: Iterable[Check]) -> list[Check]:
-    """Return the checks whose subject changes: those with advice first, and by falling difference."""
+    """Return the checks whose subject changes: checks with advice first, then the largest difference first."""
     found = [check for check in checks if check.depends]
     return sorted(found, key=lambda check: (not check.advice, -check.most))
 

@@ -168,7 +168,7 @@ def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
-    """Raise TooDearError if the model is too large, or can't get memory. Return whether it has memory."""
+    """Raise TooDearError if the model can't be checked in real memory. Return whether it has real memory."""
     model: Any = workload.model
     is_made = bool(modules_of(workload))
     modules = modules_of(workload) if is_made else (built_without_memory(model, fake_mode()),)

@@ -303,7 +303,7 @@ class Comparison:
         return f"The loss may use a tensor that {what}. {SIDE_ADVICE}"
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
-        outside = "Let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss=."
+        outside = "Let the model return its outputs, and compute their common loss with loss_fn= or compute_loss=."
         if rule is None:
             return f"The model computes the loss itself, and it sees only a part of the batch on each device. {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:

@@ -36,7 +36,7 @@ class TimedLoader:
 
     Attributes:
         settings: The settings.
-        samples_per_s: Samples per second while the workers run, if nothing is done with the batches.
+        samples_per_s: Samples per second while the workers run, if the batches are not used.
         error_share: Standard error of the throughput, as a fraction of the throughput.
         start_s: Seconds to the first batch, including the start of the workers.
     """

@@ -5,9 +5,9 @@ Let sample i count for n_i by a rule, and let the loss of sample i alone be l_i.
     loss(samples) = sum_i n_i l_i / sum_i n_i
 
 holds for every set of samples. For a sum, loss(samples) = sum_i l_i. Each rule is tried on several sets: all samples,
-the pair that the rules count most differently, the pair with the most different losses, and neighbours. One pair is not
-enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers 5.23
-declares GPT-2's labels as unshifted, but its loss shifts them.
+the pair that the rules count most differently, the pair with the most different losses, and pairs of neighbours. One
+pair is not enough, because two samples of one class have the same class weight. Metadata is not reliable: transformers
+5.23 declares GPT-2's labels as unshifted, but its loss shifts them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CROSS_ENTROPY = "cross entropy"
 
 
 def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
-    """Return the count of a batch by one of `RULES`.
+    """Return the count of a batch according to one of `RULES`.
 
     Args:
         samples: Number of samples in the batch. Default: the first dimension of its tensors.
@@ -82,7 +82,7 @@ class Finding(NamedTuple):
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
         error: Relative difference between the loss and the rule's prediction. NaN if the loss could not be examined.
-        counter: Function that counts a batch by the rule `CROSS_ENTROPY`. None for the other rules.
+        counter: Function that counts a batch for the rule `CROSS_ENTROPY`. None for the other rules.
         reason: Why the loss could not be examined. Empty otherwise.
     """
 
@@ -93,7 +93,7 @@ class Finding(NamedTuple):
 
     @property
     def counts(self) -> Count:
-        """The function that counts a batch by the rule. For a sum, it counts samples."""
+        """The function that counts a batch for the rule. For a sum, it counts samples."""
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Samples:
 
     @classmethod
     def in_batch(cls, batch: Any) -> Samples:
-        """Return the first samples of a batch. Raise WorkloadError if parts of it can't be cut in the same manner."""
+        """Return the first samples of a batch. Raise WorkloadError if it has lists."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
             raise WorkloadError("The batch has lists, which can't be cut like tensors.", code="batch-not-cuttable")
@@ -243,7 +243,7 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     its graph has class weights or ignored labels, even if none of the samples has them.
     """
     if errors[SUM] > TOLERANCE:
-        del errors[SUM]  # Then a loss that fits no rule is reported by its distance from a mean.
+        del errors[SUM]  # Then a loss that fits no rule is compared with means only.
 
     def rank(rule: Any) -> tuple[float, int]:
         is_cross_entropy = isinstance(rule, LabelMean)

@@ -42,7 +42,7 @@ class Prober:
 
     Attributes:
         report: Function that is called with progress messages.
-        num_ranks: Number of DDP processes in the job. 0 for one on each device.
+        num_ranks: Number of DDP processes in the job. 0 means one process on each device.
         exact: Confirm that one more sample than a ceiling runs out of memory.
         deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed.
             None for no limit.
@@ -141,7 +141,7 @@ class Prober:
             self.traced(shape)
         if self._traces.given_up == given_up:
             return True
-        self._measured.clear()  # Another code path may also have other times.
+        self._measured.clear()  # another code path may also take a different time
         return False
 
     @functools.cached_property
@@ -157,7 +157,7 @@ class Prober:
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
         """Return the traced parts of the devices' peaks, or None if they are unknown."""
         if not (self.tracer.fake or self.runtime.simulated):
-            return (None,) * len(peaks)  # A trace with real tensors is a step, which needs its memory.
+            return (None,) * len(peaks)  # a trace with real tensors needs a step's memory
         with named_steps(shape):
             found = traced_parts(self._traces, shape, self.runtime.devices)
         measured = not self.runtime.simulated
@@ -175,9 +175,9 @@ class Prober:
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
-        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of this ceiling.
+        """Return the fixed bytes and the bytes per sample of the line through a ceiling and half of this ceiling.
 
-        Half of 3 is 2, because a single sample may use another code path.
+        For a ceiling of 3, use 2 as its half, because a batch of 1 may run a different code path.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
@@ -197,7 +197,7 @@ class Prober:
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        accelerators: Any = self.runtime  # It runs in this process or in a separate process.
+        accelerators: Any = self.runtime  # an `AcceleratorRuntime`, or an `IsolatedRuntime` around one
         try:
             self.memories[shape] = memory = accelerators.memory(shape)
         except Exception:

@@ -180,7 +180,7 @@ def checked_request(
 
 
 def effective_range(value: Any) -> tuple[int, int] | None:
-    """Return both ends of an effective batch size: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None."""
+    """Return the smallest and largest effective batch size of a number, ``(256, 1024)``, ``"256:1024"`` or None."""
     if value is None:
         return None
     is_range = isinstance(value, (tuple, list)) or (isinstance(value, str) and ":" in value)

@@ -1,4 +1,4 @@
-"""Saved plans (profiles): their keys, their files, and whether a saved plan still fits this machine.
+"""Save plans as profiles: their keys, their files, and whether a saved plan still fits this machine.
 
-May import the root, devices, solve, workload and plan. Begin with `store`.
+Read `store` first.
 """

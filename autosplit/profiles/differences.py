@@ -40,7 +40,7 @@ _SAID = {
     "cuda": "tuned with CUDA {}, now {}",
     "autosplit": "tuned with autosplit {}, now {}",
     "sample_batch_size": "the sample batch had {} samples, now {}",
-    "sample_batch": "the sample batch has another structure, shape or dtype",
+    "sample_batch": "the sample batch has a different structure, shape or dtype",
     "optimizer": "the optimizer or its options are different",
     **dict.fromkeys(_FUNCTIONS, "{part} is different"),
 }

@@ -41,7 +41,7 @@ class Lack:
 
 
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
-    """Return a smaller plan with predicted throughput and peaks, or None without fits or if nothing fits."""
+    """Return a smaller plan with predicted throughput and peaks. Return None without a fit, or if nothing fits."""
     fit, before = plan.fit, plan.region
     if fit is None:
         return None

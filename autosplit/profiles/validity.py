@@ -87,7 +87,7 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
 
 
 def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[str, ...]:
-    """Return a clause for each difference between the present GPUs and the plan's GPUs, in the plan's order.
+    """Return a clause for each difference between the current GPUs and the plan's GPUs, in the plan's order.
 
     Clauses do not contain GPU identifiers. On the same machine there are no clauses.
     """

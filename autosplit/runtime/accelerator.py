@@ -112,7 +112,6 @@ class AcceleratorRuntime:
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
     def _confirm(self, run: _Step, shape: StepShape) -> StepMemory:
-        """Run a step to choose kernels and create state, then run it to measure. Near the limit, run it again."""
         steady = _Steady(self, run)
         run(_unmarked)
         self.wait()
@@ -224,7 +223,6 @@ class AcceleratorRuntime:
         return self._gpus[active[0]] if shape.alone else None
 
     def _prepared(self, shape: StepShape) -> _Step:
-        """Return a step that is ready to run: a model copy on its first device, and batches in pinned memory."""
         alone = self._alone_on(shape)
         home = alone or self._gpus[0]
         if self._trainee is None or self._home != home:
@@ -333,7 +331,7 @@ class _Steady:
 
     def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
         self._runtime, self._run = runtime, run
-        self.releases: dict[int, int] = {}  # of each device that released memory in the last block: blocks in a row
+        self.releases: dict[int, int] = {}  # by device: how many consecutive blocks released memory
 
     def block(self, steps: int) -> None:
         """Run some steps, then wait for the devices.

@@ -12,8 +12,8 @@ splits] in `op_calls`). So one trace for each variant of a step predicts every b
 * A loss over the whole batch may be quadratic in the samples. A quadratic model covers such a loss on one device.
 
 The model is compared with a traced small step. It is also compared with the largest requested step above the odd sizes.
-If another kernel or branch runs at another size, the step has no trace model and is traced at each requested size. A
-step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
+If another kernel or branch runs at a different size, the step has no trace model and is traced at each requested size.
+A step of real tensors is traced only twice, because it needs real memory. If its two traces have different ops, a line
 through the two peaks predicts each peak.
 
 Note [A batch of one]
@@ -157,7 +157,6 @@ class AffineTraces:
         return self._fits_one[evaluates] or alike
 
     def _predicts_work_of_one(self, shape: StepShape) -> bool:
-        """Return whether the trace model predicts the ops, operations and bytes of a batch of 1 to within 1%."""
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._works_for_one:
             law, own = self._models_for_one(shape)
@@ -197,7 +196,7 @@ class AffineTraces:
         return None if self.given_up else self._laws[unit]
 
     def _followed_oddly(self, unit: StepShape) -> _Law | None:
-        """Trace a step of odd size to predict all others. Compare the first training and eval model with a trace."""
+        """Trace a step of odd size to predict all others. Compare the first model of each kind with a trace."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
         likes = self._likes_of(unit)
@@ -218,7 +217,6 @@ class AffineTraces:
         return law
 
     def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
-        """Trace a step of odd size. Store the trace models of the step and of its variants."""
         unit = likes["plain"]
         if len(splits) == 1:
             splits.append(tuple(min(16, samples) for samples in odd))
@@ -241,11 +239,10 @@ class AffineTraces:
         return {"plain": plain, "accumulating": replace(plain, accumulates=True), "bucketed": bucketed}
 
     def _hold(self, law: _Law, shape: StepShape) -> None:
-        """Compare a trace model with a traced step. If they differ, trace every step after this."""
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
             self._compared_up_to[shape.arrangement == "eval"] = shape.num_samples
             return
-        _log.info("steps of other sizes take another code path than %s: tracing each size", shape)
+        _log.info("steps of other sizes take a different code path than %s: tracing each size", shape)
         self._shared.given_up = True
         self._shared.traces.clear()
 
@@ -330,7 +327,6 @@ class _Law:
 
     @property
     def is_curved(self) -> bool:
-        """Whether the third traced step is not on the line through the first two."""
         told = _evaluated(self._points[:2], self._points[2].split)
         return bool(np.abs(told - self._points[2].numbers).max(initial=0.0) > 0.5)
 
@@ -362,7 +358,6 @@ class _Law:
         return Trace(peaks, parts, base.entries, broadcast, micro, reduce, update)
 
     def _near(self, split: tuple[int, ...]) -> Trace:
-        """Return the nearest traced step, with interpolated peaks and with work scaled by the number of samples."""
         near = min(self._points, key=lambda point: abs(sum(point.split) - sum(split)))
         peaks = _evaluated(self._points, split, [np.array(point.trace.peak_bytes, float) for point in self._points])
         found = tuple(max(0, int(peak)) for peak in peaks)

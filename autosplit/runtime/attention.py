@@ -234,7 +234,6 @@ def _expanded(mask: Tensor | None, call: AttentionCall) -> Tensor | None:
 def _math_with_dropout(
     inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, call: AttentionCall, scale: float | None
 ) -> Tensor:
-    """Run the math back end with CUDA's dropout operator (`_scaled_dot_product_attention_math`)."""
     query, key, value = (one.float() if call.dtype in HALVES else one for one in inputs)
     root = math.sqrt(scale or call.query[-1] ** -0.5)
     if call.is_causal:

@@ -111,7 +111,6 @@ def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any
 
 
 def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the bytes that a factory will allocate, or 0 for wrong arguments and for sparse tensors."""
     drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
     if options.get("layout", torch.strided) is not torch.strided:
         return 0

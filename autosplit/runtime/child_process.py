@@ -336,7 +336,6 @@ def _unpickled(data: bytes) -> Any:
 
 
 def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
-    """Send a result. Return False if the parent is gone."""
     try:
         data = pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001  # pickling a result runs its own code

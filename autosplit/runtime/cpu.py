@@ -42,11 +42,7 @@ class CpuRuntime:
         return self.trainee.workload
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step under the tracker and return each device's peak, in bytes.
-
-        Raises:
-            OutOfMemoryError: A device would exceed its budget. The error names the device.
-        """
+        """Run a step under the tracker and return each device's peak, in bytes."""
         if shape.compiled:
             return self._compiled(shape)
         if shape.arrangement == "eval" or self._has_settled:
@@ -104,7 +100,7 @@ class CpuRuntime:
             message = one_line(error)
         if message is not None:  # outside the except block, whose traceback keeps tensors alive
             raise OutOfMemoryError(
-                f"This machine ran out of memory before any budget was reached: {message}. Give it fewer samples.",
+                f"This machine ran out of memory before any budget was reached: {message}. Use fewer samples.",
                 device=self.devices[places[0]].label if len(places) == 1 else None,
                 device_index=places[0] if len(places) == 1 else None,
             )

@@ -119,7 +119,6 @@ class DataDependent:
             values.note_rows(_name(packet), operator.elements(*args, **kwargs), operator.rows(outputs, *args, **kwargs))
 
     def _replaced(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: RuntimeError) -> Any:
-        """Return fake outputs or a value for an operator that failed, or `_NOTHING` if there is no replacement."""
         packet = getattr(func, "overloadpacket", None)
         if packet in _GROUPED_PRODUCTS and isinstance(args[0], FakeTensor):
             return grouped_product(args, kwargs)
@@ -143,7 +142,6 @@ class DataDependent:
         return operator.make(rows, *args, **kwargs)
 
     def _indexed(self, args: Sequence[Any]) -> Any:
-        """Index with the positions of each mask's true elements, as torch's kernels do."""
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:

@@ -23,7 +23,7 @@ class GpuKernels:
 
     @classmethod
     def of(cls, capability: str | None) -> GpuKernels:
-        """Return the kernels for a compute capability such as "8.9". None, for other vendors' GPUs, gives an A100's."""
+        """Return the kernels for a compute capability such as "8.9". For None (other vendors), return an A100's."""
         if capability is None:
             return cls()
         major, minor = map(int, capability.split("."))

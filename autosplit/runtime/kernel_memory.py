@@ -173,7 +173,7 @@ def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels)
         per_head += tile.keys * (_up(width, tile.queries) + _up(own_width, tile.queries)) * 4
     delta = Block(batch * heads * length * 4)
     workspace = Block(batch * heads * _up(per_head, 16))
-    if query.dtype is torch.float32:  # delta is the sum of a product, copied into another order
+    if query.dtype is torch.float32:  # delta is the sum of a product, copied into a different order
         product = Block(_nbytes(grad))
         if product.nbytes + delta.nbytes > workspace.nbytes:
             return (product, delta, delta, *_copies(grad))
@@ -233,7 +233,7 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
     """Return the group results of a sum over all dimensions except the last in memory.
 
     See `setReduceConfig` and `global_memory_size` in native/cuda/Reduce.cuh. Groups of threads store partial results,
-    and the last group adds them. With another memory order, or more than one remaining dimension, such a sum needs
+    and the last group adds them. With a different memory order, or more than one remaining dimension, such a sum needs
     little or no memory. Above about 280 million numbers it needs more than the limit: half a byte per number.
     """
     summed = {dim % values.dim() for dim in over}
@@ -262,10 +262,10 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
 
 
 def _embedding_backward(args: Sequence[Any], _outputs: Any, _kernels: GpuKernels) -> Blocks:
-    """Return the blocks of Embedding.cu and EmbeddingBackwardKernel.cu: from the source, not measured.
+    """Return the temporary blocks of Embedding.cu and EmbeddingBackwardKernel.cu. They were not measured.
 
-    They are the sorted indices, a row of sums per ten indices, and a row of sums per index. Up to 3,072 indices need no
-    block.
+    The blocks are the sorted indices, one row of sums for every ten indices, and one row of sums per index. Up to 3,072
+    indices need no block.
     """
     grad, indices, num_weights = args[:3]
     row_bytes = grad.shape[-1] * max(4, grad.element_size())

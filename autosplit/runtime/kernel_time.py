@@ -80,7 +80,7 @@ class KernelRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         start_s: Time of an empty kernel.
         tile_exponent: A tile with a quarter of the area reaches ``2 ** -tile_exponent`` of the rate.
-        inner_half: Inner dimension at which a product reaches half of the rate of a long product.
+        inner_half: Inner dimension at which a matrix product reaches half of the rate of a long product.
         split_inner: Inner dimension above which a product with few tiles is also split along it (split-K).
         winograd: Speed-up of Winograd's algorithm for convolutions larger than 1x1 on CUDA cores.
         group_channels: Channels per group above which a grouped convolution reaches its full rate.
@@ -194,7 +194,7 @@ def _masks() -> tuple[npt.NDArray[Any], ...]:
 
 
 def _used(product: Numbers, multiprocessors: int, rates: KernelRates) -> Numbers:
-    """Return the fraction of a GPU's arithmetic that products of these shapes can use with the best tile size."""
+    """Return the fraction of a GPU's peak that matrix products of these shapes can use with the best tile size."""
     rows, columns, inner, count = product
     tiles = np.ceil(rows / _TILES[:, 0]) * np.ceil(columns / _TILES[:, 1]) * count
     parts = np.clip(np.floor(multiprocessors / np.maximum(tiles, 1.0)), 1.0, np.maximum(1.0, inner / rates.split_inner))

@@ -117,7 +117,7 @@ class Arrival:
 
     Attributes:
         at: Number of account entries before the gradient.
-        is_copy: Whether autograd copied its tensor, which is used elsewhere or has another memory layout.
+        is_copy: Whether autograd copied its tensor, which is used elsewhere or has a different memory layout.
     """
 
     at: int
@@ -364,7 +364,6 @@ class Tracker(TorchDispatchMode, Placement):
             self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
 
     def _held_of(self, tensor: Tensor) -> _Held | None:
-        """Return the record of a tensor's storage. For a sparse tensor, return the record of its indices."""
         for part in dense_parts(tensor):
             return self._held.get(key_of(part))
         return None
@@ -416,7 +415,6 @@ class Tracker(TorchDispatchMode, Placement):
                 self._charge(held, grown, grown_exactly)
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
-        """Track a storage on a device, or place a provisional storage there."""
         key = storage_key(storage)
         held = self._held.get(key)
         if held is not None:

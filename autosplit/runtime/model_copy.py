@@ -1,7 +1,7 @@
 """Copy a workload for training, so that the live model and optimizer stay unchanged.
 
 Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. If
-a model cannot be copied, it is borrowed: it runs itself, and all its state is restored.
+a model cannot be copied, it is borrowed: the model itself runs, and all its state is restored.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def _nothing() -> None:
 
 
 def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
-    """Checkpoint layers of a copy. Return a function that restores a borrowed model."""
     (module,) = models.modules
     undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
 

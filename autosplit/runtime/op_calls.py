@@ -1,4 +1,4 @@
-"""Record an op's call without its tensors, and compute its cost for another batch size.
+"""Record an op's call without its tensors, and compute its cost for a different batch size.
 
 Note [Odd splits]
 ~~~~~~~~~~~~~~~~~
@@ -35,7 +35,7 @@ They are above the common batch size 1024. Predictions up to an odd size need no
 
 
 def odd_split(split: Sequence[int]) -> tuple[int, ...]:
-    """Replace each batch of 2 or more in a split by an odd size. See Note [Odd splits].
+    """Replace each batch of 2 or more in a split with an odd size. See Note [Odd splits].
 
     Raises:
         ValueError: More devices have 2 or more samples than there are odd sizes.
@@ -47,7 +47,7 @@ def odd_split(split: Sequence[int]) -> tuple[int, ...]:
 
 
 def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
-    """Return a function that converts a dimension or a number of bytes to another split. See Note [Odd splits]."""
+    """Return a function that converts a dimension or a number of bytes to a different split. See Note [Odd splits]."""
     pairs = [(b, a) for b, a in ((sum(before), sum(after)), *zip(before, after, strict=True)) if b > 1]
 
     @functools.cache

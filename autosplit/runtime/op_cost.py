@@ -53,7 +53,7 @@ class Work:
     """Kernels that a device runs between two transfers, stored in columns because a step has thousands.
 
     Attributes:
-        numbers: Rows for flops, bytes and the four numbers of the product. All are affine in the samples.
+        numbers: Rows for flops, bytes and the four numbers of the matrix product. All are affine in the samples.
     """
 
     device: int
@@ -353,7 +353,6 @@ def _one_convolution(
 
 
 def _in_channels(tensor: Tensor) -> bool:
-    """Return whether a tensor of images, or a slice of one, is in channels-last order (``torch.channels_last``)."""
     return tensor.dim() == 4 and tensor.stride(1) == 1 < tensor.stride(3)
 
 
@@ -385,9 +384,9 @@ def _is_causal(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False) -> int:
     """Return the operations of fused attention over tensors of shape (batch, heads, length, width).
 
-    The forward has two products: scores = query @ key, then scores @ value. The backward has five: the scores again,
-    and one for each gradient of scores, values, queries and keys. torch's own formula rejects grouped queries (several
-    query heads share a head of keys and values) before 2.13, and lacks the CPU's operator.
+    The forward has two matrix products: scores = query @ key, then scores @ value. The backward has five: the scores
+    again, and one for each gradient of scores, values, queries and keys. torch's own formula rejects grouped queries
+    (several query heads share a head of keys and values) before 2.13, and lacks the CPU's operator.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if backward:

@@ -19,7 +19,7 @@ from autosplit.torch_versions import aten_ops
 
 aten = torch.ops.aten
 
-# torch.nn.functional rejects one value per channel for these ops. An instance norm calls a batch norm op here.
+# torch.nn.functional rejects one value per channel for these ops. Instance norms also run as batch norm ops.
 _NORMS_OVER_SAMPLES = aten_ops(
     "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
     "cudnn_batch_norm miopen_batch_norm native_group_norm"
@@ -99,7 +99,7 @@ class OpRecorder:
         self._phases[-1][1].extend(events)
 
     def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
-        """Return the events for another batch size or variant of the step. The update is always the same."""
+        """Return the events for a different batch size or variant of the step. The update is always the same."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:

@@ -85,7 +85,7 @@ _SHARED: ContextVar[tuple[ExitStack, list[tuple[Any, Followed]]] | None] = Conte
 
 @contextmanager
 def followed_once() -> Iterator[None]:
-    """Share the traces of one workload between tunings for several simulated machines. Traces fit any GPU."""
+    """Share the traces of one workload between tunings for several simulated machines. Traces are valid for any GPU."""
     with ExitStack() as closing:
         closing.callback(_SHARED.reset, _SHARED.set((closing, [])))
         yield

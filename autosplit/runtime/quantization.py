@@ -26,8 +26,8 @@ def refuse_quantized(workload: Workload) -> None:
     Frozen parameters, adapters and optimizer states that torch's own ops update are supported.
 
     Raises:
-        WorkloadError: A layer or optimizer comes from such a package, or a parameter is a tensor subclass that wraps
-            other tensors.
+        WorkloadError: A layer or optimizer has its own kernels, as bitsandbytes has, or a parameter wraps other
+            tensors.
     """
     for module in modules_of(workload):
         for name, part in module.named_modules():

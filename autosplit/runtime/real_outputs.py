@@ -43,7 +43,7 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
         like_gpu: Return the outputs of a GPU instead of the CPU.
 
     Raises:
-        RuntimeError: The operator is a product of two dtypes. The message is torch's.
+        RuntimeError: The operator multiplies matrices of different dtypes. The message is torch's.
     """
     packet = getattr(func, "overloadpacket", None)
     if like_gpu and packet is _aten.log_sigmoid_forward and isinstance(outputs[0], FakeTensor):
@@ -69,7 +69,6 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any, *, like_gpu: bool = Fa
 
 @functools.lru_cache(maxsize=256)
 def _rnn_workspace_bytes(given: tuple[Any, ...]) -> int:
-    """Run the layer on zeros of these shapes, and return the size of its workspace."""
     with unset_fake_temporarily(), torch.enable_grad():
         outputs = _RNN_LAYER.default(*map(_real, given))
         return int(outputs[_WORKSPACE].untyped_storage().nbytes())

@@ -25,7 +25,7 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
     """Return a tracer of fake tensors that replays recorded values, or None if its steps differ from real steps.
 
     Args:
-        trace: Makes a `Tracer` that has traced `shape`, from the arguments ``fake``, ``like_gpu`` and ``values``.
+        trace: Function that makes a `Tracer` and traces `shape` with it. It gets ``fake``, ``like_gpu`` and ``values``.
         like_gpu: As for `Tracer`. The compared steps always run the CPU's operators.
     """
     values = SampleValues()
@@ -49,7 +49,7 @@ def replayed(trace: Callable[..., T], shape: StepShape, *, like_gpu: bool = True
 
 
 def _agrees(fakes: Sequence[Any], reals: Sequence[Any]) -> bool:
-    """Return whether fake steps have the same products as real steps, in order, and need as much memory.
+    """Return whether fake steps have the same matrix products as real steps, in order, and need as much memory.
 
     Both sequences contain traces of the sample batch and of twice that batch.
     """

@@ -75,11 +75,7 @@ class SimulatedRuntime:
         self._specs = [device.spec for device in devices if device.spec is not None]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return each GPU's peak, in bytes.
-
-        Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
-        """
+        """Return each GPU's peak, in bytes."""
         peaks = traced_peaks(self.tracer, shape, self.devices)
         self._refuse_overflow(peaks, shape)
         return peaks
@@ -88,9 +84,6 @@ class SimulatedRuntime:
         """Return the time and the peaks of one optimizer step. Both are exact, so `budget_s` is not used.
 
         For a step without an optimizer (a replica's part), return only the time: a single device may need more memory.
-
-        Raises:
-            OutOfMemoryError: A GPU would exceed its capacity. The error names the GPU.
         """
         source = _source_of(_tracers_of(self.tracer, shape, self.devices), shape)
         peaks = source.peaks() if shape.updates else ()
@@ -239,7 +232,8 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
     """Remove the work of devices that had samples in the first micro-step but have none in this micro-step.
 
     If device 0 is idle, keep its loss: the work between the first output that arrives and the last output gradient that
-    it sends. If replicas compute the loss, add one loss fewer (see `_joining`), and do not weight a single loss.
+    it sends. If replicas compute the loss, remove the work for one loss (see `_joining`), and the weighting if one loss
+    is left.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
     kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
@@ -272,7 +266,8 @@ class _Whole:
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
         self._tracer = tracer = tracers[self._place[0]]
-        # A trace of real tensors costs a whole step. So one trace serves all variants, and its peak gets the buckets.
+        # Tracing real tensors takes as long as a step. So trace one variant, and add the size of DDP's buckets to its
+        # peak.
         self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
@@ -348,7 +343,6 @@ class _Composed:
         )
 
     def _different_replicas(self) -> list[tuple[int, int]]:
-        """Return a device and its samples for each combination of trace and batch size among the replicas."""
         found = {(id(self._tracers[d]), self._split[d]): d for d in _active(self._split) if d}
         return [(device, samples) for (_, samples), device in found.items()]
 
@@ -432,7 +426,6 @@ def _move_all(clocks: Clocks, event: Move, replicas: dict[int, Iterator[Move]], 
 
 
 def _played(clocks: Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
-    """Replay the work of a device up to its next transfer, and yield the transfer."""
     for event in events:
         if isinstance(event, Work):
             clocks.work(device, event)

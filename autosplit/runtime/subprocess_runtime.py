@@ -183,7 +183,6 @@ class IsolatedRuntime:
             ) from None
 
     def _refuse_to_go_on(self, cause: str) -> None:
-        """Raise AutosplitError if the process dies in every call, or if steps still hang after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
                 f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. The last time, it "
@@ -202,7 +201,7 @@ class IsolatedRuntime:
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         index = active[0] if len(active) == 1 else None
         return StepLostError(
-            f"The process that ran {_samples_text(shape)} {cause}. Expected the step to end. Give it fewer samples.",
+            f"The process that ran {_samples_text(shape)} {cause}. Expected the step to end. Use fewer samples.",
             device=None if index is None else self.devices[index].label,
             device_index=index,
             capacity_bytes=0 if index is None else self.capacities_bytes[index],
@@ -309,7 +308,7 @@ class _Served:
                     f"lost the {self._runtime.devices[0].kind.upper()} device: {one_line(error)}"
                 ) from error
             if is_oom(error, smaller_ran=self._ran):
-                raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Give it fewer samples.") from error
+                raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Use fewer samples.") from error
             if is_kernel_limit(error):
                 raise  # the search for ceilings handles kernel limits
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
@@ -319,7 +318,6 @@ class _Served:
         return answer
 
     def _device_is_lost(self) -> bool:
-        """Return whether a CUDA error (such as an illegal access) makes all later calls fail."""
         try:
             for device in self._runtime.devices:
                 if is_accelerator(device.kind):

@@ -272,7 +272,6 @@ class Tracer:
         recorder: OpRecorder,
         begun_at: int,
     ) -> list[list[Trace]]:
-        """Derive all traces from a step that ran with the first split. For each variant, return one trace per split."""
         parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
         buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
         found: list[list[Trace]] = []
@@ -312,11 +311,11 @@ class Tracer:
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
-        """Return the cost of adding a micro-step's gradients to earlier gradients, as one op per parameter."""
+        """Return the cost of adding a micro-step's gradients to earlier gradients: one op per parameter."""
         return self._accumulation
 
     def zeroing_costs(self) -> list[OpCost]:
-        """Return the cost of zero gradients, to which replicas' gradients are added, as one op per parameter."""
+        """Return the cost of making zero gradients, to which replicas' gradients are added: one op per parameter."""
         return self._zeroing
 
     def leaves_unused(self) -> bool:
@@ -487,7 +486,6 @@ def _traced_once(
     kernels: GpuKernels | None = None,
     values: SampleValues | None = None,
 ) -> Tracer:
-    """Make a tracer that has traced a step. If that fails, restore a borrowed model."""
     own = kernels if like_gpu else None
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:

@@ -203,10 +203,7 @@ def _standing_bytes(trainee: Trainee) -> int:
 
 
 def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
-    """Return the storages that are still allocated on device 0 after the step.
-
-    Parameters, gradients and optimizer state are left out.
-    """
+    """Return the storages that a step leaves on device 0, except parameters, gradients and optimizer state."""
     for kind, tensors in trainee.held().items():
         for tensor in tensors:
             tracker.classify(tensor, kind)

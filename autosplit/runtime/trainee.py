@@ -76,7 +76,6 @@ class Trainee:
             return resize(sample, n, workload.batch_dim)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
-        """Make a fake batch with `make_batch`. If it needs values of tensors, make fakes of its real tensors."""
         try:
             with mode:
                 return map_tensors(lambda tensor: tensor.to(self.device), made_batch(self.workload, n))

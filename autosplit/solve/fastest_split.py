@@ -92,8 +92,8 @@ def _bracket(
     """Bisect the finish time until few samples are left to assign.
 
     Returns:
-        A split with at most `batch_size` samples, a split with at least as many, and whether all samples between
-            the two would finish at the same moment.
+        A split with at most `batch_size` samples, a split with at least `batch_size` samples, and whether all samples
+        between the two would finish at the same moment.
     """
     few = _HEAP_SAMPLES_PER_DEVICE * len(times)
     low = list(floors)

@@ -47,8 +47,8 @@ class Ceiling:
         limited_by: ``"memory"``, or another limit. ``"max_batch_size"``: the search stopped at this bound.
             ``"kernel"``: a kernel accepts no larger tensors (2^31 elements). ``"time"``: a larger batch would not raise
             throughput or would take too long.
-        fixed_bytes: Bytes at any batch size, by a line through the points near the ceiling.
-        bytes_per_sample: Bytes per sample, by the same line.
+        fixed_bytes: Bytes at any batch size, from a line through the points near the ceiling.
+        bytes_per_sample: Bytes per sample, from the same line.
         peak_bytes: Peak memory of a step at the ceiling.
         capacity_bytes: Memory that training may use on this device.
         steps: Number of real training steps that were run to find the ceiling.
@@ -88,7 +88,7 @@ class Ceiling:
         return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
 
     def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
-        """Return this ceiling for another capacity, which has room for `batch_size` samples."""
+        """Return this ceiling for a different capacity, which has room for `batch_size` samples."""
         if batch_size == self.batch_size:
             return replace(self, capacity_bytes=capacity_bytes)
         return replace(
@@ -149,10 +149,10 @@ class MemoryParts:
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the parts of another peak, or None if even without activations the parts exceed that peak.
+        """Return the parts of a different peak, or None if even without activations the parts exceed that peak.
 
-        The difference is untraced memory if a real step `measured` the peak. Otherwise, by a line through traces, it is
-        activations.
+        The difference is untraced memory if a real step `measured` the peak. Otherwise the peak is from a line through
+        traces, and the difference is activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:

@@ -136,7 +136,6 @@ class _Search:
     _proposed: tuple[int, Proposal] | None = None
 
     def resume(self, study: Any) -> None:
-        """Load the trials of a killed search, and mark the trial that was running as failed."""
         for trial in study.get_trials(deepcopy=False, states=(_state("RUNNING"),)):
             study.tell(trial.number, state=_state("FAIL"), skip_if_finished=True)
         self.done, self.num_asked = _resumed(study, self.space)
@@ -317,7 +316,6 @@ def _opened(storage: str | None, study_name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_optuna() -> Iterator[None]:
-    """Silence Optuna's log below errors, because this module logs each trial."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
@@ -386,7 +384,6 @@ LEAST_RATE = 1e-9
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Suggest the parameters one after another, each within the bounds that the previous parameters leave."""
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)

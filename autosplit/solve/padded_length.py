@@ -101,7 +101,7 @@ class LengthPlan:
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Predict the seconds of a batch by a line through the two batch sizes timed at its length."""
+        """Predict the seconds of a batch from a line through the two batch sizes timed at its length."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:
@@ -118,13 +118,12 @@ class LengthPlan:
         """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
 
         The result holds for samples at least as long as the shortest measured length. With attention scores in memory,
-        fewer
-        tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured lengths.
+        fewer tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured
+        lengths.
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
     def _at(self, length: int, value: Callable[[LengthPoint], float]) -> float:
-        """Interpolate a value between the points. Below the shortest length, return its value."""
         if length > self.points[0].length:
             raise InputError(
                 f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "

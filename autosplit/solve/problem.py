@@ -226,7 +226,7 @@ class Problem:
         return replace(self, region=region).with_caps(caps)
 
     def with_most(self, most_samples: int) -> Problem:
-        """Return the problem with larger forwards. A ceiling at the old bound grows along its memory model."""
+        """Return the problem with a larger `max_batch_size`. If the old bound limited a ceiling, the ceiling grows."""
         caps = list(self.region.ceilings)
         for index, ceiling in enumerate(self.ceilings):
             if caps[index] >= self.region.max_batch_size:
@@ -326,7 +326,6 @@ class Problem:
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
-        """Return the best settings for ranks, or None if a rank fits no sample or there are more ranks than samples."""
         found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
         if not found:
             return None

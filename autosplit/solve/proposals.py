@@ -56,7 +56,7 @@ class Proposer:
         self.first = solver.first_trials()
 
     def __call__(self, trials: Sequence[Trial]) -> Proposal:
-        """Propose the next trial after these trials, in the order of their runs."""
+        """Propose the next trial."""
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
@@ -161,8 +161,7 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
     """Average each trial's throughput with the cost model's prediction, to reduce noise.
 
     The weights are 1 / variance. The variance of the model is its squared error minus the noise of the trials. Trials
-    that
-    failed or have no noise stay unchanged.
+    that failed or have no noise stay unchanged.
     """
     ran = [trial for trial in trials if trial.samples_per_s is not None]
     if len(ran) < 2:
@@ -184,8 +183,8 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
 def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
     """Return whether a failed trial shows that this configuration can't fit.
 
-    The trial had no more samples on the device that failed, or on all devices if that device is unknown. For device 0,
-    which gathers the whole batch, the trial's batch was no larger either.
+    This configuration has at least as many samples as the trial on the device that failed, or on all devices if that
+    device is unknown. For device 0, which gathers the whole batch, its batch is at least as large, too.
     """
     split: tuple[int, ...] | None = None
     for trial in trials:

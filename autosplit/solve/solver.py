@@ -126,7 +126,6 @@ class Solver:
         return (configuration.gpu0_bsz, *self._rests[configuration])
 
     def _fastest_rest(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return the fastest split of the remaining samples over devices 1, 2, ... A device may get no samples."""
         share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
         rest = configuration.batch_size - share
         others = self._ceilings(steps)

@@ -155,7 +155,6 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
 
 
 def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
-    """Split `total` in proportion to `weights`: rounded down first, then one more for the largest remainders."""
     weight_sum = sum(weights)
     if not total:
         return [0] * len(weights)

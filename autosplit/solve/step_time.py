@@ -323,7 +323,7 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step and its prediction by the fit.
+    """A measured optimizer step and the time that the fit predicts for it.
 
     Attributes:
         split: Samples per device in a full forward.
@@ -345,7 +345,7 @@ class Fit:
     Attributes:
         step_time: The time of a BalancedDataParallel step. Predictions of DDP steps use the same curves.
         all_reduce_s: Seconds of DDP's all-reduce of the gradients when nothing else runs.
-        residuals: All trials that ran, in order, with their predictions by the final fit.
+        residuals: All trials that ran, in order, with the predictions of the final fit.
     """
 
     step_time: StepTime

@@ -47,7 +47,6 @@ def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> l
 
 
 def _averages(timed: Sequence[Sequence[TimedSize]]) -> list[TimedSize] | None:
-    """Return the averages of devices that were timed at the same sizes, or None if they differ by more than noise."""
     if len(timed) < 2 or len({tuple(size.samples for size in sizes) for sizes in timed}) > 1:
         return None
     averages = []

@@ -68,8 +68,8 @@ def best_trial(
     smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
-        rate: Predict the samples/s of a configuration, to order trials that differ only by noise. Default: the
-            measured samples/s.
+        rate: Function that predicts the samples/s of a configuration, to order trials that differ only by noise.
+            Default: the measured samples/s.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
     if not rates:

@@ -252,7 +252,7 @@ def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -
 
 
 def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
-    """Return DDP's settings as the plan's own settings. The split has the ranks' batch sizes."""
+    """Return an `Answer` for a plan that is for DDP only. Its split has the ranks' batch sizes."""
     assert ddp.ranks, ddp
     return Answer(
         split=tuple(rank.batch_size for rank in ddp.ranks),

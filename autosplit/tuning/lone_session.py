@@ -210,7 +210,7 @@ class LoneSession(Session):
                 continue
             if not alone:
                 text = (
-                    f"{label} fits too few samples for a timing alone, so autosplit took its time from steps of "
+                    f"{label} fits too few samples to be timed alone, so autosplit took its time from steps of "
                     "all devices."
                 )
                 self.notes.append(Note("not-timed-alone", text))
@@ -237,7 +237,7 @@ class LoneSession(Session):
         return fitted
 
     def _with_host(self, fitted: StepTime) -> StepTime:
-        """Fit the host's time for starting a device to steps of one micro-step and of two."""
+        """Fit the time that the host needs to start a device, from steps of one and of two micro-steps."""
         if not self.may_accumulate:
             return fitted
         least = self.prober.least_batch()

@@ -239,7 +239,7 @@ class MemoryBounds:
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory with this many samples on it, and this many on the other devices together."""
+        """Fit device 0's memory near `share` samples on it and `others` samples on all other devices together."""
         beside = proportional_split(others, tuple(max(1, ceiling.batch_size) for ceiling in self.replicas))
         return primary_fit(self.prober, self._measured_primary, share, beside, accumulates=accumulates)
 
@@ -270,7 +270,7 @@ class MemoryBounds:
 
 
 def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
-    """Increase a ceiling to at least a trial's samples. A time limit may have ended the ceiling's search early."""
+    """Raise a ceiling to the samples that a trial ran, if a time limit ended the ceiling's search too early."""
     share = best.split[index]
     if ceiling.batch_size >= share:
         return ceiling

@@ -111,7 +111,7 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
     if count != here or local >= count:
         raise DeviceError(
             f"There are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of this "
-            "machine. Expected one device per rank. Name equally many devices (--devices cpu:2GiB,cpu:1GiB), or "
+            "machine. Expected one device per rank. Name one device per rank (--devices cpu:2GiB,cpu:1GiB), or "
             f"start torchrun with --nproc-per-node {count}.",
             code="ranks-device-count",
         )

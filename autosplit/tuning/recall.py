@@ -176,7 +176,7 @@ def kept(
 
 
 def with_facts(plan: Plan, request: Request) -> Plan:
-    """Return a plan with the UUIDs and drivers of the present devices, after a step has confirmed the plan."""
+    """Return a plan with the UUIDs and drivers of the current devices, after a step has confirmed the plan."""
     devices = tuple(
         replace(planned, uuid=device.uuid, driver=device.driver)
         for planned, device in zip(plan.devices, request.devices, strict=True)
@@ -266,7 +266,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Work
     assert found.plan is not None
     plan = with_path(with_facts(found.plan, request), found.path)
     if request.profile != "off":
-        workers.ask(Worker.store, key, plan)  # If saving fails, the next run makes the step again.
+        workers.ask(Worker.store, key, plan)  # If saving fails, the next run repeats the step.
     confirmed = Note(
         "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
     )

@@ -61,7 +61,7 @@ def simulated_changes(
         is_larger = what in _MORE_BYTES or what in ("max_batch_size", "effective_batch_size")
         found = 0.0
         if is_limit and (runtime.tracer.fake or not is_larger):
-            # Trials with another effective batch size or other devices are not steps of the changed problem.
+            # Trials with a different effective batch size or other devices are not steps of the changed problem.
             has_trials = what not in ("effective_batch_size", "alone") and not (what == "memory" and is_for_all)
             found = _best_rate(relaxed, _machine(runtime, what, relaxed.indices), trials if has_trials else ())
         return found or base if what == "one_gib_more" else found

@@ -217,7 +217,7 @@ class Session(ABC):
         return self.solver.space.region.least_share
 
     def _best_trial(self) -> Trial | None:
-        """Return the trial that is best by the time model fitted to all trials, with its own measurements."""
+        """Return the best trial according to the time model fitted to all trials, with its own measurements."""
         if not self.trials:
             return None
         solver = self.solver.refitted(self.trials)
@@ -255,7 +255,7 @@ class Session(ABC):
             return DoesNotFitError(
                 f"autosplit can't cut an optimizer step of {0 if sizes is None else sizes[1]} samples into "
                 f"forwards of at most {self.prober.max_batch_size}. Each device must get 0 or at least {least} "
-                "samples, because BatchNorm needs that many. Pass another effective_batch_size, or raise "
+                "samples, because BatchNorm needs that many. Pass a different effective_batch_size, or raise "
                 "max_batch_size.",
                 code="split-not-possible",
             )

@@ -261,7 +261,7 @@ class _Tuning:
     ignoring: tuple[str, ...] = ()
 
     def tell_waiting(self, message: str) -> None:
-        """Report a wait, which may take minutes, by the user's progress function or by a warning."""
+        """Report a wait, which may take minutes, to the user's progress function or as a warning."""
         if self.heard is None:
             warnings.warn(f"{message}. profile='off' does not wait.", WaitingWarning, stacklevel=2)
         self.progress(Progress("waiting", message, 0.0))
@@ -343,7 +343,7 @@ def _fastest_of(
 ) -> tuple[Plan, Variant]:
     """Tune each variant, and return the plan and the variant that are fastest.
 
-    The variants and `more` other tasks share the time limit.
+    The variants share the time limit with `more` other tasks.
     """
     tuning.workers.ask(Worker.prepare, variants)
     names = _names_of(variants, tuning.checkpointings)

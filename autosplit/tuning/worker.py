@@ -360,10 +360,10 @@ def _serve(worker: Worker) -> Any:
 
 
 def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the description of a workload on all ranks. Raise InputError if it differs between ranks.
+    """Combine the ranks' descriptions of the workload into one. Raise InputError if they differ.
 
-    Code may refer to values of one rank (its number, its part of the data). If only the digests of code differ, the
-    description gets a digest of all ranks' values.
+    Only the digests of code may differ, because code may refer to a rank's own values, such as its number. They are
+    combined into one digest.
     """
     found = dict(described[0])
     for name in found:

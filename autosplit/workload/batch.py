@@ -100,7 +100,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def resize(tree: Any, n: int, dim: int = 0) -> Any:
     """Return a batch of `n` samples that repeats the samples of a sample batch in order.
 
-    Tensors without samples are marked as `Whole`, because at another size, a ``(T, T)`` mask may look like a batch.
+    Tensors without samples are marked as `Whole`, because at a different size, a ``(T, T)`` mask may look like a batch.
     """
     size = batch_size_of(tree, dim)
 

@@ -83,7 +83,7 @@ def eager_of(module: nn.Module) -> nn.Module:
 
 
 def with_eager_parts(module: nn.Module) -> nn.Module:
-    """Replace each compiled part of a copied module by its eager form, in place."""
+    """Replace each compiled part of a copied module with its eager form, in place."""
     module = eager_of(module)
     for part in module.modules():
         if getattr(part, "_compiled_call_impl", None) is not None:

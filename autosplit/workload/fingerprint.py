@@ -25,11 +25,11 @@ from autosplit.errors import is_installed
 
 _DEPTH = 16
 _VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
-_ITEMS = 256  # the described items of a container. Its length is described, too
-_CHARACTERS = 1000  # the described characters of a text. Its length is described, too
+_ITEMS = 256  # the most items of a container that a description contains
+_CHARACTERS = 1000  # the most characters of a text that a description contains
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
-_RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for values of the user
+_RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for the user's values
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

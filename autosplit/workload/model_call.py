@@ -46,7 +46,7 @@ def _own_loss(outputs: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss of outputs, by `loss_rule`. The mean is over all floating-point outputs with a gradient.
+    """Return the loss of outputs, see `loss_rule`. The mean is over all floating-point outputs with a gradient.
 
     Raises:
         WorkloadError: The outputs have no loss and no floating-point tensor with a gradient.
@@ -87,7 +87,7 @@ def on_first_device(batch: Any, models: Models) -> Any:
 
 
 def training_loss(workload: Workload, model: Any, batch: Any) -> Tensor:
-    """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of `Workload`.
+    """Run the model, or a wrapper around it, on a batch and return the scalar loss. See `Workload` for the rules.
 
     Raises:
         WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable

@@ -27,7 +27,7 @@ from autosplit.workload.tree import children_of, leaves_of, map_tensors
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     """Draw batches from a loader and return the batch with the most elements per sample.
 
-    If two batches have equally many elements per sample, return the batch with more samples.
+    If two batches have the same number of elements per sample, return the batch with more samples.
 
     Args:
         batches: Number of batches to draw.

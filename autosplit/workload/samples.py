@@ -153,8 +153,8 @@ def batch_size_of(
     """Return the number of samples in a batch.
 
     This is the size at `dim` that the tensors have in common, or the length of the lists that contain samples. A tensor
-    with another size is accepted if it cannot be a batch: its size at `dim` is 1, or each of its dimensions is a size
-    that the batch's tensors have elsewhere (a ``(T, T)`` mask next to ``(n, T)`` tokens).
+    with a different size is accepted if it cannot be a batch: its size at `dim` is 1, or each of its dimensions is a
+    size that the batch's tensors have elsewhere (a ``(T, T)`` mask next to ``(n, T)`` tokens).
 
     Args:
         may_be_empty: Return 0 for a batch without samples instead of raising WorkloadError.

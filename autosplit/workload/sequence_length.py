@@ -18,7 +18,7 @@ from autosplit.workload.workload import Workload
 
 
 def at_length(workload: Workload, length: int) -> Workload:
-    """Return the workload with samples of another length.
+    """Return the workload with samples of a different length.
 
     The current length is the first dimension after the batch dimension, in the first tensor that has such a dimension.
     Every other dimension of this size is cropped or repeated in all tensors, also masks. To change this, define

@@ -308,7 +308,7 @@ def made_batch(workload: Workload, n: int) -> Any:
     """Return `make_batch(n)`.
 
     Raises:
-        WorkloadError: The batch has another number of samples.
+        WorkloadError: The batch has a different number of samples.
     """
     assert workload.make_batch is not None
     assert workload.made is not None

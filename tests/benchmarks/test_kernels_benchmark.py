@@ -15,7 +15,8 @@ from folders import BENCHMARKS, ROOT
 sys.path.insert(0, str(BENCHMARKS))
 import cuda_kernels
 import kernel_tracing
-from kernel_cases import DEFAULT_CAPABILITY, all_cases
+from kernel_case import DEFAULT_CAPABILITY
+from kernel_cases import all_cases
 from kernel_exceptions import reason_for
 from marks import for_release, slow
 

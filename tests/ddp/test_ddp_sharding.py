@@ -815,7 +815,7 @@ class TestBadFolders:
         refused(ctx, path, {"optimizer": adamw(nn.Linear(2, 2))}, "'optimizer' is the state of another optimizer")
         refused(ctx, path, {"scaler": torch.amp.GradScaler("cpu")}, "Expected 'scaler', too")
         parts["sampler"].seed = 8
-        refused(ctx, path, parts, "another order of samples: seed 7 instead of 8")
+        refused(ctx, path, parts, "a different order of samples: seed 7 instead of 8")
 
 
 class TestWriting:

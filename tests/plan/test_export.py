@@ -232,7 +232,7 @@ NORM = Check("BatchNorm2d at features.1", 0.1, 0.1, depends=True)
     [
         (
             "transformers",
-            "weights them by the labels other than -100 of all ranks, if the model takes num_items_in_batch",
+            "weights them by all ranks' labels that are not -100, if the model takes num_items_in_batch",
         ),
         ("accelerate", "weights them equally. Scale the loss yourself"),
         ("lightning", "weights them equally. Scale the loss yourself"),

@@ -98,7 +98,7 @@ def test_each_part_of_the_machine(changes, said):
         ({"parameters": 144, "model_tensors": "bb"}, "the model had 72 parameters, now 144"),
         ({"model_tree": "bb"}, "the model is different: the classes, code or settings of its modules differ"),
         ({"sample_batch_size": 8, "sample_batch": "bb"}, "the sample batch had 4 samples, now 8"),
-        ({"sample_batch": "bb"}, "the sample batch has another structure, shape or dtype"),
+        ({"sample_batch": "bb"}, "the sample batch has a different structure, shape or dtype"),
         ({"optimizer": "bb"}, "the optimizer or its options are different"),
         ({"loss_fn": "bb"}, "loss_fn is different"),
         ({"loss_fn": None}, "there was a loss_fn, now there is none"),

@@ -180,14 +180,14 @@ class TestBadFiles:
         for number, text in enumerate(("not a checkpoint\n" * 100, "epoch 3\n", "\x80", "{}", "cos\nsystem\n")):
             path = tmp_path / f"{number}.pt"
             path.write_text(text)
-            self.refused(ctx, path, "The file is incomplete or not a checkpoint|other objects than tensors")
+            self.refused(ctx, path, "The file is incomplete or not a checkpoint|objects other than tensors")
         torch.save([1, 2], tmp_path / "list.pt")
         self.refused(ctx, tmp_path / "list.pt", "The file contains a list")
 
     def test_nothing_in_it_is_executed(self, ctx, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         torch.save({"model": Executed()}, tmp_path / "evil.pt")
-        self.refused(ctx, tmp_path / "evil.pt", "other objects than tensors and plain values")
+        self.refused(ctx, tmp_path / "evil.pt", "objects other than tensors and plain values")
         assert not (tmp_path / "executed").exists()
 
     def test_of_another_model(self, ctx, tmp_path):
@@ -195,7 +195,7 @@ class TestBadFiles:
         whole_file(ctx, path)
         wider = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
         deeper = nn.Sequential(*make_model(), nn.Linear(1, 1)).double()
-        self.refused(ctx, path, "another shape 0.weight", model=wider)
+        self.refused(ctx, path, "a different shape 0.weight", model=wider)
         self.refused(ctx, path, "lacks 3.weight", model=deeper)
         self.refused(ctx, path, "has unknown 2.weight", model=make_model()[:2])
 
@@ -207,7 +207,7 @@ class TestBadFiles:
         self.refused(
             ctx,
             path,
-            "another order of samples: seed 7 instead of 8",
+            "a different order of samples: seed 7 instead of 8",
             sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
         )
 

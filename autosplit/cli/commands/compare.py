@@ -151,14 +151,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _scaling_table(scaling: ClusterScaling, price_per_hour: float | None) -> Table:
-    """Make a row for each number of nodes. A bar shows the samples/s as a share of the highest."""
     priced = price_per_hour is not None
     figures = ("nodes", "GPUs", "samples/s", *(["cost of 1M"] if priced else []), "efficiency")
     table = plain_table(*figures, "limited by", "batch per GPU", "", figures=figures)
     table.columns[-1].no_wrap = True
     most = max(one.samples_per_s for one in scaling.predictions)
     for one in scaling.predictions:
-        # Without prices of single nodes, each GPU has the same part of the price.
+        # The price is for the whole cluster, so divide it equally among the GPUs.
         price = (price_per_hour or 0.0) * one.ranks / scaling.whole.ranks
         costs = [_money_text(price / 3600 * 1e6 / one.samples_per_s)] if priced else []
         batches = ", ".join(f"{share.gpu} {share.batch_size}" for share in one.shares)

@@ -92,7 +92,7 @@ def compare_models(
     model_options: Mapping[str, Any],
     **keywords: Any,
 ) -> int:
-    """Tune each model for each machine. A model that fails is reported, and the others are compared all the same."""
+    """Tune each model for each machine. If a model fails, report it and compare the others."""
     from autosplit.extras.compare import ComparisonInterrupted, asked_machines
     from autosplit.extras.compare_models import FORMATS, ComparedModel, to_dict
 
@@ -152,7 +152,6 @@ def _compared(
     model_options: Mapping[str, Any],
     keywords: Mapping[str, Any],
 ) -> ComparedModel:
-    """Compare the machines for one model. An error of autosplit becomes the failure of the model."""
     from autosplit.extras.compare import compared
     from autosplit.extras.compare_models import ComparedModel, ErrorBand, error_band
     from autosplit.extras.workload_spec import is_model_name, workload_of_spec

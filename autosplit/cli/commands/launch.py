@@ -1,4 +1,4 @@
-"""Run ``autosplit launch``: start a training script with a plan by torchrun."""
+"""Run ``autosplit launch``: start a training script with torchrun and a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosplit.text import printable
 
 
 def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
-    """Replace this process by torchrun, or print torchrun's command as a shell command line or as JSON."""
+    """Replace this process with torchrun, or print torchrun's command as a shell command line or as JSON."""
     from autosplit.ddp.find_plan import described, plan_for_job
 
     found, path = plan_for_job(None if plan is None else str(plan_file(plan)))

@@ -94,7 +94,6 @@ def remove_profiles(
 
 
 def _confirm(count: int, folder: Path) -> None:
-    """Ask before all profiles are removed. Raise InputError if there is no terminal, or if the answer is no."""
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(

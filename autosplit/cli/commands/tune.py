@@ -89,7 +89,6 @@ def tune(
 
 
 def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
-    """Return the devices as a keyword argument. Raise InputError for several machines."""
     if len(devices) > 1:
         several = shlex.join(word for one in devices for word in ("--devices", one))
         raise InputError(
